@@ -1,0 +1,1 @@
+"""Evaluation through `transformers` alone: nothing here imports the training code."""

@@ -1,0 +1,1 @@
+"""Text to token shards, and token shards to batches."""
