@@ -1,2 +1,256 @@
+"""The configuration of a run: frozen dataclasses filled from a recipe YAML and the command line, and batch arithmetic.
+
+Every field is a flag (`--learning_rate 1e-3`) and a key of the YAML; the command line wins. What describes the
+hardware (processes, machines, sharding) is not here: that is Accelerate's file.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from transformers import HfArgumentParser
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
+
+
 class UserError(ValueError):
     """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
+
+
+def _opt(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    n_layer: int = _opt(12, "transformer blocks")
+    n_head: int = _opt(12, "attention heads; must divide n_embd")
+    n_embd: int = _opt(768, "width of the residual stream")
+    n_positions: int = _opt(1024, "longest sequence the model has position embeddings for, in tokens")
+    dropout: float = _opt(0.0, "dropout on embeddings, attention and residual branches (GPT-2 used 0.1)")
+    init_from: str = _opt("", "directory or Hub id whose weights start the run (empty: random weights)")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    data: str = _opt("", "directory of prepared shards, or a glob of .bin files (then give val_data too)")
+    val_data: str = _opt("", "directory or glob of validation shards (empty: the validation shards of `data`)")
+    source: str = _opt("", "where `recipe.data.prepare` takes the text from: file, glob, directory or Hub data set")
+    source_name: str = _opt("", "subset of a Hub data set, such as sample-10BT")
+    source_split: str = _opt("train", "split of a Hub data set")
+    text_column: str = _opt("text", "column that holds the text")
+    val_fraction: float = _opt(0.01, "share of documents held out for validation when preparing")
+    sequence_length: int = _opt(1024, "tokens a sequence")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    max_steps: int = _opt(1000, "optimizer steps in the whole run")
+    total_batch_tokens: int = _opt(524288, "tokens an optimizer step, over all processes and micro-steps")
+    micro_batch_size: int = _opt(8, "sequences a process holds at once, at most (memory); the rest is accumulated")
+    learning_rate: float = _opt(6e-4, "peak learning rate")
+    min_lr_fraction: float = _opt(0.0, "the cosine ends at this fraction of learning_rate")
+    warmup_steps: int = _opt(0, "optimizer steps of linear warm-up")
+    weight_decay: float = _opt(0.1, "AdamW's decay, on tensors of two or more dimensions only")
+    beta1: float = _opt(0.9, "AdamW's first-moment decay")
+    beta2: float = _opt(0.95, "AdamW's second-moment decay")
+    adam_eps: float = _opt(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = _opt(1.0, "clip the global gradient norm to this (0: measure it, never clip)")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    config: str = _opt(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")
+    run_name: str = _opt("", "name of the run (empty: the recipe's file name)")
+    output_dir: str = _opt("", "directory of the run (empty: runs/<run_name>)")
+    seed: int = _opt(1337, "of the initial weights, the data order and dropout")
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _opt(
+        "auto", "arithmetic of the step (weights and moments stay fp32); auto takes the best the device has"
+    )
+    compile: bool = _opt(False, "torch.compile the model")
+    recompute: bool = _opt(False, "recompute activations in backward: less memory, about a quarter slower")
+    loss_chunk_size: int = _opt(0, "positions whose logits are held at once (0: the whole micro-batch)")
+    log_every: int = _opt(10, "steps between lines of metrics.jsonl")
+    eval_every: int = _opt(250, "steps between validations (0: at the end only)")
+    eval_tokens: int = _opt(10_485_760, "tokens of a validation, at most (the same ones every time)")
+    save_every: int = _opt(1000, "steps between checkpoints (0: at the end only)")
+    keep_last: int = _opt(2, "newest checkpoints kept")
+    milestone_every: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
+    sample_every: int = _opt(0, "steps between samples printed from the live model (0: never)")
+    sample_prompt: str = _opt("\n", "what a sample during training continues")
+    hellaswag_every: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
+    hellaswag_limit: int = _opt(0, "rows of such an evaluation (0: all 10,042)")
+    tracker: str = _opt("", "tensorboard, wandb or trackio, beside metrics.jsonl (empty: none)")
+    fresh: bool = _opt(False, "move an earlier run in output_dir aside and start over")
+    dry_run: bool = _opt(False, "print what the run would be, and stop")
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+
+    def flat(self) -> dict:
+        """All fields as one flat dict of scalars, in the order of their declaration."""
+        return {k: v for part in dataclasses.asdict(self).values() for k, v in part.items()}
+
+
+_PARTS = (ModelConfig, DataConfig, OptimizerConfig, RunConfig)
+FIELDS = {f.name: f for part in _PARTS for f in dataclasses.fields(part)}
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def parse_config(argv: list[str] | None = None) -> Config:
+    """The run's configuration from `--config FILE` and flags. Raises UserError for whatever is wrong with them."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(_PARTS, description="Train GPT-2.", allow_abbrev=False)
+    if {"-h", "--help"} & set(argv):
+        parser.print_help()
+        raise SystemExit(0)
+    path = _resolve(parser.parse_known_args(argv)[0].config)
+    recipe = _yaml_argv(path)
+    _parse(parser, recipe, f"{path}: ")
+    parts = _parse(parser, [*recipe, *argv], "")
+    return _validated(_with_defaults(Config(*parts), path))
+
+
+def _parse(parser: _Parser, argv: list[str], origin: str) -> tuple:
+    try:
+        *parts, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True, look_for_args_file=False)
+    except UserError as e:
+        raise UserError(f"{origin}{e}") from None
+    if unknown:
+        raise UserError(f"{origin}unknown {unknown[0]!r}{_nearest(unknown[0].lstrip('-').split('=')[0])}")
+    return tuple(parts)
+
+
+def _resolve(config: str) -> Path:
+    """A recipe's path, from the working directory or, for those that ship, from anywhere."""
+    for path in (Path(config), ROOT / config):
+        if path.is_file():
+            return path
+    shipped = ", ".join(sorted(p.stem for p in DEFAULT_RECIPE.parent.glob("*.yaml")))
+    raise UserError(f"--config {config}: no such file; recipe/configs/ has {shipped}")
+
+
+def _yaml_argv(path: Path) -> list[str]:
+    """The YAML as flags, so that both ways in are checked and converted by the same parser."""
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as e:
+        raise UserError(f"{path}: not valid YAML: {str(e).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
+    for key, value in values.items():
+        if key not in FIELDS or key == "config":
+            raise UserError(f"{path}: unknown key {key!r}{_nearest(str(key))}")
+        if isinstance(value, (dict, list)):
+            raise UserError(f"{path}: {key} takes one value, found a {type(value).__name__}")
+    return [f"--{key}={'' if value is None else value}" for key, value in values.items()]
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, FIELDS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; --help lists the fields"
+
+
+def _with_defaults(config: Config, path: Path) -> Config:
+    name = config.run.run_name or path.stem
+    output_dir = config.run.output_dir or f"runs/{name}"
+    run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
+    return dataclasses.replace(config, run=run)
+
+
+def _validated(config: Config) -> Config:
+    model, data, opt, run = config.model, config.data, config.optimizer, config.run
+
+    def require(ok: bool, message: str) -> None:
+        if not ok:
+            raise UserError(message)
+
+    for name, value in config.flat().items():
+        require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
+    for name in ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "max_steps", "total_batch_tokens",
+                 "micro_batch_size", "log_every", "eval_tokens", "keep_last"):  # fmt: skip
+        require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
+    for name in ("loss_chunk_size", "eval_every", "save_every", "milestone_every", "sample_every", "hellaswag_every",
+                 "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "seed"):  # fmt: skip
+        require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
+    for name in ("dropout", "beta1", "beta2", "val_fraction"):
+        require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")
+    require(model.n_embd % model.n_head == 0, f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}")
+    require(
+        data.sequence_length <= model.n_positions,
+        f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
+        "or shorten the sequences",
+    )
+    require(opt.learning_rate > 0, f"learning_rate is {opt.learning_rate}; it must be above 0")
+    require(0 <= opt.min_lr_fraction <= 1, f"min_lr_fraction is {opt.min_lr_fraction}; it must be between 0 and 1")
+    require(
+        opt.warmup_steps < opt.max_steps,
+        f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
+    )
+    require(bool(data.data), "data is empty; give a directory of shards or a glob of .bin files")
+    require(
+        re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
+        f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
+    )
+    require(
+        opt.total_batch_tokens % data.sequence_length == 0,
+        f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "
+        f"nearest valid: {_nearest_multiples(opt.total_batch_tokens, data.sequence_length)}",
+    )
+    return config
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How an optimizer step's sequences are cut: sequences = world x accumulation x micro."""
+
+    sequences: int
+    world: int
+    micro: int
+    accumulation: int
+
+    def slice(self, micro_step: int, rank: int) -> tuple[int, int]:
+        """[lo, hi) of the step's sequences that `rank` takes in `micro_step`."""
+        lo = (micro_step * self.world + rank) * self.micro
+        return lo, lo + self.micro
+
+
+def batch_arithmetic(config: Config, world: int) -> Batch:
+    """Derives accumulation for `world` processes; the only place that does.
+
+    A process whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
+    with the nearest valid batches, where the step does not divide.
+    """
+    opt, length = config.optimizer, config.data.sequence_length
+    sequences = opt.total_batch_tokens // length
+    micro = min(opt.micro_batch_size, max(1, sequences // world))
+    accumulation, rest = divmod(sequences, world * micro)
+    if rest:
+        unit = world * micro * length
+        raise UserError(
+            f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of {world} process{'es' if world > 1 else ''} x "
+            f"micro_batch_size {micro} x sequence_length {length} = {unit}; "
+            f"nearest valid: {_nearest_multiples(opt.total_batch_tokens, unit)}"
+        )
+    return Batch(sequences, world, micro, accumulation)
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    centre = max(2, round(value / unit))
+    return ", ".join(str(k * unit) for k in (centre - 1, centre, centre + 1))

@@ -1,0 +1,86 @@
+"""Next-token cross-entropy, whole or in chunks, from the hidden states and the head's weight.
+
+Both forms compute the softmax in fp32 and give the same numbers. The whole form holds the logits of the
+micro-batch, N x V; the chunked one holds `chunk_size` x V and, in exchange, keeps the gradient of the head.
+"""
+
+import torch
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+
+
+def next_token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_size: int = 0, pad_vocab_to: int = 1
+) -> torch.Tensor:
+    """Mean cross-entropy in nats of `targets` under softmax(hidden @ weight.T); a 0-d fp32 tensor.
+
+    Args:
+        hidden: (B, T, D) final hidden states, position t already aligned with the target at t.
+        weight: (V, D) the head; under autocast the product runs in autocast's type.
+        targets: (B, T) token ids; IGNORE_INDEX leaves a position out. Nothing left to predict gives 0.
+        chunk_size: positions whose logits are held at once; 0 holds all of them.
+        pad_vocab_to: the product's row count is rounded up to a multiple of this. The rows added are sliced off
+            before the softmax, so that neither the loss nor a gradient changes; tensor cores like the round number.
+    """
+    hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (N, D), (N,)
+    vocab_size = weight.shape[0]
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if rows := -vocab_size % pad_vocab_to:
+        weight = F.pad(weight, (0, 0, 0, rows))
+    count = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    if chunk_size:
+        return _ChunkedLossSum.apply(hidden, weight, targets, chunk_size, vocab_size) / count
+    logits = F.linear(hidden, weight)[:, :vocab_size]  # (N, V)
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
+
+
+class _ChunkedLossSum(torch.autograd.Function):
+    """Summed cross-entropy that makes its gradients chunk by chunk in the forward pass.
+
+    The gradient of a sum over positions needs nothing from later layers but one scalar, so each chunk's logits can
+    be turned into gradients while they are at hand and are then dropped: no logits are kept and none recomputed.
+    The factor 1/count (and a loss scale) enters in backward, in fp32: fp16 would flush p/count to zero.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk_size, vocab_size):
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        need_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        if need_grad:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            h, y = hidden[rows], targets[rows]
+            valid = y != IGNORE_INDEX
+            index = y.clamp(min=0)[:, None]
+            logits = (h @ weight.t())[:, :vocab_size].float()  # (chunk, V)
+            log_z = torch.logsumexp(logits, -1, keepdim=True)
+            loss += ((log_z - logits.gather(1, index)).squeeze(1) * valid).sum()
+            if not need_grad:
+                continue
+            p = torch.exp(logits - log_z)
+            p = (p.scatter_add(1, index, torch.full_like(log_z, -1.0)) * valid[:, None]).to(h.dtype)
+            if pad := weight.shape[0] - vocab_size:
+                p = F.pad(p, (0, pad))
+            grad_hidden[rows] = p @ weight
+            grad_weight += p.t() @ h
+        if need_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.dtypes = hidden.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            (grad_hidden * grad_loss).to(hidden_dtype),
+            (grad_weight * grad_loss).to(weight_dtype),
+            None,
+            None,
+            None,
+        )

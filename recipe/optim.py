@@ -1,0 +1,56 @@
+"""AdamW's parameter groups, the learning rate as a pure function of the step, and moments by parameter name."""
+
+import math
+
+import torch
+
+from recipe.config import OptimizerConfig
+
+
+def lr_at(step: int, config: OptimizerConfig) -> float:
+    """Learning rate of optimizer step `step` (0-based): linear warm-up, then a cosine to min_lr_fraction.
+
+    Warm-up starts above 0, at 1/warmup_steps of the peak (llm.c's and nanoGPT's schedule). A pure function rather
+    than a scheduler object: a prepared scheduler advances num_processes times a step, and has state to restore.
+    """
+    peak, floor = config.learning_rate, config.learning_rate * config.min_lr_fraction
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW with weight decay on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3)."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=fused)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def named_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's moments as `exp_avg.<name>` and `exp_avg_sq.<name>`; empty before the first step."""
+    state = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    return {f"{moment}.{name}": s[moment] for moment in ("exp_avg", "exp_avg_sq") for name, s in state.items()}
+
+
+def load_moments(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, torch.Tensor], steps: int
+) -> None:
+    """Sets AdamW's state after `steps` optimizer steps from `named_moments`' dict (KeyError for a missing name)."""
+    fused = optimizer.param_groups[0]["fused"]
+    for name, p in model.named_parameters() if moments else ():
+        optimizer.state[p] = {
+            # A fused or capturable AdamW keeps its step beside the parameter.
+            "step": torch.tensor(float(steps), dtype=torch.float32, device=p.device if fused else "cpu"),
+            "exp_avg": moments[f"exp_avg.{name}"].to(p.device, p.dtype),
+            "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(p.device, p.dtype),
+        }

@@ -1,0 +1,76 @@
+"""What a run will be, by arithmetic alone: parameters, FLOPs, tokens, memory, disk. Nothing here builds a model."""
+
+from recipe.config import Batch, Config, ModelConfig
+from recipe.data.tokenizer import VOCAB_SIZE
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Trainable parameters of GPT-2 with a tied head: V D + P D + L (12 D^2 + 13 D) + 2 D."""
+    D = model.n_embd
+    return VOCAB_SIZE * D + model.n_positions * D + model.n_layer * (12 * D * D + 13 * D) + 2 * D
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """FLOPs of a training step a token: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
+
+    N leaves out the position embeddings, which are looked up, not multiplied, and counts the true vocabulary, not a
+    padded one: 855.2 M for the 124M model at T = 1024.
+    """
+    N = parameter_count(model) - model.n_positions * model.n_embd
+    return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
+
+
+def memory_estimate(config: Config, batch: Batch, half: bool) -> int:
+    """Bytes a process holds at the peak of a step, to within a fifth or so: a reckoning, not a measurement.
+
+    Weights, gradients and two moments in fp32 (16 N; 2 N more for bf16 copies); per token and block the tensors kept
+    for backward (Korthikanti et al. 2022 without the attention matrix, which SDPA does not keep), one block's worth
+    and the block inputs when recomputing; the logits with their gradient, or one chunk of them.
+    """
+    model, run = config.model, config.run
+    N, D, L = parameter_count(model), model.n_embd, model.n_layer
+    tokens = batch.micro * config.data.sequence_length
+    width = 2 if half else 4
+    block = tokens * D * (17 * width)
+    activations = L * tokens * D * width + block if run.recompute else L * block
+    positions = min(run.loss_chunk_size or tokens, tokens)
+    logits = positions * VOCAB_SIZE * (4 + 4 + width)
+    head = 4 * VOCAB_SIZE * D if run.loss_chunk_size else 0
+    return (18 if half else 16) * N + activations + logits + head
+
+
+def checkpoint_bytes(model: ModelConfig) -> int:
+    """A checkpoint: weights and two moments in fp32, and 2.5 MB of tokenizer."""
+    return 12 * parameter_count(model) + 2_500_000
+
+
+def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None) -> list[str]:
+    """The lines a run opens with, and all that --dry_run prints beside the configuration."""
+    model, data, opt, run = config.model, config.data, config.optimizer, config.run
+    N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
+    flops = flops_per_token(model, data.sequence_length)
+    shares = f"{batch.world} process{'es' if batch.world > 1 else ''} x {batch.accumulation} micro-steps x "
+    checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
+    lines = [
+        f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+        f"{flops / 1e6:,.1f} MFLOP a token",
+        f"device     {device}, {precision}",
+        f"batch      {opt.total_batch_tokens:,} tokens = {shares}{batch.micro} sequences x {data.sequence_length} tokens",
+        f"length     {opt.max_steps:,} steps, {si(tokens)} tokens, learning rate {opt.learning_rate:g} after "
+        f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
+        f"memory     about {si(memory_estimate(config, batch, precision in ('bf16', 'fp16')))}B a process (reckoned)",
+        f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in {run.output_dir}; "
+        f"{si(2 * tokens)}B for every token of the run once",
+    ]
+    if peak_flops:
+        at_half = tokens * flops / (0.5 * peak_flops * batch.world)
+        lines.append(f"time       about {at_half / 3600:.1f} h at 50 % MFU")
+    return lines
+
+
+def si(value: float) -> str:
+    """1234567 -> '1.2 M'"""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} "

@@ -1,0 +1,60 @@
+"""Helpers of the tests. Real data that does not ship is looked for beside the checkout; its tests skip without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT.parent / "shared" / "assets"
+
+# Tests must not depend on, or wait for, a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SHAKESPEARE = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"
+
+# The tiny configuration: every run of a test starts from it. fp32, so that numbers mean the same everywhere.
+TINY = {
+    "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "sequence_length": 32, "total_batch_tokens": 256,
+    "micro_batch_size": 8, "max_steps": 20, "learning_rate": 1e-2, "warmup_steps": 4, "precision": "fp32",
+    "log_every": 1, "eval_every": 10, "save_every": 10, "eval_tokens": 1024,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """A directory of shards of the first 120 kB of tiny Shakespeare."""
+    from recipe.data.prepare import PrepareOptions, prepare
+
+    directory = tmp_path_factory.mktemp("data")
+    text = directory / "text.txt"
+    text.write_text(SHAKESPEARE.read_text()[:120_000])
+    prepare(PrepareOptions(source=str(text), out=str(directory / "shards"), val_fraction=0.1))
+    return directory / "shards"
+
+
+def flags(**fields) -> list[str]:
+    return [f"--{k}={v}" for k, v in fields.items()]
+
+
+def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 300, accelerate_config="ddp"):
+    """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
+    command = [sys.executable, "recipe/train.py"]
+    # One thread a process: the tests of a run then do the same sums whatever the machine.
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (env or {})
+    variables.pop("PYTHONPATH", None)
+    if processes > 1:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+                   f"accelerate_configs/{accelerate_config}.yaml", "--num_processes", str(processes),
+                   "--main_process_port", "0", "recipe/train.py"]  # fmt: skip
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

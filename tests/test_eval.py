@@ -1,0 +1,272 @@
+"""Perplexity, sampling, and what the evaluation commands share: finding models, results, errors."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
+
+from eval import common, perplexity, sample
+
+REPOSITORY = Path(__file__).parent.parent
+BPE = REPOSITORY / "recipe" / "data" / "gpt2_bpe"
+END_OF_TEXT = 50256
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return GPT2TokenizerFast(vocab=str(BPE / "encoder.json"), merges=str(BPE / "vocab.bpe"))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer):
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = GPT2Config(n_positions=256, n_layer=2, n_embd=32, n_head=2, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def loaded(model_dir):
+    return common.load(common.parser("").parse_args([str(model_dir), "--device", "cpu"]))
+
+
+def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPOSITORY / "eval" / f"{script}.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def main_of(module, monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+# Perplexity
+
+
+def test_shards_equal_the_models_own_loss(loaded, tmp_path):
+    rng = np.random.default_rng(0)
+    shards = [rng.integers(0, 50257, size=n) for n in (3 * 32 + 1, 2 * 32 + 20)]
+    for i, tokens in enumerate(shards):
+        write_shard(tmp_path / f"text_val_{i:06d}.bin", tokens)
+    write_shard(tmp_path / "text_train_000000.bin", shards[0])
+
+    windows, files = perplexity.shard_windows(tmp_path, 32)
+    assert sorted(files) == ["text_val_000000.bin", "text_val_000001.bin"]
+    expected = [tokens[i * 32 : i * 32 + 33] for tokens, n in zip(shards, (3, 2), strict=True) for i in range(n)]
+    np.testing.assert_array_equal(windows, expected)
+
+    result = perplexity.evaluate_windows(loaded, windows, batch_size=2)
+    ids = torch.tensor(np.stack(expected))
+    with torch.no_grad():  # transformers shifts the labels itself: of 33 tokens 32 are predicted
+        loss = loaded.model(ids, labels=ids).loss.item()
+    assert result["loss"] == pytest.approx(loss, abs=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert (result["windows"], result["tokens"]) == (5, 160)
+
+
+def test_text_counts_the_files_bytes(loaded, tmp_path):
+    # Characters of one to four bytes, a carriage return, and a literal that must stay text.
+    text = "First Citizen:\r\nWe are accounted poor, héllo 漢字 🙂 <|endoftext|> the end.\n" * 9
+    path = tmp_path / "play.txt"
+    path.write_bytes(text.encode())
+    windows, files = perplexity.text_windows(path, loaded.encode, END_OF_TEXT, 50)
+    ids = [END_OF_TEXT, *loaded.encode(text)]
+    assert END_OF_TEXT not in ids[1:]
+    assert [token for window in windows for token in window[1:]] == ids[1:]
+    assert {len(window) for window in windows[:-1]} == {51}
+    assert list(files) == ["play.txt"]
+
+    result = perplexity.evaluate_windows(loaded, windows, batch_size=4)
+    assert result["bytes"] == len(text.encode())
+    with torch.no_grad():
+        total = sum(
+            loaded.model(t := torch.tensor(np.stack([w])), labels=t).loss.item() * (len(w) - 1) for w in windows
+        )
+    assert result["loss"] == pytest.approx(total / (len(ids) - 1), abs=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-5)
+
+
+def test_bytes_of_tokens(tokenizer):
+    table = perplexity.byte_lengths(tokenizer)
+    assert len(table) == 50257
+    assert table[END_OF_TEXT] == 0
+    assert table[tokenizer.encode(" the")[0]] == 4
+    assert sum(table[tokenizer.encode("漢字🙂")]) == 10
+
+
+def test_perplexity_metric_by_hand():
+    metric = common.load_metric("token_perplexity")
+    metric.add_batch(nlls=[2.0], token_counts=[1], byte_counts=[2])
+    metric.add_batch(nlls=[4.0], token_counts=[2], byte_counts=[6])
+    # 6 nats over 3 tokens and 8 bytes.
+    expected = {"loss": 2.0, "perplexity": math.e**2, "bits_per_byte": 6 / (8 * math.log(2))}
+    assert metric.compute() == pytest.approx(expected, rel=1e-12)
+
+
+def test_perplexity_takes_data_and_length_from_the_checkpoint(model_dir, tmp_path, monkeypatch):
+    run_dir = tmp_path / "step_00000010"
+    run_dir.mkdir()
+    for file in model_dir.iterdir():
+        (run_dir / file.name).symlink_to(file)
+    write_shard(tmp_path / "val_000000.bin", np.arange(200))
+    (run_dir / "trainer_state.json").write_text(json.dumps({"config": {"data": str(tmp_path), "sequence_length": 40}}))
+    (run_dir / "results.json").write_text('{"hellaswag": {"rows": 7}}')
+    main_of(perplexity, monkeypatch, run_dir, "--limit_windows", "3", "--device", "cpu")
+    results = json.loads((run_dir / "results.json").read_text())
+    assert results["hellaswag"] == {"rows": 7}  # merged, not replaced
+    assert results["perplexity"]["sequence_length"] == 40
+    assert results["perplexity"]["tokens"] == 120
+    assert len(results["perplexity"]["files"]["val_000000.bin"]) == 12
+    assert not list(run_dir.glob(".results*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"short", "not a token shard"), (np.array([20240520, 1, 5] + [0] * 253, "<i4").tobytes(), "promises 5 tokens")],
+)
+def test_broken_shards_are_named(content, message, tmp_path):
+    (tmp_path / "val.bin").write_bytes(content)
+    with pytest.raises(common.UserError, match=message):
+        perplexity.shard_windows(tmp_path, 8)
+
+
+# Sampling
+
+
+def greedy(loaded, prompt_ids, n):
+    ids = torch.tensor([prompt_ids])
+    out = loaded.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=END_OF_TEXT
+    )
+    return out[0, len(prompt_ids) :].tolist()
+
+
+def test_greedy_equals_generate(loaded, model_dir, monkeypatch, tmp_path, capfd):
+    prompt_ids = loaded.tokenizer.encode("A man is")
+    expected = greedy(loaded, prompt_ids, 20)
+    assert len(set(expected)) > 5
+    options = {"max_new_tokens": 20, "n_positions": 256, "temperature": 0, "seed": 1, "device": "cpu"}
+    shapes = set()
+
+    def logits_fn(ids):
+        shapes.add(tuple(ids.shape))
+        return loaded.model(ids).logits
+
+    assert sample.sample_live(logits_fn, prompt_ids, **options) == expected
+    assert shapes == {(1, len(prompt_ids) + 20)}
+
+    output = tmp_path / "out.json"
+    flags = ["--prompt", "A man is", "--greedy", "--max_new_tokens", "20", "--output", output]
+    main_of(sample, monkeypatch, model_dir, *flags)
+    text = loaded.tokenizer.decode(expected, skip_special_tokens=True)
+    assert json.loads(output.read_text())["sample"]["texts"] == [text]
+    assert "A man is" + text in capfd.readouterr().out
+
+
+def test_seed_and_top_k(loaded):
+    options = {"max_new_tokens": 12, "n_positions": 256, "device": "cpu"}
+
+    def live(**more):
+        return sample.sample_live(lambda ids: loaded.model(ids).logits, [END_OF_TEXT], **options, **more)
+
+    assert live(seed=1) == live(seed=1) != live(seed=2)
+    assert live(seed=1, top_k=1) == live(seed=2, top_k=1) == live(seed=3, temperature=0)
+    assert len(live(seed=1, top_k=0)) == 12
+
+
+def test_no_room_for_prompt(loaded):
+    assert sample.fit([1, 2, 3, 4], max_new_tokens=2, n_positions=5) == ([2, 3, 4], 2)
+    assert sample.fit([1, 2], max_new_tokens=99, n_positions=5) == ([2], 4)
+    prompt = list(range(1000, 1300))
+    options = {"max_new_tokens": 4, "n_positions": 256, "temperature": 0, "seed": 1, "device": "cpu"}
+    out = sample.sample_live(lambda ids: loaded.model(ids).logits, prompt, **options)
+    assert out == greedy(loaded, prompt[-252:], 4)
+
+
+def test_sample_command_is_quiet_and_says_what_it_cut(model_dir, tmp_path):
+    out = run("sample", model_dir, "--prompt", "", "--max_new_tokens", "300", "--output", "out.json", cwd=tmp_path)
+    assert (out.returncode, out.stderr) == (0, "")
+    assert "255 new tokens instead of 300: the model has 256 positions" in out.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["sample"]["prompt"] == ""
+
+
+# Finding models, results, errors
+
+
+def checkpoint(path: Path, age: int) -> Path:
+    path.mkdir(parents=True)
+    for name in (*common.MODEL_FILES, "tokenizer.json"):
+        (path / name).touch()
+    import os
+
+    os.utime(path / "model.safetensors", (1e9 - age, 1e9 - age))
+    return path
+
+
+def test_newest_run_and_step(tmp_path):
+    checkpoint(tmp_path / "old" / "step_00000900", age=50)
+    checkpoint(tmp_path / "new" / "step_00000020", age=40)
+    newest = checkpoint(tmp_path / "new" / "step_00000100", age=30)
+    checkpoint(tmp_path / "new" / "step_00000300.tmp", age=1)
+    (tmp_path / "new" / "step_00000400").mkdir()  # cut off: no files
+    assert common.resolve_model(None, runs=tmp_path) == (str(newest), newest)
+    assert common.resolve_model(str(tmp_path / "new")) == (str(newest), newest)
+    assert common.resolve_model("openai-community/gpt2") == ("openai-community/gpt2", None)
+
+
+def test_absent_weights_are_refused(model_dir, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(common.UserError, match=r"lacks 1 of .* h\.1\.mlp\.c_fc\.weight|lacks 1 .*c_fc"):
+        common.load(common.parser("").parse_args(["--model", str(tmp_path), "--device", "cpu"]))
+
+
+def test_results_that_are_not_ours_stay(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text("[1, 2]")
+    with pytest.raises(common.UserError, match="not a JSON object"):
+        common.write_results(path, "sample", {})
+    assert path.read_text() == "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("hellaswag", [], "no model given and no checkpoint under runs/"),
+        ("sample", ["./nothing-here"], "model ./nothing-here: no such directory"),
+        ("perplexity", ["MODEL"], "Use --data DIR or --text FILE"),
+        ("perplexity", ["MODEL", "--text", "absent.txt"], "absent.txt"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(script, arguments, message, model_dir, tmp_path):
+    out = run(script, *(model_dir if a == "MODEL" else a for a in arguments), cwd=tmp_path)
+    assert out.returncode == 2
+    assert message in out.stderr
+    assert out.stderr.startswith("error: ")
+    assert out.stderr.count("\n") == 1
+
+
+def test_no_tokenizer(model_dir, tmp_path):
+    for name in common.MODEL_FILES:
+        (tmp_path / name).symlink_to(model_dir / name)
+    with pytest.raises(common.UserError, match="no tokenizer files"):
+        common.resolve_model(str(tmp_path))
