@@ -168,7 +168,7 @@ def score_hellaswag(
     device: torch.device | str,
     rank: int = 0,
     world: int = 1,
-    batch_size: int = 16,
+    batch_size: int = 8,
     max_length: int = 1024,
     head: Callable = common.identity,
     progress: bool = False,
@@ -176,7 +176,8 @@ def score_hellaswag(
     """Counts of correct rows in this rank's share, to be summed over ranks: for a trainer's live module.
 
     `logits_fn`, `head` and `max_length` are those of `score_requests`. The input's shape varies from call to call, so
-    a compiled module wants a `logits_fn` that pads. Every rank makes the same number of calls, because under ZeRO-3 a
+    a compiled module wants a `logits_fn` that pads. Without `head`, whole logits are held: 8 rows are at most 64 x 96
+    positions, 1.2 GB in float32. Every rank makes the same number of calls, because under ZeRO-3 a
     forward pass is collective: a rank whose share is one row short scores another row and leaves it out of its counts.
 
     Returns {"rows": n, "A": {"acc": correct, "acc_norm": correct}, "B": {...}}, all of them integers.

@@ -1,10 +1,12 @@
 """Loss, perplexity and bits per byte: `python eval/perplexity.py MODEL [--data DIR | --text FILE]`.
 
 Windows are those of the trainer's validation: T + 1 tokens at stride T, never across shards, in order, so that each
-token but a shard's first is predicted once. On the same shards the loss is the trainer's.
+token but a shard's first is predicted once. Without --data and --text they are the very windows of the training run's
+validation, first `eval_tokens` tokens included, and the loss is the trainer's.
 """
 
 import argparse
+import glob
 import hashlib
 import json
 import sys
@@ -43,9 +45,14 @@ def cut(tokens: np.ndarray, sequence_length: int) -> list[np.ndarray]:
     return [tokens[start : start + sequence_length + 1] for start in starts]
 
 
-def shard_windows(data: Path, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
-    """Windows of the shards with "val" in their name, and the first 12 digits of each file's sha256."""
-    paths = sorted(path for path in data.glob("*.bin") if "val" in path.name)
+def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
+    """Windows of validation shards, and the first 12 digits of each file's sha256.
+
+    `data` is a directory, of which the .bin files with "val" in their name are taken, or a glob of .bin files.
+    """
+    directory = Path(data)
+    paths = directory.glob("*val*.bin") if directory.is_dir() else map(Path, glob.glob(data))
+    paths = sorted(path for path in paths if path.is_file())
     if not paths:
         raise common.UserError(f"--data {data}: no .bin file with `val` in its name. Prepare one, or use --text FILE")
     windows = [window for path in paths for window in cut(read_shard(path), sequence_length)]
@@ -139,23 +146,24 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
     sequence_length = args.sequence_length or config.get("sequence_length") or min(1024, loaded.n_positions)
     if sequence_length > loaded.n_positions:
         raise common.UserError(f"--sequence_length {sequence_length}: the model has {loaded.n_positions} positions")
+    limit = args.limit_windows
     if args.text:
-        end_of_text = loaded.tokenizer.eos_token_id
+        source, end_of_text = str(args.text), loaded.tokenizer.eos_token_id
         windows, files = text_windows(args.text, loaded.encode, end_of_text, sequence_length)
-        source = args.text
     else:
-        source = args.data or (Path(config["data"]) if config.get("data") else None)
-        if source is None:
+        source = args.data or config.get("val_data") or config.get("data")
+        if not source:
             raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR or --text FILE")
         windows, files = shard_windows(source, sequence_length)
-    windows = windows[: args.limit_windows]
-    return windows, {"data": str(source), "files": files, "sequence_length": sequence_length}
+        if not args.data and not limit and "eval_tokens" in config:
+            limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training
+    return windows[:limit], {"data": source, "files": files, "sequence_length": sequence_length}
 
 
 def main() -> None:
     parser = common.parser("Loss, perplexity and bits per byte.", batch_size=8, batch_unit="windows")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--data", type=Path, help="directory of shards (default: what the checkpoint was trained on)")
+    source.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")
     source.add_argument("--text", type=Path, help="text file, UTF-8, instead of shards")
     parser.add_argument(
         "--sequence_length", type=common.positive_int, help="predicted tokens a window (default: as in training)"

@@ -80,7 +80,7 @@ def generate(loaded: common.Loaded, prompt_ids: list[int], args: argparse.Namesp
     return texts
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = common.parser("Text from a model.")
     parser.add_argument("--prompt", default="The", help='default "The"; "" starts from <|endoftext|>')
     parser.add_argument("--max_new_tokens", type=common.positive_int, default=100)
@@ -90,7 +90,11 @@ def main() -> None:
     parser.add_argument("--num_samples", type=common.positive_int, default=1)
     parser.add_argument("--seed", type=int, default=42, help="of the first sample; the next one takes the next number")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise common.UserError("--temperature and --top_k must not be negative, --top_p lies in (0, 1]")
     loaded = common.load(args)

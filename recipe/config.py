@@ -129,7 +129,9 @@ def parse_config(argv: list[str] | None = None) -> Config:
 
 def _parse(parser: _Parser, argv: list[str], origin: str) -> tuple:
     try:
-        *parts, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True, look_for_args_file=False)
+        *parts, unknown = parser.parse_args_into_dataclasses(
+            args=argv, return_remaining_strings=True, look_for_args_file=False
+        )
     except UserError as e:
         raise UserError(f"{origin}{e}") from None
     if unknown:
@@ -171,7 +173,10 @@ def _with_defaults(config: Config, path: Path) -> Config:
     name = config.run.run_name or path.stem
     output_dir = config.run.output_dir or f"runs/{name}"
     run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
-    return dataclasses.replace(config, run=run)
+    data = config.data
+    if data.source and not Path(data.source).exists() and (ROOT / data.source).exists():
+        data = dataclasses.replace(data, source=str(ROOT / data.source))  # text that ships, from anywhere
+    return dataclasses.replace(config, run=run, data=data)
 
 
 def _validated(config: Config) -> Config:
@@ -244,8 +249,8 @@ def batch_arithmetic(config: Config, world: int) -> Batch:
     if rest:
         unit = world * micro * length
         raise UserError(
-            f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of {world} process{'es' if world > 1 else ''} x "
-            f"micro_batch_size {micro} x sequence_length {length} = {unit}; "
+            f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of {world} process"
+            f"{'es' if world > 1 else ''} x micro_batch_size {micro} x sequence_length {length} = {unit}; "
             f"nearest valid: {_nearest_multiples(opt.total_batch_tokens, unit)}"
         )
     return Batch(sequences, world, micro, accumulation)

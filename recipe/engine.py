@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,9 @@ from recipe.config import Batch, UserError
 # Dense bf16 (fp16 where there is no bf16) peak in FLOP/s, from the vendors' data sheets; the first name contained in
 # the device's name counts. What is not listed has no MFU rather than a guessed one.
 PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-    "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12,
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
+    "3090": 71e12,
 }  # fmt: skip
 
 _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -64,10 +66,14 @@ class Engine:
                 "For processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
             )
         if acc.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-            raise UserError(f"distributed_type {acc.distributed_type.value} is not supported; use a file of accelerate_configs/")
+            raise UserError(
+                f"distributed_type {acc.distributed_type.value} is not supported; use a file of accelerate_configs/"
+            )
         # The train loop owns the accumulation boundary; a second owner would divide the loss twice.
         if acc.gradient_accumulation_steps != 1:
-            raise UserError("unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens")
+            raise UserError(
+                "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens"
+            )
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         if self.device.type == "cpu":
             _tune_cpu(local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -125,6 +131,10 @@ class Engine:
         """Context of a micro-step: only the last one of a step (local=False) averages gradients over processes."""
         return self.accelerator.no_sync(model) if local else nullcontext()
 
+    def autocast(self):
+        """Context: the run's arithmetic, for parts of the model called by themselves."""
+        return self.accelerator.autocast()
+
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
 
@@ -154,7 +164,7 @@ class Engine:
 
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
             indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
-            pending = [pool.submit(load, *i) for i, _ in zip(indices, range(2), strict=False)]
+            pending = [pool.submit(load, *i) for i in islice(indices, 2)]
             while pending:
                 rows = pending.pop(0).result()
                 if (following := next(indices, None)) is not None:
@@ -204,9 +214,9 @@ class Engine:
 
 def _check_launch() -> None:
     """Refuses what can be seen to be wrong before a process group exists."""
-    if find_spec("torch_xla") is None and (accelerator := torch.accelerator.current_accelerator()) is not None:
-        if accelerator.type == "tpu":
-            raise UserError("this TPU's PyTorch has no torch_xla: each process would train a copy of its own")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == "tpu" and find_spec("torch_xla") is None:
+        raise UserError("this TPU's PyTorch has no torch_xla: each process would train a copy of its own")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if processes > 1 and not cpu and 0 < gpus < processes:

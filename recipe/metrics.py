@@ -46,12 +46,15 @@ class RunningLoss:
 
     def __init__(self, device: torch.device, state: dict | None = None):
         state = state or {"sum": 0.0, "count": 0}
-        self.sum = torch.tensor(state["sum"], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        self.sum = torch.tensor(
+            state["sum"], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
+        )
         self.count = state["count"]
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, *, last_of_step: bool) -> None:
+        """Adds a micro-batch's share of its step's loss."""
         self.sum += loss
-        self.count += 1
+        self.count += last_of_step
 
     def state(self, reduce) -> dict:
         """For the checkpoint; `reduce` averages a tensor over processes (collective; waits for the device)."""

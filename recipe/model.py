@@ -167,6 +167,10 @@ class GPT2LMHeadModel(nn.Module):
         """(V, D)"""
         return self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
 
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V) of final hidden states (..., D)."""
+        return F.linear(hidden, self.head_weight)
+
     def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (B, T, V) of `input_ids` (B, T); with `targets` (B, T), the loss alone.
 
@@ -175,7 +179,7 @@ class GPT2LMHeadModel(nn.Module):
         """
         hidden = self.transformer(input_ids)
         if targets is None:
-            return F.linear(hidden, self.head_weight)
+            return self.head(hidden)
         return next_token_loss(hidden, self.head_weight, targets, self.loss_chunk_size, self.pad_vocab_to)
 
     def save_config(self, directory: Path) -> None:
@@ -194,7 +198,9 @@ class GPT2LMHeadModel(nn.Module):
         try:
             config = GPT2Config.from_pretrained(name_or_path)
         except (OSError, ValueError) as e:
-            raise UserError(f"{name_or_path}: no model there, and none by that name on the Hub ({_first_line(e)})") from e
+            raise UserError(
+                f"{name_or_path}: no model there, and none by that name on the Hub ({_first_line(e)})"
+            ) from e
         model = cls(config, **kwargs)
         model.load_weights(_read_safetensors(name_or_path), str(name_or_path))
         return model
@@ -211,7 +217,9 @@ class GPT2LMHeadModel(nn.Module):
             raise UserError(f"{origin}: missing {_some(missing)}")
         if unexpected := sorted(tensors.keys() - own.keys()):
             raise UserError(f"{origin}: unexpected {_some(unexpected)}")
-        if wrong := [f"{k} {list(tensors[k].shape)} for {list(own[k].shape)}" for k in own if tensors[k].shape != own[k].shape]:
+        if wrong := [
+            f"{k} {list(tensors[k].shape)} for {list(own[k].shape)}" for k in own if tensors[k].shape != own[k].shape
+        ]:
             raise UserError(f"{origin}: wrong shape: {_some(wrong)}")
         self.load_state_dict(tensors)
 
@@ -224,7 +232,9 @@ def _read_safetensors(name_or_path: str) -> dict[str, torch.Tensor]:
     try:
         index = cached_file(name_or_path, "model.safetensors.index.json")
     except OSError as e:
-        raise UserError(f"{name_or_path}: no model.safetensors (pickled weights are not read; convert them first)") from e
+        raise UserError(
+            f"{name_or_path}: no model.safetensors (pickled weights are not read; convert them first)"
+        ) from e
     names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     return {k: v for name in names for k, v in load_file(cached_file(name_or_path, name)).items()}
 

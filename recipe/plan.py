@@ -49,23 +49,27 @@ def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_
     model, data, opt, run = config.model, config.data, config.optimizer, config.run
     N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
     flops = flops_per_token(model, data.sequence_length)
-    shares = f"{batch.world} process{'es' if batch.world > 1 else ''} x {batch.accumulation} micro-steps x "
+    shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x "
     checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",
         f"device     {device}, {precision}",
-        f"batch      {opt.total_batch_tokens:,} tokens = {shares}{batch.micro} sequences x {data.sequence_length} tokens",
+        f"batch      {opt.total_batch_tokens:,} tokens = {shares}{batch.micro} sequences x {data.sequence_length}",
         f"length     {opt.max_steps:,} steps, {si(tokens)} tokens, learning rate {opt.learning_rate:g} after "
         f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
         f"memory     about {si(memory_estimate(config, batch, precision in ('bf16', 'fp16')))}B a process (reckoned)",
-        f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in {run.output_dir}; "
-        f"{si(2 * tokens)}B for every token of the run once",
+        f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
+        f"{run.output_dir}; {si(2 * tokens)}B for every token of the run once",
     ]
     if peak_flops:
         at_half = tokens * flops / (0.5 * peak_flops * batch.world)
         lines.append(f"time       about {at_half / 3600:.1f} h at 50 % MFU")
     return lines
+
+
+def plural(n: int, noun: str, ending: str = "s") -> str:
+    return f"{n} {noun}{ending if n != 1 else ''}"
 
 
 def si(value: float) -> str:

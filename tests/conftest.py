@@ -37,11 +37,15 @@ def shards(tmp_path_factory) -> Path:
     return directory / "shards"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--update_golden", action="store_true", help="write tests/golden_loss.json anew")
+
+
 def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 
 
-def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 300, accelerate_config="ddp"):
+def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 300):
     """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
     command = [sys.executable, "recipe/train.py"]
     # One thread a process: the tests of a run then do the same sums whatever the machine.
@@ -49,7 +53,7 @@ def run_train(*arguments: str, processes: int = 1, env: dict | None = None, time
     variables.pop("PYTHONPATH", None)
     if processes > 1:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                   f"accelerate_configs/{accelerate_config}.yaml", "--num_processes", str(processes),
+                   "accelerate_configs/ddp.yaml", "--num_processes", str(processes),
                    "--main_process_port", "0", "recipe/train.py"]  # fmt: skip
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout

@@ -208,7 +208,7 @@ def test_refuses_what_it_does_not_do():
         GPT2LMHeadModel(GPT2Config(activation_function="relu"))
 
 
-@pytest.mark.skipif(not (ASSETS / "gpt-nano-sort").is_dir(), reason="needs gpt-nano-sort, a trained model that does not ship")
+@pytest.mark.skipif(not (ASSETS / "gpt-nano-sort").is_dir(), reason="needs gpt-nano-sort, which does not ship")
 @torch.no_grad()
 def test_a_really_trained_model_gives_its_authors_activations_and_sorts():
     """85,728 parameters that sort six letters of three; its author published the activations for one input."""

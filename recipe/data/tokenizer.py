@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def encode(text: str) -> np.ndarray:
         # The regex engine's stack runs out on some 100,000s of spaces before a word. The run's last space belongs to
         # the word and the others are one piece, so a cut between them changes no token.
         cuts = [0, *(m.end() for m in _BEFORE_LAST_SPACE_OF_LONG_RUN.finditer(text)), len(text)]
-        return np.concatenate([_encode(text[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)])
+        return np.concatenate([_encode(text[a:b]) for a, b in pairwise(cuts)])
 
 
 def _encode(text: str) -> np.ndarray:
@@ -75,7 +76,7 @@ def _encode(text: str) -> np.ndarray:
 
 def hf_tokenizer() -> GPT2TokenizerFast:
     """The same tokenizer as `transformers` knows it, built offline. It does parse a literal "<|endoftext|>"."""
-    from transformers import GPT2TokenizerFast  # seconds to import, and only export needs it
+    from transformers import GPT2TokenizerFast  # seconds to import; only export needs it
 
     vocab = json.loads((_FILES / "encoder.json").read_text(encoding="utf-8"))
     merges = (_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]  # after a version line

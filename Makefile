@@ -1,0 +1,73 @@
+# Every target sets up what it needs: a virtual environment in .venv with pinned versions. `make` alone lists them.
+PYTHON ?= python3
+CONFIG ?= recipe/configs/shakespeare.yaml
+ACCELERATE ?= accelerate_configs/single.yaml
+MODEL ?=
+RUN ?=
+OUT ?= model
+LIMIT ?=
+PROMPT ?= The king
+FRESH ?=
+ARGS ?=
+
+BIN := .venv/bin
+# --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
+LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE)
+MODEL_ARG := $(if $(MODEL),--model $(MODEL))
+
+.DEFAULT_GOAL := help
+.PHONY: help train data sample eval-val eval-hellaswag export test lint format clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@echo
+	@echo "  variables: CONFIG ACCELERATE ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
+
+train: .venv/installed ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
+	$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
+	$(if $(findstring --dry_run,$(ARGS)),,$(BIN)/python eval/sample.py --prompt "$(PROMPT)")
+
+data: .venv/installed ## prepare the shards that CONFIG names
+	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
+
+sample: .venv/installed ## continue PROMPT with MODEL (a directory or Hub id; default: the newest run)
+	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)
+
+eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
+	$(BIN)/python eval/perplexity.py $(MODEL_ARG) $(ARGS)
+
+eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMIT=500 for a quick look)
+	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
+export: .venv/installed ## the latest checkpoint of RUN as a clean model directory, OUT
+	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
+
+test: .venv/installed-dev ## all tests (ARGS="-k name" for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/installed-dev ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed-dev ## apply style and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## delete the environment, the shards and caches; runs/ stays
+	rm -rf .venv data .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "runs/ is kept; delete it by hand"
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is too old, Python 3.10 or later is needed (make PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing pinned dependencies into .venv (some minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	@echo "installing what the tests need into .venv"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,248 @@
+"""Token shards: llm.c's .bin files, and the manifest that `recipe.data.prepare` keeps beside them.
+
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and then the tokens
+as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Files made there are read here, and the reverse.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from recipe.config import UserError
+from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 256 * 4
+DTYPE = np.dtype("<u2")
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+_PREPARE = "python -m recipe.data.prepare --source TEXT --out DIRECTORY"
+_CHUNK = 1 << 24  # tokens looked at together, so that their widened copies stay small
+
+
+@dataclass(frozen=True)
+class Shard:
+    path: Path
+    tokens: int
+    sha256: str | None  # of the whole file; None where no manifest says
+
+
+def read_shard(path: Path) -> np.ndarray:
+    """The tokens of a shard, shape (tokens,), uint16, mapped and not yet read.
+
+    Raises UserError for a file that is no shard of this format, or not a whole one.
+    """
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) < HEADER_BYTES:
+        raise UserError(
+            f"{path}: {size} bytes, less than a shard's header of {HEADER_BYTES}; prepare it again: {_PREPARE}"
+        )
+    magic, version, count = (int(n) for n in np.frombuffer(header, "<i4", 3))
+    if magic != MAGIC:
+        raise UserError(
+            f"{path}: magic number {magic}, expected {MAGIC}: {_what_else(header)}; prepare the text: {_PREPARE}"
+        )
+    if version != VERSION:
+        raise UserError(f"{path}: shard version {version}, expected {VERSION} (uint16); prepare the text: {_PREPARE}")
+    found = size - HEADER_BYTES
+    if count <= 0 or found != count * DTYPE.itemsize:
+        if count > 0 and found == 4 * count:
+            why = "its tokens are 4 bytes each, not uint16"
+        else:
+            why = "it was cut short" if found < count * DTYPE.itemsize else "the header is wrong"
+        raise UserError(
+            f"{path}: the header says {count} tokens ({count * DTYPE.itemsize} bytes), the file has {found} bytes of "
+            f"them: {why}; download or prepare it again"
+        )
+    return np.memmap(path, DTYPE, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def _what_else(header: bytes) -> str:
+    if int(np.frombuffer(header, "<i4", 1)[0]) == 20240801:
+        return "this is llm.c's Llama 3 format with uint32 tokens"
+    if int(np.frombuffer(header, ">i4", 1)[0]) == MAGIC:
+        return "the bytes are in big-endian order"
+    if np.frombuffer(header, DTYPE).max() < VOCAB_SIZE:
+        return "this looks like bare uint16 tokens without a header, as nanoGPT writes them"
+    return "this is not a token shard"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write which takes `path`'s place, whole and on the disk, when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # or the rename may not outlive a power failure
+    finally:
+        os.close(directory)
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """Write `tokens`, shape (tokens,), uint16, as a shard, all or nothing; returns the file's SHA-256."""
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    digest = hashlib.sha256(header.tobytes())
+    with replacing(path) as file:
+        file.write(header.tobytes())
+        for lo in range(0, len(tokens), _CHUNK):
+            data = np.ascontiguousarray(tokens[lo : lo + _CHUNK], DTYPE).data
+            digest.update(data)
+            file.write(data)
+    return digest.hexdigest()
+
+
+def verify(shard: Shard, tokens: np.ndarray) -> None:
+    """Read all of a shard, about 0.2 s for 100M tokens: its SHA-256, where known, and that every token is in GPT-2's
+    vocabulary. Raises UserError.
+    """
+    if shard.sha256:
+        with open(shard.path, "rb") as file:
+            digest = hashlib.sha256(file.read(HEADER_BYTES))
+        digest.update(tokens)
+        if digest.hexdigest() != shard.sha256:
+            raise UserError(
+                f"{shard.path}: SHA-256 {digest.hexdigest()[:16]}..., the manifest says {shard.sha256[:16]}...: the "
+                "file has changed since it was prepared; delete its directory and prepare it again"
+            )
+    for lo in range(0, len(tokens), _CHUNK):
+        outside = tokens[lo : lo + _CHUNK] >= VOCAB_SIZE
+        if outside.any():
+            at = lo + int(outside.argmax())
+            raise UserError(
+                f"{shard.path}: token {tokens[at]} at position {at}, GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
+                f"another tokenizer, type or byte order; prepare the text again: {_PREPARE}"
+            )
+
+
+@dataclass
+class Manifest:
+    """What is in a directory of prepared shards, from which source, and where an interrupted preparation goes on.
+
+    `shards` are in the order of their commits: {file, split, tokens, sha256, next}; `next` is prepare's position after
+    that shard.
+    """
+
+    source: dict
+    options: dict
+    complete: bool = False
+    documents: int = 0
+    shards: list[dict] = field(default_factory=list)
+    format_version: int = FORMAT_VERSION
+    tokenizer: str = "gpt2"
+    vocab_size: int = VOCAB_SIZE
+    end_of_text: int = END_OF_TEXT
+    dtype: str = "uint16"
+
+    def save(self, directory: Path) -> None:
+        with replacing(directory / MANIFEST) as file:
+            file.write(json.dumps(asdict(self), indent=1).encode() + b"\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest | None:
+        """None where there is no manifest. Raises UserError for one that this version cannot read."""
+        path = directory / MANIFEST
+        try:
+            values = json.loads(path.read_bytes())
+            manifest = cls(**values)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{path}: not a manifest of this recipe ({error}); delete {directory} and prepare again"
+            ) from None
+        if (manifest.format_version, manifest.tokenizer) != (FORMAT_VERSION, "gpt2"):
+            raise UserError(
+                f"{path}: format {manifest.format_version}, tokenizer {manifest.tokenizer!r}; expected "
+                f"{FORMAT_VERSION} and 'gpt2'; delete {directory} and prepare again"
+            )
+        return manifest
+
+    def tokens(self, split: str) -> int:
+        return sum(shard["tokens"] for shard in self.shards if shard["split"] == split)
+
+
+def find_shards(data: str, split: str) -> list[Shard]:
+    """The shards of `split` ("train" or "val") in file name order.
+
+    `data` is a directory with a manifest; or one without, where file names contain the split, as in
+    fineweb_val_000000.bin; or a glob of .bin files, taken as they are. Raises UserError where nothing usable is found.
+    """
+    directory = Path(data)
+    if not directory.is_dir():
+        paths = [Path(name) for name in sorted(glob.glob(data)) if Path(name).is_file()]
+        if not paths:
+            raise UserError(f"{data}: no such directory, and no .bin file matches; prepare the text: {_PREPARE}")
+        return [Shard(path, len(read_shard(path)), None) for path in paths]
+    manifest = Manifest.load(directory)
+    if manifest is None:
+        paths = sorted(path for path in directory.glob("*.bin") if split in path.name)
+        if not paths:
+            raise UserError(
+                f"{data}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}"
+            )
+        return [Shard(path, len(read_shard(path)), None) for path in paths]
+    if not manifest.complete:
+        raise UserError(f"{data}: its preparation was interrupted; run the same prepare command again, and it goes on")
+    shards = [
+        Shard(directory / entry["file"], entry["tokens"], entry["sha256"])
+        for entry in sorted(manifest.shards, key=lambda entry: entry["file"])
+        if entry["split"] == split
+    ]
+    if not shards:
+        raise UserError(f"{data}: prepared without a {split} split; prepare it again with --val_fraction above 0")
+    for shard in shards:
+        if not shard.path.is_file():
+            raise UserError(f"{shard.path}: listed in {MANIFEST}, but gone; delete {data} and prepare it again")
+        if len(read_shard(shard.path)) != shard.tokens:
+            raise UserError(
+                f"{shard.path}: not the {shard.tokens} tokens of {MANIFEST}; delete {data} and prepare it again"
+            )
+    return shards
+
+
+def unigram_loss(train_shards: list[Shard], val_shards: list[Shard]) -> float:
+    """Nats a token of the validation data under the training data's token frequencies: what no model should exceed.
+
+    Additive smoothing of 0.01 a token; at most the first 100M training and 10M validation tokens are counted.
+    """
+    train, val = _counts(train_shards, 100_000_000), _counts(val_shards, 10_000_000)
+    probability = (train + 0.01) / (train.sum() + 0.01 * VOCAB_SIZE)
+    return float(-(val * np.log(probability)).sum() / val.sum())
+
+
+def _counts(shards: list[Shard], limit: int) -> np.ndarray:
+    counts = np.zeros(VOCAB_SIZE, np.int64)
+    for shard in shards:
+        tokens = read_shard(shard.path)
+        verify(shard, tokens)
+        tokens = tokens[: limit - counts.sum()]
+        for lo, hi in pairwise([*range(0, len(tokens), _CHUNK), len(tokens)]):
+            counts += np.bincount(tokens[lo:hi], minlength=VOCAB_SIZE)
+        if counts.sum() >= limit:
+            break
+    return counts

@@ -1,0 +1,84 @@
+"""What is measured on the live model while it trains: validation loss, HellaSwag, a sample."""
+
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+from tqdm import tqdm
+
+from recipe.config import Batch, Config
+from recipe.data import tokenizer
+from recipe.data.source import LocalSource
+from recipe.engine import Engine
+from recipe.loss import IGNORE_INDEX
+from recipe.model import GPT2LMHeadModel
+
+
+@torch.no_grad()
+def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Module, source: LocalSource) -> float:
+    """Mean loss in nats a token over the same first eval_tokens of the validation shards, whatever the world size.
+
+    Every process runs the same number of batches of one shape: the last ones are filled up with ignored targets.
+    """
+    length = config.data.sequence_length
+    windows = min(source.windows, max(1, config.run.eval_tokens // length))
+    total = torch.zeros(2, device=engine.device)
+    model.eval()
+    starts = range(engine.rank * batch.micro, -(-windows // (batch.micro * engine.world)) * batch.micro * engine.world,
+                   batch.micro * engine.world)  # fmt: skip
+    for lo in tqdm(starts, desc="validation", leave=False, disable=not (engine.is_main and sys.stderr.isatty())):
+        rows = torch.zeros(batch.micro, length + 1, dtype=torch.int64)
+        targets = torch.full((batch.micro, length), IGNORE_INDEX)
+        if lo < windows:
+            real = torch.from_numpy(source.validation_rows(lo, min(lo + batch.micro, windows)))
+            rows[: len(real)], targets[: len(real)] = real, real[:, 1:]
+        count = (targets != IGNORE_INDEX).sum() / length  # sequences
+        loss = model(rows[:, :-1].to(engine.device), targets.to(engine.device))
+        total += torch.stack((loss.float(), torch.ones_like(total[0]))) * count.to(engine.device)
+    model.train()
+    loss_sum, sequences = engine.sum(total).tolist()
+    return loss_sum / sequences
+
+
+def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Callable[[str], None]) -> dict:
+    """HellaSwag of the live model over all processes: accuracies both ways, as columns of metrics.jsonl."""
+    from eval.hellaswag import score_hellaswag
+
+    # Body and head apart: only the endings' positions ever become logits.
+    with eager(model), engine.autocast():
+        counts = score_hellaswag(
+            model.transformer, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
+            device=engine.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
+            head=model.head,
+        )  # fmt: skip
+    names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
+    values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)
+    rows, *correct = engine.sum(values).tolist()
+    scores = {f"hellaswag_{way}_{kind}": n / rows for (way, kind), n in zip(names, correct, strict=True)}
+    say("HellaSwag (" + f"{rows} rows): " + ", ".join(f"{k[10:]} {v:.4f}" for k, v in scores.items()))
+    return scores
+
+
+def sample(config: Config, engine: Engine, model: GPT2LMHeadModel) -> str:
+    from eval.sample import sample_live
+
+    prompt = tokenizer.encoding().encode_ordinary(config.run.sample_prompt) or [tokenizer.END_OF_TEXT]
+    with eager(model) as logits_fn:
+        ids = sample_live(logits_fn, prompt, max_new_tokens=48, n_positions=config.model.n_positions,
+                          seed=config.run.seed, device=engine.device)  # fmt: skip
+    return tokenizer.encoding().decode(ids)
+
+
+@contextmanager
+def eager(model: GPT2LMHeadModel):
+    """The live model as a callable of ids (N, T), in evaluation mode and never compiled for odd shapes.
+
+    `forward` rather than the call, which is what model.compile() replaces; Accelerate's autocast wraps `forward`.
+    """
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield model.forward
+    finally:
+        model.train()

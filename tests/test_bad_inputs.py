@@ -1,0 +1,83 @@
+"""Mistakes, made on the command line: exit code 2, no traceback, the field or file and the way out.
+
+The messages are tested one by one where they arise; here it is that a user sees them, and only them.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from recipe.data.shards import write_shard
+from tests.conftest import TINY, flags, metrics, run_train
+
+
+def refused(*arguments, processes=1, env=None) -> str:
+    result = run_train(*arguments, processes=processes, env=env)
+    assert "Traceback" not in result.stderr or processes > 1, result.stderr  # torchrun adds its own
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stdout + result.stderr
+    assert result.returncode == (2 if processes == 1 else 1)
+    return errors[0]
+
+
+def tiny(shards, run, **fields):
+    return flags(**(TINY | {"data": shards, "output_dir": run, "max_steps": 6} | fields))
+
+
+def test_configuration():
+    assert "unknown '--learning_rat'; did you mean 'learning_rate'?" in refused("--learning_rat", "1")
+    assert "nearest valid: 896, 1024, 1152" in refused("--total_batch_tokens", "1000")
+    assert "precision fp16 needs a CUDA GPU" in refused("--precision", "fp16", "--dry_run")
+
+
+def test_data(shards, tmp_path):
+    message = refused(*tiny(tmp_path / "none", tmp_path / "run", source=""))
+    assert "none: no such directory" in message
+    assert "recipe.data.prepare" in message
+    assert "no .bin file matches" in refused(*tiny(tmp_path / "*.bin", tmp_path / "run"))
+
+    broken = tmp_path / "broken"
+    shutil.copytree(shards, broken)
+    data = bytearray((broken / "train_000000.bin").read_bytes())
+    data[5000] ^= 1
+    (broken / "train_000000.bin").write_bytes(data)
+    assert "SHA-256" in refused(*tiny(broken, tmp_path / "run"))
+
+    other = tmp_path / "tokens"
+    other.mkdir()
+    write_shard(other / "x_train_0.bin", np.full(4000, 50257, np.uint16))
+    write_shard(other / "x_val_0.bin", np.arange(2000, dtype=np.uint16))
+    assert "token 50257 at position 0" in refused(*tiny(other, tmp_path / "run"))
+    write_shard(other / "x_train_0.bin", np.arange(20, dtype=np.uint16))
+    assert "20 tokens, fewer than one sequence" in refused(*tiny(other, tmp_path / "run"))
+    assert all(line["step"] == 0 for line in metrics(tmp_path / "run"))  # found before a step was taken
+
+
+def test_a_hub_data_set_that_is_not_prepared_names_the_command(tmp_path):
+    message = refused("--config", "recipe/configs/tinystories.yaml", f"--data={tmp_path}/stories", "--compile", "false")
+    assert "not prepared yet; first run: python -m recipe.data.prepare --source roneneldan/TinyStories" in message
+
+
+def test_resuming_with_another_architecture(shards, tmp_path):
+    run = tmp_path / "run"
+    assert run_train(*tiny(shards, run)).returncode == 0
+    message = refused(*tiny(shards, run, n_layer=3, max_steps=8))
+    assert f"{run} holds a run with other settings: n_layer 2 -> 3" in message
+    (run / "step_00000006" / "model.safetensors").write_bytes(b"")
+    (run / "step_00000006").rename(run / "step_00000009")
+    result = run_train(*tiny(shards, run))
+    assert "skipping" in result.stdout
+    assert "model.safetensors has 0 bytes" in result.stdout
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("environment", [{"ACCELERATE_USE_CPU": "false"}])
+def test_processes_that_would_train_alone_are_refused(shards, tmp_path, environment):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    message = refused(*tiny(shards, tmp_path / "run"), processes=2, env=environment)
+    assert "each would train alone" in message
+    assert "ACCELERATE_USE_CPU=true" in message

@@ -1,0 +1,150 @@
+"""Configuration, batch arithmetic, schedule, plan; every shipped YAML; mistakes and what is said of them."""
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+
+from recipe.config import Batch, OptimizerConfig, UserError, batch_arithmetic, parse_config
+from recipe.model import GPT2LMHeadModel
+from recipe.optim import lr_at
+from recipe.plan import flops_per_token, parameter_count
+from tests.conftest import ROOT, flags
+
+RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
+GPT2 = ROOT / "recipe" / "configs" / "gpt2.yaml"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text: str):
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse_config(list(argv))
+    return str(error.value)
+
+
+def test_yaml_then_command_line(recipe):
+    path = recipe("data: somewhere\nlearning_rate: 1e-3\ncompile: true\nmax_steps: 100\nval_data:\n")
+    config = parse_config(["--config", path, "--max_steps", "7", "--compile", "false"])
+    assert config.optimizer.learning_rate == 1e-3  # YAML 1.1 reads 1e-3 as a string
+    assert config.optimizer.max_steps == 7
+    assert config.run.compile is False
+    assert config.data.val_data == ""
+    assert config.run.run_name == "mine"
+    assert config.run.output_dir == "runs/mine"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.seed = 3
+
+
+def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
+    message = refused("--config", recipe("data: x\nlearning_rat: 1"))
+    assert "mine.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?" in message
+    assert "unknown '--warmup_step'; did you mean 'warmup_steps'?" in refused("--warmup_step", "3")
+    assert "unknown '--warmup_step=3'; did you mean 'warmup_steps'?" in refused("--warmup_step=3")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("data: x\nmax_steps: many", "invalid int value: 'many'"),
+    ("data: x\nmax_steps: [1, 2]", "max_steps takes one value, found a list"),
+    ("- data", "expected `key: value` lines, found a list"),
+    ("data: [", "not valid YAML"),
+    ("data: x\nprecision: fp8", "invalid choice: 'fp8'"),
+    ("max_steps: 3", "data is empty"),
+])  # fmt: skip
+def test_a_recipe_that_cannot_be_read(recipe, text, message):
+    assert message in refused("--config", recipe(text))
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("sequence_length", 2048, "sequence_length 2048 is longer than n_positions 1024"),
+    ("n_embd", 770, "n_embd 770 is not a multiple of n_head 12"),
+    ("learning_rate", 0, "learning_rate is 0.0; it must be above 0"),
+    ("learning_rate", -1e-3, "learning_rate is -0.001; it must be above 0"),
+    ("learning_rate", "nan", "learning_rate is nan; it must be a finite number"),
+    ("warmup_steps", 20000, "warmup_steps 20000 leaves nothing of max_steps 19073"),
+    ("total_batch_tokens", 524289, "nearest valid: 523264, 524288, 525312"),
+    ("min_lr_fraction", 1.5, "min_lr_fraction is 1.5"),
+    ("beta2", 1, "beta2 is 1.0"),
+    ("max_steps", 0, "max_steps is 0"),
+    ("eval_every", -1, "eval_every is -1"),
+    ("run_name", "../elsewhere", "run_name '../elsewhere' must be letters"),
+    ("config", "nowhere.yaml", "--config nowhere.yaml: no such file"),
+])  # fmt: skip
+def test_bad_values_are_refused_with_the_way_out(field, value, message):
+    assert message in refused("--config", str(GPT2), *flags(**{field: value}))
+
+
+def test_batch_arithmetic():
+    config = parse_config(["--config", str(GPT2)])
+    assert batch_arithmetic(config, 8) == Batch(sequences=512, world=8, micro=32, accumulation=2)
+    assert batch_arithmetic(config, 1).accumulation == 16
+    assert batch_arithmetic(config, 64) == Batch(sequences=512, world=64, micro=8, accumulation=1)  # its whole share
+    with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; nearest valid: 393216, 491520"):
+        batch_arithmetic(config, 3)
+    for world, micro in [(1, 8), (2, 4), (4, 1)]:
+        batch = Batch(32, world, micro, 32 // (world * micro))
+        taken = [i for m in range(batch.accumulation) for r in range(world) for i in range(*batch.slice(m, r))]
+        assert taken == list(range(32))
+
+
+def test_learning_rate_by_hand():
+    config = OptimizerConfig(learning_rate=1.0, min_lr_fraction=0.1, warmup_steps=4, max_steps=12)
+    assert [lr_at(s, config) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert lr_at(8, config) == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down the cosine
+    assert lr_at(12, config) == pytest.approx(0.1)
+    assert lr_at(11, config) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 7 / 8)))
+    to_zero = dataclasses.replace(config, min_lr_fraction=0.0)
+    assert 0 < lr_at(11, to_zero) < 0.05  # the last step still moves the weights
+
+
+@pytest.mark.parametrize(("name", "parameters"), [
+    ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
+])  # fmt: skip
+def test_the_four_sizes_are_gpt2s(name, parameters):
+    assert parameter_count(parse_config(["--config", f"recipe/configs/{name}.yaml"]).model) == parameters
+
+
+def test_parameters_and_flops_of_the_124m_model():
+    config = parse_config(["--config", str(GPT2)])
+    assert flops_per_token(config.model, 1024) == pytest.approx(855.2e6, rel=1e-4)
+    small = dataclasses.replace(config.model, n_layer=2, n_embd=48, n_head=3)
+    from transformers import GPT2Config
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=48, n_head=3))
+    assert parameter_count(small) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_parses_and_opens_with_its_own_command(path):
+    config = parse_config(["--config", str(path)])
+    assert batch_arithmetic(config, 1).accumulation >= 1
+    if path.stem != "shakespeare":
+        assert batch_arithmetic(config, 8).accumulation >= 1
+    command = path.read_text().splitlines()[0]
+    assert command.startswith("# accelerate launch --config_file accelerate_configs/")
+    assert command.endswith(f"recipe/train.py --config recipe/configs/{path.name}")
+
+
+def test_no_name_stands_in_two_kinds_of_file():
+    """A recipe owns hyperparameters and precision, Accelerate's file the processes: nothing may be said twice."""
+    recipes = {key for path in RECIPES for key in yaml.safe_load(path.read_text())}
+    hardware = {}
+    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
+        hardware |= dict.fromkeys(yaml.safe_load(path.read_text()), path.name)
+        assert path.read_text().startswith(f"# accelerate launch --config_file accelerate_configs/{path.name} ")
+    from recipe.config import FIELDS
+
+    assert len(recipes) > 10
+    assert not (recipes | FIELDS.keys()) & hardware.keys()
+    # What Accelerate's file must say because Accelerate asks for it, and the recipe decides: off.
+    for path in (ROOT / "accelerate_configs").glob("*.yaml"):
+        assert yaml.safe_load(path.read_text()).get("mixed_precision", "no") == "no"

@@ -1,0 +1,168 @@
+"""The order of the data: a pure function of (seed, step). Numbers in names are QUALITY's bad inputs."""
+
+import itertools
+import math
+import os
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from recipe.config import UserError
+from recipe.data.shards import Shard, write_shard
+from recipe.data.source import LocalSource, check_data, check_disjoint, permutation
+
+T = 8
+
+
+def make_shards(directory, *lengths, start=0):
+    """Shards whose tokens count on from `start`, so that a token tells where it stood."""
+    out = []
+    for i, n in enumerate(lengths):
+        path = directory / f"train_{i:06d}.bin"
+        out.append(Shard(path, n, write_shard(path, np.arange(start, start + n, dtype=np.uint16))))
+        start += n
+    return out
+
+
+@pytest.fixture
+def three(tmp_path):
+    return make_shards(tmp_path, 100, 9, 88)  # 12 + 1 + 10 windows: (n - 1) // T
+
+
+def test_windows_are_slices_at_stride_t_within_a_shard(three):
+    source = LocalSource(three, T, 4, seed=1)
+    assert (source.windows, source.tokens, source.epochs(23)) == (23, 197, 4.0)
+    rows = source.validation_rows(0, 23)
+    assert rows.dtype == np.int64
+    starts = [*range(0, 96, T), 100, *range(109, 189, T)]
+    assert rows.tolist() == [list(range(s, s + T + 1)) for s in starts]
+    assert np.array_equal(source.validation_rows(11, 14), rows[11:14])
+    assert source.validation_rows(3, 3).shape == source.rows(0, 3, 3).shape == (0, T + 1)
+
+
+def test_each_epoch_has_every_window_once_in_its_own_order(three):
+    B = 5
+    source = LocalSource(three, T, B, seed=1)
+    plain = source.validation_rows(0, 23).tolist()
+    stream = np.concatenate([source.rows(step, 0, B) for step in range(23)]).tolist()  # 115 = five epochs
+    epochs = [stream[lo : lo + 23] for lo in range(0, 115, 23)]
+    for epoch in epochs:
+        assert sorted(epoch) == plain
+        assert sorted(epoch[:12]) == plain[:12]  # shards in order
+        assert epoch[12] == plain[12]
+    assert len({str(epoch) for epoch in epochs} | {str(plain)}) == 6
+    other = LocalSource(three, T, B, seed=2)
+    assert other.rows(0, 0, B).tolist() != stream[:B]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2, 4, 8])
+def test_rows_do_not_depend_on_who_asks(three, world, micro):
+    B = 32  # more than an epoch in one step
+    for step in (0, 1, 7):
+        whole = LocalSource(three, T, B, seed=3).rows(step, 0, B)
+        sources = [LocalSource(three, T, B, seed=3) for _ in range(world)]
+        parts = [sources[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_the_order_is_this_one_for_ever(three):
+    """A change here changes every run's data: old checkpoints would go on with other batches."""
+    source = LocalSource(three, T, 6, seed=1337)
+    first = [source.rows(step, 0, 6)[:, 0].tolist() for step in (0, 1, 3, 200_000)]
+    assert first == GOLDEN_FIRST_TOKENS
+    assert permutation(np.arange(10), 97_656, (1337, 0, 0)).tolist() == GOLDEN_PERMUTATION
+    assert source.fingerprint() == GOLDEN_FINGERPRINT
+
+
+GOLDEN_FIRST_TOKENS = [
+    [32, 24, 80, 40, 48, 16],
+    [64, 0, 56, 8, 72, 88],
+    [165, 117, 181, 109, 173, 72],
+    [141, 149, 8, 80, 48, 32],
+]
+GOLDEN_PERMUTATION = [78221, 97203, 28477, 35538, 39948, 4518, 73742, 77485, 69221, 67148]
+GOLDEN_FINGERPRINT = "7eaac5a3c5605fcf"
+
+
+def test_permutation_is_a_bijection():
+    for n in range(1, 301):
+        assert sorted(permutation(np.arange(n), n, (n, 0, 0)).tolist()) == list(range(n))
+    for n in (65_535, 97_656, 100_003):
+        assert np.array_equal(np.sort(permutation(np.arange(n), n, (5, 1, 2))), np.arange(n))
+    for n in (2**31 + 11, 2**40 - 87, 10**12):  # too large to count: no two of a sample fall together
+        sample = permutation(np.arange(n - 50_000, n), n, (5, 1, 2))
+        assert len(set(sample.tolist())) == 50_000
+        assert 0 <= sample.min() < n / 1000
+        assert n - n / 1000 < sample.max() < n
+
+
+def test_permutations_are_evenly_drawn():
+    counts = Counter(tuple(permutation(np.arange(4), 4, (7, epoch, 0))) for epoch in range(2400))
+    chi2 = sum((counts[p] - 100) ** 2 / 100 for p in itertools.permutations(range(4)))
+    assert chi2 / (math.factorial(4) - 1) < 2.5  # 1 is chance, 5 standard deviations are 2.5
+    # neighbours in a shard end up anywhere: 97,656 differences in 100 bins
+    n = 97_656
+    bins = np.histogram(np.diff(permutation(np.arange(n), n, (1337, 0, 0))) % n, 100, (0, n))[0]
+    assert ((bins - n / 100) ** 2 / (n / 100)).sum() / 99 < 1.7
+
+
+def test_resume_at_a_late_step_is_immediate(three):
+    source = LocalSource(three, T, 512, seed=1)
+    start = time.perf_counter()
+    source.rows(200_000, 0, 8)
+    assert time.perf_counter() - start < 0.2  # under 1 ms on an idle machine
+
+
+def test_shards_are_opened_and_verified_when_first_used(three):
+    with open(three[2].path, "r+b") as file:
+        file.seek(1024 + 6)
+        file.write(b"\xff\xff")
+    source = LocalSource(three, T, 13, seed=1)
+    source.rows(0, 0, 13)
+    with pytest.raises(UserError, match=r"train_000002\.bin: SHA-256"):  # 8
+        source.rows(1, 0, 1)
+
+
+def test_a_thousand_shards_do_not_hold_a_thousand_files(tmp_path):
+    shards = make_shards(tmp_path, *[20] * 40)
+    source = LocalSource(shards, T, 8, seed=1)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
+    for step in range(10):
+        source.rows(step, 0, 8)
+    assert len(os.listdir("/proc/self/fd")) - before <= 4
+
+
+def test_6_a_shard_shorter_than_a_sequence(tmp_path):
+    shards = make_shards(tmp_path, 100, 8)
+    with pytest.raises(UserError, match=r"train_000001\.bin: 8 tokens, fewer than .* 9"):
+        LocalSource(shards, T, 4, seed=1)
+
+
+def test_7_train_and_validation_the_same(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    a, b = make_shards(tmp_path / "a", 50, 60), make_shards(tmp_path / "b", 50)
+    c = make_shards(tmp_path / "c", 50, start=1000)
+    without = [Shard(s.path, s.tokens, None) for s in b]
+    check_disjoint(a, c)
+    for val in (b, without, [a[1]]):
+        with pytest.raises(UserError, match=r"\.bin \(training\) and .*\.bin \(validation\) hold the same tokens"):
+            check_data(a, val, T, 4)
+
+
+def test_11_a_batch_larger_than_the_data(three, tmp_path):
+    (tmp_path / "val").mkdir()
+    val = make_shards(tmp_path / "val", 20, start=1000)
+    check_data(three, val, T, 23)
+    with pytest.raises(UserError, match="total_batch_tokens 192 takes 24 sequences a step, the training data have 23"):
+        check_data(three, val, T, 24)
+
+
+def test_fingerprint_tells_data_apart(three):
+    whole = LocalSource(three, T, 4, seed=1).fingerprint()
+    assert len(whole) == 16
+    assert whole != LocalSource(three[:2], T, 4, seed=1).fingerprint()
+    assert whole != LocalSource([three[1], three[0], three[2]], T, 4, seed=1).fingerprint()

@@ -1,0 +1,90 @@
+"""GPT-2's tokenizer: tiktoken and transformers give the same ids, and training text is never parsed."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.data.documents import LONGEST_PIECE, PIECE, in_pieces
+from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, encode, encoding, hf_tokenizer, save_tokenizer
+from tests.conftest import SHAKESPEARE
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return hf_tokenizer()
+
+
+def test_known_ids():
+    ids = encode("Hello world")
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == [15496, 995]
+    assert encoding().n_vocab == VOCAB_SIZE == 50257
+    assert len(encode("")) == 0
+
+
+# pieces of text that the pattern treats specially, among arbitrary characters
+texts = st.lists(
+    st.text(max_size=20) | st.sampled_from(["'s", " 're", "   ", "\n\n", "\r\n", " \n ", "\u3000", "\x1c", "1²"])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts.map("".join))
+def test_any_text_has_transformers_ids_and_comes_back(theirs, text):
+    ids = encode(text).tolist()
+    assert encoding().decode(ids) == text
+    if "<|endoftext|>" not in text:
+        assert ids == theirs(text)["input_ids"]
+
+
+def test_shakespeare_has_transformers_ids(theirs):
+    text = SHAKESPEARE.read_text()[:200_000]
+    assert encode(text).tolist() == theirs(text)["input_ids"]
+
+
+def test_a_literal_end_of_text_is_plain_text(theirs):
+    assert END_OF_TEXT in theirs("a<|endoftext|>b")["input_ids"]
+    ids = encode("a<|endoftext|>b")
+    assert END_OF_TEXT not in ids
+    assert encoding().decode(ids.tolist()) == "a<|endoftext|>b"
+
+
+def test_lone_surrogates_become_replacement_characters():
+    assert encode("a\ud800b").tolist() == encode("a\ufffdb").tolist()
+
+
+def test_a_million_spaces_before_a_word():
+    ids = encode("x" + " " * 1_000_000 + "word")
+    assert encoding().decode(ids.tolist()) == "x" + " " * 1_000_000 + "word"
+    assert ids[-1] == encode(" word")[0]  # the last space is the word's, as in shorter runs
+
+
+@pytest.mark.parametrize("unit", ["To be, or not to be.\n", "word ", "it's  1st\r\n\n\t", "\n \n x", "日本 語\n"])
+def test_pieces_give_the_tokens_of_the_whole(unit):
+    text = unit * (3 * LONGEST_PIECE // len(unit))
+    chunks = [text[lo : lo + 700_001] for lo in range(0, len(text), 700_001)]
+    pieces = list(in_pieces(chunks))
+    assert "".join(pieces) == text
+    assert all(PIECE < len(piece) <= LONGEST_PIECE for piece in pieces[:-1])
+    assert np.array_equal(np.concatenate([encode(piece) for piece in pieces]), encode(text))
+    assert list(in_pieces([text])) == pieces  # wherever the reader's chunks end
+
+
+def test_pieces_of_a_text_without_blanks_are_bounded():
+    assert [len(p) for p in in_pieces(["x" * (2 * LONGEST_PIECE + 5)])] == [LONGEST_PIECE, LONGEST_PIECE, 5]
+
+
+def test_saved_directory_loads_in_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 1024
+    assert not {"is_local", "local_files_only"} & set(config)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = SHAKESPEARE.read_text()[:5000] + "  naïve\n\n\t日本 it's 2²"
+    assert loaded(text)["input_ids"] == encode(text).tolist()
+    assert (loaded.eos_token_id, len(loaded)) == (END_OF_TEXT, VOCAB_SIZE)
