@@ -62,3 +62,19 @@ def run_train(*arguments: str, processes: int = 1, env: dict | None = None, time
 
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(shards, run, processes=1, **fields):
+    """A tiny run into `run`; its metrics by step."""
+    settings = TINY | {"data": shards, "output_dir": run} | fields
+    result = run_train(*flags(**settings), processes=processes)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {line["step"]: line for line in metrics(run)}, result.stdout
+
+
+@pytest.fixture(scope="session")
+def whole_run(shards, tmp_path_factory):
+    """The tiny run, dropout on, uninterrupted: (directory, metrics, output)."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    lines, output = train(shards, run, dropout=0.1)
+    return run, lines, output

@@ -11,17 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import checkpoints
-from tests.conftest import ROOT, TINY, flags, metrics, run_train
+from tests.conftest import ROOT, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
-
-
-def train(shards, run, processes=1, **fields):
-    """A tiny run into `run`; its metrics by step."""
-    settings = TINY | {"data": shards, "output_dir": run} | fields
-    result = run_train(*flags(**settings), processes=processes)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return {line["step"]: line for line in metrics(run)}, result.stdout
 
 
 def losses(lines: dict) -> list[float]:
@@ -30,14 +22,6 @@ def losses(lines: dict) -> list[float]:
 
 def tensors(checkpoint):
     return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "optimizer.safetensors")
-
-
-@pytest.fixture(scope="session")
-def whole_run(shards, tmp_path_factory):
-    """The tiny run, dropout on, uninterrupted: (directory, metrics, output)."""
-    run = tmp_path_factory.mktemp("runs") / "whole"
-    lines, output = train(shards, run, dropout=0.1)
-    return run, lines, output
 
 
 def test_golden_loss_curve(shards, tmp_path, pytestconfig):

@@ -1,0 +1,90 @@
+"""Every command of the README runs: the long ones shortened, on the tests' tiny shards and model."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TINY, flags
+
+BIN = Path(sys.executable).parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split(" #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+# Get the code, or are what is running now.
+NOT_RUN = ("git clone", "cd ", "make test", "make lint", "make clean", "python -m venv", "source ", "pip install")
+
+
+def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str]:
+    """The command's words, with what makes it quick and keeps it out of the working tree."""
+    tiny = flags(**(TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 5, "precision": "fp32"}))
+    words = shlex.split(command)
+    options = {k: v for k, _, v in (word.partition("=") for word in words[1:]) if v and not k.startswith("-")}
+    if words[0] == "make":
+        target = next((word for word in words[1:] if "=" not in word), "help")
+        if target in ("train", "data") and options.get("CONFIG"):
+            options["ARGS"] = options.get("ARGS", "") + (" --dry_run" if target == "train" else " --help")
+        elif target == "train":
+            options["ARGS"] = options.get("ARGS", "") + " " + shlex.join([*tiny, "--run_name", "docs"])
+        elif target == "data":
+            options["ARGS"] = shlex.join(["--out", str(tmp_path / "shards")])
+        elif target in ("sample", "eval-val", "eval-hellaswag"):
+            options |= {"MODEL": str(run), "ARGS": f"{options.get('ARGS', '')} --output {tmp_path}/results.json"}
+            options |= {"LIMIT": "4"} if target == "eval-hellaswag" else {}
+        elif target == "export":
+            options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
+        # The environment is the one that the tests run in: nothing is installed here.
+        made = ["-o", ".venv/installed", "-o", ".venv/installed-dev", f"BIN={BIN}"]
+        return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
+    if "recipe/train.py" in words:
+        launch = ["--num_processes", "2", "--main_process_port", "0"] if "ddp" in command else []
+        words = [*words[: words.index("recipe/train.py")], *launch, *words[words.index("recipe/train.py") :]]
+        return [*words, "--dry_run"]
+    raise AssertionError(f"the README has a command that this test does not know how to run: {command}")
+
+
+@pytest.mark.parametrize("command", [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN)])
+def test_command_of_the_readme(command, shards, whole_run, tmp_path):
+    words = shortened(command, shards, whole_run[0], tmp_path)
+    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+    if "=" in words[0]:
+        words = ["env", *words]
+    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) > 1  # every command says what it is doing
+
+
+def test_the_readme_has_the_two_commands_and_every_target_exists():
+    assert {"make train", "make test"} <= set(COMMANDS)
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {
+        "train",
+        "test",
+        "data",
+        "sample",
+        "eval-val",
+        "eval-hellaswag",
+        "export",
+        "lint",
+        "clean",
+        "help",
+    } <= targets
+    for command in COMMANDS:
+        if command.startswith("make "):
+            assert command.split()[1] in targets, command
+
+
+def test_links_and_files_named_in_the_readme_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if not target.startswith("http"):
+            assert (ROOT / target).exists(), target
+    for path in re.findall(r"`((?:recipe|eval|accelerate_configs|tests)/[\w./-]+)`", README):
+        assert (ROOT / path).exists(), path
