@@ -57,17 +57,18 @@ class _ChunkedLossSum(torch.autograd.Function):
             h, y = hidden[rows], targets[rows]
             valid = y != IGNORE_INDEX
             index = y.clamp(min=0)[:, None]
-            logits = (h @ weight.t())[:, :vocab_size].float()  # (chunk, V)
-            log_z = torch.logsumexp(logits, -1, keepdim=True)
-            loss += ((log_z - logits.gather(1, index)).squeeze(1) * valid).sum()
+            log_p = F.log_softmax((h @ weight.t())[:, :vocab_size], -1, dtype=torch.float32)  # (chunk, V)
+            loss -= (log_p.gather(1, index).squeeze(1) * valid).sum()
             if not need_grad:
                 continue
-            p = torch.exp(logits - log_z)
-            p = (p.scatter_add(1, index, torch.full_like(log_z, -1.0)) * valid[:, None]).to(h.dtype)
+            # d loss / d logits = p - onehot. Ignored rows are masked on the narrow side: D numbers a row, not V.
+            p = log_p.exp_()
+            p.scatter_add_(1, index, p.new_full((1, 1), -1.0).expand_as(index))
+            p = p.to(h.dtype)
             if pad := weight.shape[0] - vocab_size:
                 p = F.pad(p, (0, pad))
-            grad_hidden[rows] = p @ weight
-            grad_weight += p.t() @ h
+            grad_hidden[rows] = (p @ weight) * valid[:, None]
+            grad_weight += p.t() @ (h * valid[:, None])
         if need_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.dtypes = hidden.dtype, weight.dtype

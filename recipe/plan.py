@@ -77,4 +77,4 @@ def si(value: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} "
+    return f"{value:.3g}"
