@@ -25,7 +25,7 @@ help: ## this list
 
 train: .venv/installed ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
 	$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
-	$(if $(findstring --dry_run,$(ARGS)),,$(BIN)/python eval/sample.py --prompt "$(PROMPT)")
+	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
 data: .venv/installed ## prepare the shards that CONFIG names
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

@@ -259,3 +259,7 @@ def batch_arithmetic(config: Config, world: int) -> Batch:
 def _nearest_multiples(value: int, unit: int) -> str:
     centre = max(2, round(value / unit))
     return ", ".join(str(k * unit) for k in (centre - 1, centre, centre + 1))
+
+
+if __name__ == "__main__":  # for the Makefile, which samples from the run that it has just made
+    print(parse_config().run.output_dir)

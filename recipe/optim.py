@@ -42,6 +42,11 @@ def named_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
     return {f"{moment}.{name}": s[moment] for moment in ("exp_avg", "exp_avg_sq") for name, s in state.items()}
 
 
+def steps_taken(optimizer: torch.optim.Optimizer) -> int:
+    """Steps AdamW has really made: fewer than the loop's where fp16 overflowed and a step was skipped."""
+    return int(next(iter(optimizer.state.values()))["step"]) if optimizer.state else 0
+
+
 def load_moments(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, torch.Tensor], steps: int
 ) -> None:

@@ -46,7 +46,8 @@ def find_checkpoint(config: Config, engine: Engine, say: Callable[[str], None]) 
     return checkpoint
 
 
-def build_model(config: Config, engine: Engine) -> GPT2LMHeadModel:
+def build_model(config: Config, engine: Engine, *, resuming: bool) -> GPT2LMHeadModel:
+    """The recipe's model with its first weights, random or `init_from`'s; `resuming`, others will replace them."""
     m = config.model
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), m.dropout)
     options = {
@@ -58,7 +59,7 @@ def build_model(config: Config, engine: Engine) -> GPT2LMHeadModel:
     sizes = {k: v for k, v in dataclasses.asdict(m).items() if k.startswith("n_")}
     wanted = GPT2Config(vocab_size=tokenizer.VOCAB_SIZE, **sizes, **dropout)
     model = GPT2LMHeadModel(wanted, **options)
-    if m.init_from:
+    if m.init_from and not resuming:
         pretrained = GPT2LMHeadModel.from_pretrained(m.init_from)
         found = {k: getattr(pretrained.config, k) for k in (*sizes, "vocab_size")}
         if wrong := [f"{k} {v} (recipe: {getattr(wanted, k)})" for k, v in found.items() if v != getattr(wanted, k)]:

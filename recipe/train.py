@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         if checkpoint and checkpoint.step >= config.optimizer.max_steps:
             say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
             return 0
-        model = build_model(config, engine)
+        model = build_model(config, engine, resuming=checkpoint is not None)
         val_loss = train(config, batch, engine, model, train_shards, val_shards, checkpoint)
         conclude(config, val_loss, train_shards, val_shards, say)
         engine.close()
@@ -72,6 +72,9 @@ def train(
     source = LocalSource(train_shards, config.data.sequence_length, batch.sequences, run.seed)
     validation = LocalSource(val_shards, config.data.sequence_length, batch.sequences, run.seed)
     state = checkpoint.state if checkpoint else {}
+    if checkpoint and state["data"] != source.fingerprint():
+        raise UserError(f"{config.data.data} no longer holds the shards that {checkpoint.path} was trained on; "
+                        "prepare the same text again, or start over with --fresh")  # fmt: skip
     step = checkpoint.step if checkpoint else 0  # optimizer steps done
 
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
@@ -82,7 +85,7 @@ def train(
         raw_model.compile(dynamic=False)  # in place: torch.compile(model) would put _orig_mod. into every name
     model, optimizer = engine.prepare(raw_model, optim.make_optimizer(raw_model, opt, fused=engine.fused_optimizer))
     if checkpoint:
-        optim.load_moments(raw_model, optimizer, checkpoint.moments, step)
+        optim.load_moments(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
         engine.load_scaler_state(state["grad_scaler"])
 
     running_loss = RunningLoss(engine.device, state.get("running_loss"))
@@ -122,13 +125,15 @@ def train(
 
         # once in a while: a checkpoint, committed before anything that could fail takes its time
         if step > start and due(run.save_every):
+            so_far = running_loss.state(engine.mean)  # waits for the device
             with throughput.paused():
                 state = {
                     "config": config.flat(),
                     "tokens": step * opt.total_batch_tokens,
                     "seconds": throughput.seconds,
                     "record": record,
-                    "running_loss": running_loss.state(engine.mean),
+                    "running_loss": so_far,
+                    "optimizer_steps": optim.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),
                     "data": source.fingerprint(),
                 }

@@ -8,8 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
+from recipe.data.prepare import PrepareOptions, prepare
 from recipe.data.shards import write_shard
-from tests.conftest import TINY, flags, metrics, run_train
+from tests.conftest import SHAKESPEARE, TINY, flags, metrics, run_train
 
 
 def refused(*arguments, processes=1, env=None) -> str:
@@ -64,6 +65,16 @@ def test_resuming_with_another_architecture(shards, tmp_path):
     assert run_train(*tiny(shards, run)).returncode == 0
     message = refused(*tiny(shards, run, n_layer=3, max_steps=8))
     assert f"{run} holds a run with other settings: n_layer 2 -> 3" in message
+    changed = tmp_path / "shards"  # under the same name, another text
+    shutil.copytree(shards, changed)
+    run2 = tmp_path / "run2"
+    assert run_train(*tiny(changed, run2)).returncode == 0
+    shutil.rmtree(changed)
+    text = tmp_path / "other.txt"
+    text.write_text(SHAKESPEARE.read_text()[-100_000:])
+    prepare(PrepareOptions(source=str(text), out=str(changed), val_fraction=0.1))
+    assert "no longer holds the shards" in refused(*tiny(changed, run2, max_steps=8))
+
     (run / "step_00000006" / "model.safetensors").write_bytes(b"")
     (run / "step_00000006").rename(run / "step_00000009")
     result = run_train(*tiny(shards, run))

@@ -55,6 +55,8 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
 def test_command_of_the_readme(command, shards, whole_run, tmp_path):
     words = shortened(command, shards, whole_run[0], tmp_path)
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+    for inherited in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of the `make test` around this
+        environment.pop(inherited, None)
     if "=" in words[0]:
         words = ["env", *words]
     result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

@@ -1,10 +1,13 @@
 """What a run shows and writes: progress on a terminal and elsewhere, metrics.jsonl across resumptions."""
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import torch
 
@@ -48,10 +51,11 @@ def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path
 
 def test_a_terminal_gets_one_bar_with_tokens_speed_and_time_left(shards, tmp_path):
     main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 150, 0, 0))  # rows, columns
     settings = flags(**(TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 8}))
     process = subprocess.Popen(
         [sys.executable, "recipe/train.py", *settings], cwd=ROOT, stdout=terminal, stderr=terminal,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "150"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     os.close(terminal)
     output = b""
