@@ -12,6 +12,7 @@ ARGS ?=
 
 BIN := .venv/bin
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
+# The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE)
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 
@@ -24,7 +25,8 @@ help: ## this list
 	@echo "  variables: CONFIG ACCELERATE ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
 
 train: .venv/installed ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
-	$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
+	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
+	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
 data: .venv/installed ## prepare the shards that CONFIG names

@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,9 @@ class Engine:
                 "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens"
             )
         torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+        self._stop = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
         if self.device.type == "cpu":
             _tune_cpu(local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
@@ -148,6 +152,22 @@ class Engine:
     def load_scaler_state(self, state: dict | None) -> None:
         if state and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state)
+
+    # Stopping
+
+    def _on_signal(self, number: int, _frame) -> None:
+        if self._stop and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.is_main and not self._stop:  # os.write: print is not safe in a signal handler
+            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again leaves at once\n")
+        self._stop = True
+
+    def stop_requested(self, poll: bool) -> bool:
+        """Whether SIGINT or SIGTERM has reached any process. Several processes agree, a collective, where `poll` is
+        true, and go on elsewhere; one process knows at every step."""
+        if self.world == 1:
+            return self._stop
+        return poll and self.sum(torch.tensor(float(self._stop), device=self.device)).item() > 0
 
     # Batches
 

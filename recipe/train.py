@@ -26,9 +26,12 @@ from recipe.model import GPT2LMHeadModel
 from recipe.plan import describe, flops_per_token, si
 from recipe.start import build_model, find_checkpoint, model_files, open_data
 
+STOPPED = 75  # EX_TEMPFAIL: to be run again
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a training from the command line; returns the exit code: 0 done, 2 a mistake of the user's."""
+    """Runs a training from the command line; returns the exit code: 0 done, 2 a mistake of the user's, 75 stopped by
+    a signal with a checkpoint, 130 left at once."""
     try:
         config = parse_config(argv)
         engine = Engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
@@ -44,8 +47,11 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         model = build_model(config, engine, resuming=checkpoint is not None)
         val_loss = train(config, batch, engine, model, train_shards, val_shards, checkpoint)
-        conclude(config, val_loss, train_shards, val_shards, say)
         engine.close()
+        if val_loss is None:
+            say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
+            return STOPPED
+        conclude(config, val_loss, train_shards, val_shards, say)
         return 0
     except UserError as e:
         if is_first_process():
@@ -53,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if is_first_process():
-            print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            print("\ninterrupted at once; the same command, without --fresh, goes on from the last checkpoint if there "
+                  "is one", file=sys.stderr)  # fmt: skip
         return 130
 
 
@@ -65,8 +72,9 @@ def train(
     train_shards: list[Shard],
     val_shards: list[Shard],
     checkpoint: Checkpoint | None,
-) -> float:
-    """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token."""
+) -> float | None:
+    """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token,
+    or None where SIGINT or SIGTERM stopped it, with a checkpoint, before the end."""
     opt, run = config.optimizer, config.run
     run_dir = Path(run.output_dir)
     source = LocalSource(train_shards, config.data.sequence_length, batch.sequences, run.seed)
@@ -102,6 +110,7 @@ def train(
 
     while True:
         last = step == opt.max_steps
+        stopping = not last and engine.stop_requested(poll=step % run.log_every == 0)
 
         def due(every: int, step=step, last=last) -> bool:
             return last or (every > 0 and step % every == 0)
@@ -124,7 +133,7 @@ def train(
                 logged_at = step
 
         # once in a while: a checkpoint, committed before anything that could fail takes its time
-        if step > start and due(run.save_every):
+        if step > start and (stopping or due(run.save_every)):
             so_far = running_loss.state(engine.mean)  # waits for the device
             with throughput.paused():
                 state = {
@@ -143,6 +152,9 @@ def train(
                     prune(run_dir, run.keep_last, run.milestone_every)
                     progress.say(f"step {step}: saved {path}")
                 engine.barrier()
+        if stopping:  # what else was due at this step, a resumed run does
+            val_loss = None
+            break
 
         # once in a while: validation loss, HellaSwag, a sample, all on the live model
         if due(run.eval_every):

@@ -55,7 +55,7 @@ def test_a_terminal_gets_one_bar_with_tokens_speed_and_time_left(shards, tmp_pat
     settings = flags(**(TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 8}))
     process = subprocess.Popen(
         [sys.executable, "recipe/train.py", *settings], cwd=ROOT, stdout=terminal, stderr=terminal,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     os.close(terminal)
     output = b""

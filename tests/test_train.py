@@ -2,7 +2,11 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import checkpoints
-from tests.conftest import ROOT, train
+from tests.conftest import ROOT, TINY, flags, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
 
@@ -106,6 +110,28 @@ def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, whole_run, tm
     for step, line in lines.items():
         for key in ("tokens", "loss", "val_loss", "learning_rate", "grad_norm"):
             assert resumed[step][key] == line[key], (step, key)
+
+
+def test_a_signal_stops_with_a_checkpoint_and_the_run_ends_as_if_it_had_not(shards, whole_run, tmp_path):
+    expected, lines, _ = whole_run
+    run = tmp_path / "run"
+    settings = TINY | {"data": shards, "output_dir": run, "dropout": 0.1}
+    process = subprocess.Popen([sys.executable, "recipe/train.py", *flags(**settings)], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 3 "):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 75
+    assert "stopping after this step" in rest
+    assert len(checkpoints(run)) >= 1
+    assert 3 <= int(checkpoints(run)[-1].name[5:]) < 20
+    resumed, _ = train(shards, run, dropout=0.1)
+    a, b = tensors(run / "step_00000020"), tensors(expected / "step_00000020")
+    assert all(torch.equal(a[k], b[k]) for k in b)
+    assert [resumed[s]["loss"] for s in lines] == [lines[s]["loss"] for s in lines]
 
 
 def test_dropout_changes_the_run(shards, whole_run, tmp_path):
