@@ -200,6 +200,16 @@ def test_bf16_recomputation_and_chunks_follow_the_fp32_curve(shards, whole_run, 
     assert not torch.equal(weight, weight.bfloat16().float())  # master weights have bits that bf16 has not
 
 
+def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path):
+    settings = {"max_steps": 4, "warmup_steps": 1, "eval_every": 2, "n_layer": 1}
+    plain, _ = train(shards, tmp_path / "plain", **settings)
+    compiled, _ = train(shards, tmp_path / "compiled", **settings, compile="true")
+    assert losses(compiled) == pytest.approx(losses(plain), abs=1e-4)
+    assert compiled[4]["val_loss"] == pytest.approx(plain[4]["val_loss"], abs=1e-4)
+    a, b = tensors(tmp_path / "compiled" / "step_00000004"), tensors(tmp_path / "plain" / "step_00000004")
+    assert a.keys() == b.keys()
+
+
 def test_hellaswag_and_samples_during_training(shards, tmp_path):
     lines, output = train(shards, tmp_path / "run", processes=2, max_steps=4, warmup_steps=1, hellaswag_every=4,
                           hellaswag_limit=9, sample_every=2)  # fmt: skip
