@@ -140,8 +140,8 @@ def _parse(parser: _Parser, argv: list[str], origin: str) -> tuple:
 
 
 def _resolve(config: str) -> Path:
-    """A recipe's path, from the working directory or, for those that ship, from anywhere."""
-    for path in (Path(config), ROOT / config):
+    """A recipe's path, from the working directory or, for those that ship, from anywhere and by name alone."""
+    for path in (Path(config), ROOT / config, DEFAULT_RECIPE.parent / f"{config}.yaml"):
         if path.is_file():
             return path
     shipped = ", ".join(sorted(p.stem for p in DEFAULT_RECIPE.parent.glob("*.yaml")))

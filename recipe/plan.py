@@ -56,7 +56,7 @@ def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_
         f"{flops / 1e6:,.1f} MFLOP a token",
         f"device     {device}, {precision}",
         f"batch      {opt.total_batch_tokens:,} tokens = {shares}{batch.micro} sequences x {data.sequence_length}",
-        f"length     {opt.max_steps:,} steps, {si(tokens)} tokens, learning rate {opt.learning_rate:g} after "
+        f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
         f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
         f"memory     about {si(memory_estimate(config, batch, precision in ('bf16', 'fp16')))}B a process (reckoned)",
         f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
@@ -72,9 +72,9 @@ def plural(n: int, noun: str, ending: str = "s") -> str:
     return f"{n} {noun}{ending if n != 1 else ''}"
 
 
-def si(value: float) -> str:
-    """1234567 -> '1.2 M'"""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+def si(value: float, billion: str = "G") -> str:
+    """1234567 -> '1.23 M'; a billion bytes are a G, a billion tokens a B."""
+    for unit, size in (("T", 1e12), (billion, 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"

@@ -221,7 +221,7 @@ def conclude(
     final = Path(config.run.output_dir) / f"step_{config.optimizer.max_steps:08d}"
     tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
     baseline = unigram_loss(train_shards, val_shards)
-    say(f"\ndone       {si(tokens)} tokens; validation loss {val_loss:.4f} (unigram baseline {baseline:.4f})")
+    say(f"\ndone       {si(tokens, 'B')} tokens; validation loss {val_loss:.4f} (unigram baseline {baseline:.4f})")
     say(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(final)!r})")
     say(f"next       make sample MODEL={final} PROMPT='...'    make eval-hellaswag MODEL={final} LIMIT=500")
 

@@ -40,6 +40,7 @@ def test_yaml_then_command_line(recipe):
     assert config.run.compile is False
     assert config.data.val_data == ""
     assert config.run.run_name == "mine"
+    assert parse_config(["--config", "gpt2"]).run.run_name == "gpt2"  # a shipped one, by its name
     assert config.run.output_dir == "runs/mine"
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run.seed = 3
