@@ -108,6 +108,19 @@ def test_greedy_generation_gives_the_same_tokens():
     assert len(set(ids[0].tolist())) > 10  # not one token over and over
 
 
+def test_weight_decay_reaches_matrices_and_embeddings_only():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None,
+                                       eos_token_id=None))  # fmt: skip
+    before = {name: p.detach().clone().add_(1) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.data.copy_(before[name])
+        p.grad = torch.zeros_like(p)  # without a gradient, decay alone moves a weight
+    make_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1), fused=False).step()
+    for name, p in model.named_parameters():
+        kept = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
+        assert torch.allclose(p, before[name] * kept), name
+
+
 def loss_and_grads(**options):
     torch.manual_seed(1)
     hidden = torch.randn(2, 25, 16, requires_grad=True)
