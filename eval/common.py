@@ -142,7 +142,11 @@ def load(args: argparse.Namespace) -> Loaded:
     name, directory = resolve_model(args.model_option or args.model)
     device = choose_device(args.device)
     if args.dtype == "auto":
-        dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        dtype = (
+            torch.bfloat16
+            if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     else:
         dtype = getattr(torch, args.dtype)
     if directory is None:

@@ -1,6 +1,6 @@
 """Trains GPT-2: `accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py`, or plain python.
 
-`main` is the table of contents; `train` is the loop, the only one, to be read from top to bottom.
+`run` is the table of contents; `train` is the loop, the only one, to be read from top to bottom.
 """
 
 import os
@@ -36,23 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(argv)
         engine = Engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
         say = partial(print, flush=True) if engine.is_main else lambda *_: None
-        batch = batch_arithmetic(config, engine.world)
-        announce(config, batch, engine, say)
-        if config.run.dry_run:
-            return 0
-        train_shards, val_shards = open_data(config, batch, engine, say)
-        checkpoint = find_checkpoint(config, engine, say)
-        if checkpoint and checkpoint.step >= config.optimizer.max_steps:
-            say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
-            return 0
-        model = build_model(config, engine, resuming=checkpoint is not None)
-        val_loss = train(config, batch, engine, model, train_shards, val_shards, checkpoint)
+        code = run(config, engine, say)
         engine.close()
-        if val_loss is None:
-            say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
-            return STOPPED
-        conclude(config, val_loss, train_shards, val_shards, say)
-        return 0
+        return code
     except UserError as e:
         if is_first_process():
             print(f"error: {e}", file=sys.stderr)
@@ -62,6 +48,26 @@ def main(argv: list[str] | None = None) -> int:
             print("\ninterrupted at once; the same command, without --fresh, goes on from the last checkpoint if there "
                   "is one", file=sys.stderr)  # fmt: skip
         return 130
+
+
+def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
+    batch = batch_arithmetic(config, engine.world)
+    announce(config, batch, engine, say)
+    if config.run.dry_run:
+        return 0
+    train_shards, val_shards = open_data(config, batch, engine, say)
+    checkpoint = find_checkpoint(config, engine, say)
+    if checkpoint and checkpoint.step >= config.optimizer.max_steps:
+        say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
+        return 0
+    model = build_model(config, engine, resuming=checkpoint is not None)
+    val_loss = train(config, batch, engine, model, train_shards, val_shards, checkpoint)
+    if val_loss is None:
+        say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
+        return STOPPED
+    if engine.is_main:
+        conclude(config, val_loss, train_shards, val_shards)
+    return 0
 
 
 def train(
@@ -215,15 +221,14 @@ def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], 
         say("\n" + "\n".join(f"{k}: {v!r}" for k, v in config.flat().items()))
 
 
-def conclude(
-    config: Config, val_loss: float, train_shards: list[Shard], val_shards: list[Shard], say: Callable[[str], None]
-) -> None:
+def conclude(config: Config, val_loss: float, train_shards: list[Shard], val_shards: list[Shard]) -> None:
     final = Path(config.run.output_dir) / f"step_{config.optimizer.max_steps:08d}"
     tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
     baseline = unigram_loss(train_shards, val_shards)
-    say(f"\ndone       {si(tokens, 'B')} tokens; validation loss {val_loss:.4f} (unigram baseline {baseline:.4f})")
-    say(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(final)!r})")
-    say(f"next       make sample MODEL={final} PROMPT='...'    make eval-hellaswag MODEL={final} LIMIT=500")
+    print(f"\ndone       {si(tokens, 'B')} tokens; validation loss {val_loss:.4f} (unigram baseline {baseline:.4f})")
+    print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(final)!r})")
+    print(f"next       make sample MODEL={final} PROMPT='...'")
+    print(f"           make eval-hellaswag MODEL={final} LIMIT=500", flush=True)
 
 
 def is_first_process() -> bool:
