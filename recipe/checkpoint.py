@@ -137,7 +137,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 # Fields that make it another run: the same step would mean other weights or other data.
-_IDENTITY = ("n_layer", "n_head", "n_embd", "n_positions", "data", "sequence_length", "total_batch_tokens", "seed")
+# Not the path of the data: shards may move, and are known by their fingerprint.
+_IDENTITY = ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "seed")
 
 
 def check_same_run(state: dict, config: dict, run: Path) -> list[str]:

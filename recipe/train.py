@@ -3,6 +3,7 @@
 `run` is the table of contents; `train` is the loop, the only one, to be read from top to bottom.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
+    """A run from its configuration to its last line; returns the exit code."""
     batch = batch_arithmetic(config, engine.world)
     announce(config, batch, engine, say)
     if config.run.dry_run:
@@ -133,14 +135,13 @@ def train(
                 rate = (step - logged_at) * opt.total_batch_tokens / seconds
                 record["tokens_per_second"] = rate
                 record["mfu"] = rate * flops / (engine.peak_flops * engine.world) if engine.peak_flops else None
-                if record["loss"] != record["loss"]:
-                    raise UserError(f"the loss is not a number at step {step}; the last checkpoint is intact. "
-                                    "Lower learning_rate or lengthen warmup_steps")  # fmt: skip
+                check_finite(step, record["loss"], None if engine.scaler_state() else record["grad_norm"])
                 logged_at = step
 
         # once in a while: a checkpoint, committed before anything that could fail takes its time
         if step > start and (stopping or due(run.save_every)):
             so_far = running_loss.state(engine.mean)  # waits for the device
+            check_finite(step, so_far["sum"], None if engine.scaler_state() else grad_norm.item())
             with throughput.paused():
                 state = {
                     "config": config.flat(),
@@ -166,11 +167,11 @@ def train(
         if due(run.eval_every):
             with throughput.paused():
                 val_loss = record["val_loss"] = validate(config, batch, engine, model, validation)
-        if run.hellaswag_every and due(run.hellaswag_every) and step > start:
+        if run.hellaswag_every and due(run.hellaswag_every) and step > 0:
             with throughput.paused():
                 record = record or new_record(step, opt)
                 record |= hellaswag(config, engine, raw_model, progress.say)
-        if run.sample_every and due(run.sample_every) and step > start:
+        if run.sample_every and due(run.sample_every) and step > 0:
             with throughput.paused():
                 progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
 
@@ -203,6 +204,16 @@ def train(
 
     progress.close()
     return val_loss
+
+
+def check_finite(step: int, loss: float, grad_norm: float | None) -> None:
+    """Ends a run that has come to nothing before it is saved; grad_norm None where a loss scaler deals with overflows.
+
+    Both are means or norms over all processes, so that all of them end.
+    """
+    if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
+        raise UserError(f"the loss or its gradient is not finite at step {step}; nothing was saved since the last "
+                        "checkpoint. Lower learning_rate or lengthen warmup_steps, and go on from there")  # fmt: skip
 
 
 def new_record(step: int, opt: OptimizerConfig) -> dict:

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from recipe.data.prepare import PrepareOptions, prepare
 from recipe.data.shards import write_shard
@@ -65,6 +66,12 @@ def test_resuming_with_another_architecture(shards, tmp_path):
     assert run_train(*tiny(shards, run)).returncode == 0
     message = refused(*tiny(shards, run, n_layer=3, max_steps=8))
     assert f"{run} holds a run with other settings: n_layer 2 -> 3" in message
+    shutil.copytree(run, tmp_path / "moved")
+    shutil.copytree(shards, tmp_path / "elsewhere")
+    result = run_train(*tiny(tmp_path / "elsewhere", tmp_path / "moved", max_steps=7))
+    assert result.returncode == 0
+    assert "resuming with data" in result.stdout  # the same shards at another path are the same data
+
     changed = tmp_path / "shards"  # under the same name, another text
     shutil.copytree(shards, changed)
     run2 = tmp_path / "run2"
@@ -81,6 +88,15 @@ def test_resuming_with_another_architecture(shards, tmp_path):
     assert "skipping" in result.stdout
     assert "model.safetensors has 0 bytes" in result.stdout
     assert result.returncode == 0
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(shards, tmp_path):
+    run = tmp_path / "run"
+    assert run_train(*tiny(shards, run, max_steps=4, warmup_steps=0)).returncode == 0
+    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "save_every": 1, "log_every": 5}
+    assert "is not finite at step" in refused(*tiny(shards, run, **broken))
+    for checkpoint in run.glob("step_*"):
+        assert all(t.isfinite().all() for t in load_file(checkpoint / "model.safetensors").values()), checkpoint
 
 
 @pytest.mark.parametrize("environment", [{"ACCELERATE_USE_CPU": "false"}])
