@@ -277,7 +277,7 @@ def _tune_cpu(local_world: int) -> None:
 
     `accelerate launch` sets OMP_NUM_THREADS=1 where nobody set it, which would leave all cores but one idle.
     glibc gives large blocks back to the kernel on every free and takes fresh, zeroed pages on every malloc; keeping
-    them was measured to make the loss on a 50,257-word vocabulary 1.7 (fp32) and 2.4 (bf16) times as fast (recipe/LOG.md).
+    them made the loss on a 50,257-word vocabulary 1.7 (fp32) and 2.4 (bf16) times as fast (recipe/LOG.md).
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
