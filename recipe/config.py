@@ -54,7 +54,7 @@ class DataConfig:
 class OptimizerConfig:
     max_steps: int = _opt(1000, "optimizer steps in the whole run")
     total_batch_tokens: int = _opt(524288, "tokens an optimizer step, over all processes and micro-steps")
-    micro_batch_size: int = _opt(8, "sequences a process holds at once, at most (memory); the rest is accumulated")
+    micro_batch_size: int = _opt(8, "sequences a device holds at once, at most (memory); the rest is accumulated")
     learning_rate: float = _opt(6e-4, "peak learning rate")
     min_lr_fraction: float = _opt(0.0, "the cosine ends at this fraction of learning_rate")
     warmup_steps: int = _opt(0, "optimizer steps of linear warm-up")
@@ -223,12 +223,16 @@ def _validated(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Batch:
-    """How an optimizer step's sequences are cut: sequences = world x accumulation x micro."""
+    """How an optimizer step's sequences are cut: sequences = world x accumulation x micro.
+
+    `micro` is what a process takes at once; it cuts that evenly over its `devices`.
+    """
 
     sequences: int
     world: int
     micro: int
     accumulation: int
+    devices: int = 1
 
     def slice(self, micro_step: int, rank: int) -> tuple[int, int]:
         """[lo, hi) of the step's sequences that `rank` takes in `micro_step`."""
@@ -236,24 +240,27 @@ class Batch:
         return lo, lo + self.micro
 
 
-def batch_arithmetic(config: Config, world: int) -> Batch:
-    """Derives accumulation for `world` processes; the only place that does.
+def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
+    """Derives accumulation for `world` processes that feed `devices` devices each; the only place that does.
 
-    A process whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
+    A device whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
     with the nearest valid batches, where the step does not divide.
     """
     opt, length = config.optimizer, config.data.sequence_length
     sequences = opt.total_batch_tokens // length
-    micro = min(opt.micro_batch_size, max(1, sequences // world))
-    accumulation, rest = divmod(sequences, world * micro)
+    replicas = world * devices
+    micro = min(opt.micro_batch_size, max(1, sequences // replicas))
+    accumulation, rest = divmod(sequences, replicas * micro)
     if rest:
-        unit = world * micro * length
+        unit = replicas * micro * length
+        noun = "process" if devices == 1 else "device"
+        ending = {"process": "es", "device": "s"}[noun] if replicas > 1 else ""
         raise UserError(
-            f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of {world} process"
-            f"{'es' if world > 1 else ''} x micro_batch_size {micro} x sequence_length {length} = {unit}; "
+            f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of {replicas} {noun}{ending} x "
+            f"micro_batch_size {micro} x sequence_length {length} = {unit}; "
             f"nearest valid: {_nearest_multiples(opt.total_batch_tokens, unit)}"
         )
-    return Batch(sequences, world, micro, accumulation)
+    return Batch(sequences, world, micro * devices, accumulation, devices)
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

@@ -2,11 +2,10 @@
 
 Accelerate decides which device and how many processes; the recipe decides everything else. What Accelerate would do
 silently and wrongly (unconnected processes, a model without its wrapper) is refused here with what to run instead.
+`Engine` is one device or DDP; zero.py (DeepSpeed) and xla.py (TPU) override what they do otherwise.
 """
 
-import ctypes
 import os
-import platform
 import resource
 import signal
 import sys
@@ -16,57 +15,68 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
-import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 
+from recipe import device as hardware
+from recipe import optim
 from recipe.config import Batch, UserError
 
-# Dense bf16 (fp16 where there is no bf16) peak in FLOP/s, from the vendors' data sheets; the first name contained in
-# the device's name counts. What is not listed has no MFU rather than a guessed one.
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
-    "3090": 71e12,
-}  # fmt: skip
-
 _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def open_engine(precision: str = "auto", *, tracker: str = "", output_dir: str = ".") -> "Engine":
+    """The engine that the launch asked for. Raises UserError for a launch that would train something else."""
+    if tracker and tracker not in _TRACKER_PACKAGES:
+        raise UserError(f"tracker {tracker!r} is not known; choose from {', '.join(_TRACKER_PACKAGES)}")
+    if tracker and not find_spec(_TRACKER_PACKAGES[tracker]):  # Accelerate would drop it without a word
+        raise UserError(f"tracker {tracker} is not installed: pip install -e '.[trackers]'")
+    _check_launch()
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        from recipe.zero import ZeroEngine as engine
+    elif find_spec("torch_xla") and os.environ.get("USE_TORCH_XLA", "1").lower() not in ("0", "false"):
+        from recipe.xla import XlaEngine as engine
+    else:
+        engine = Engine
+    return engine(precision, tracker=tracker, output_dir=output_dir)
 
 
 class Engine:
     """Device, processes, precision and the calls whose right form depends on them.
 
-    Attributes: device, rank, local_rank, world, is_main, precision (resolved: fp32, tf32, bf16 or fp16).
-    Raises UserError for a launch that would train something else than what was asked for.
+    Attributes:
+        device: of this process.
+        rank, world: this process among all of them; `is_main` is the one that writes.
+        devices: that this process feeds: 1, but for a TPU's cores behind one process.
+        precision: resolved: fp32, tf32, bf16 or fp16.
     """
 
-    def __init__(self, precision: str = "auto", *, tracker: str = "", output_dir: str = "."):
-        if tracker and tracker not in _TRACKER_PACKAGES:
-            raise UserError(f"tracker {tracker!r} is not known; choose from {', '.join(_TRACKER_PACKAGES)}")
-        if tracker and not find_spec(_TRACKER_PACKAGES[tracker]):  # Accelerate would drop it without a word
-            raise UserError(f"tracker {tracker} is not installed: pip install -e '.[trackers]'")
-        _check_launch()
-        self.precision = _resolve_precision(precision)
+    supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    devices = 1
+    optimizer_options = MappingProxyType({"fused": True})  # of torch.optim.AdamW
+    attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
+
+    def __init__(self, precision: str, *, tracker: str, output_dir: str):
+        self.precision = self._resolve_precision(precision)
         self.accelerator = Accelerator(
-            mixed_precision=self.precision if self.precision in ("bf16", "fp16") else "no",
-            # No buffers to broadcast; views save one copy of the gradients.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+            mixed_precision=self._mixed_precision(),
+            kwargs_handlers=self._kwargs_handlers(),
             log_with=tracker or None,
             project_dir=output_dir,
         )
         self._tracker = tracker
         acc = self.accelerator
         self.device, self.rank, self.world = acc.device, acc.process_index, acc.num_processes
-        self.local_rank, self.is_main = acc.local_process_index, acc.is_main_process
+        self.is_main = acc.is_main_process
         if (expected := int(os.environ.get("WORLD_SIZE", 1))) != self.world:
             raise UserError(
                 f"{expected} processes were launched, but each would train alone: no GPU for each of them was found. "
                 "For processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
             )
-        if acc.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        if acc.distributed_type not in self.supported:
             raise UserError(
                 f"distributed_type {acc.distributed_type.value} is not supported; use a file of accelerate_configs/"
             )
@@ -80,18 +90,32 @@ class Engine:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if self.device.type == "cpu":
-            _tune_cpu(local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            hardware.tune_cpu(local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    # What another engine does otherwise while it is built
+
+    def _resolve_precision(self, precision: str) -> str:
+        return hardware.resolve_precision(precision)
+
+    def _mixed_precision(self) -> str:
+        return self.precision if self.precision in ("bf16", "fp16") else "no"
+
+    def _kwargs_handlers(self) -> list:
+        # No buffers to broadcast; views save one copy of the gradients.
+        return [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
 
     # What the device is
 
     @property
     def name(self) -> str:
-        wrapper = "" if self.world == 1 else f", DDP over {self.world} processes"
+        return self._device_name() + ("" if self.world == 1 else f", DDP over {self.world} processes")
+
+    def _device_name(self) -> str:
         if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device) + wrapper
+            return torch.cuda.get_device_name(self.device)
         if self.device.type == "cpu":
-            return f"CPU ({torch.get_num_threads()} threads a process)" + wrapper
-        return self.device.type.upper() + wrapper
+            return f"CPU ({torch.get_num_threads()} threads a process)"
+        return self.device.type.upper()
 
     @property
     def idle_gpus(self) -> int:
@@ -100,20 +124,13 @@ class Engine:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak of one device in FLOP/s, or None where it is not known."""
-        if self.device.type != "cuda":
-            return None
-        name = torch.cuda.get_device_name(self.device)
-        return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+        """Peak of this process's devices together in FLOP/s, or None where it is not known."""
+        return hardware.peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     @property
     def pad_vocab_to(self) -> int:
         """Tensor cores like round shapes; on a CPU the padding was measured to cost 7 %, on a TPU to gain nothing."""
         return 128 if self.device.type == "cuda" else 1
-
-    @property
-    def fused_optimizer(self) -> bool:
-        return self.device.type in ("cuda", "cpu", "mps")
 
     def peak_memory(self) -> int:
         """Bytes: the most the device's allocator has held, or the process's largest resident set on a CPU."""
@@ -124,27 +141,65 @@ class Engine:
 
     # Preparing and stepping
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    def place(self, model: torch.nn.Module, *, compile: bool) -> None:
+        """Moves the model to the device, in place, and has it compiled if asked; before its optimizer is made."""
+        model.to(self.device)
+        if compile:
+            model.compile(dynamic=False)  # in place: torch.compile(model) would put _orig_mod. into every name
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
         """Accelerate's prepare, and the check that more than one process really is wrapped."""
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
         if self.world > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
-            raise UserError(f"{self.world} processes, but the model came back without DDP: replicas would drift apart")
+            raise UserError(f"{self.world} processes, but the model came back without DDP: replicas would drift apart; "
+                            "launch with accelerate_configs/ddp.yaml")  # fmt: skip
         return prepared, optimizer
 
-    def gradients_stay_local(self, model: torch.nn.Module, local: bool):
-        """Context of a micro-step: only the last one of a step (local=False) averages gradients over processes."""
-        return self.accelerator.no_sync(model) if local else nullcontext()
+    def micro_step(self, model: torch.nn.Module, *, last: bool):
+        """Context of one micro-step's forward and backward; gradients are averaged over processes in the last only."""
+        return nullcontext() if last else self.accelerator.no_sync(model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def update(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """Clips, steps and clears the gradients; returns their global norm before clipping, on the device.
+
+        max_norm 0 measures only.
+        """
+        grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        return grad_norm
 
     def autocast(self):
         """Context: the run's arithmetic, for parts of the model called by themselves."""
         return self.accelerator.autocast()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self.accelerator.backward(loss)
+    def seed(self, seed: int) -> None:
+        """Of dropout's masks."""
+        torch.manual_seed(seed)
 
-    def clip_gradients(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Global gradient norm before clipping, on the device; max_norm 0 measures only."""
-        return self.accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    def flush(self) -> None:
+        """Has a lazy device run what it was told so far; others already do."""
+
+    # Weights and optimizer state, whole and by name, whatever the sharding
+
+    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """Weights and AdamW's moments by name on the main process, ({}, {}) elsewhere. A collective call."""
+        return (model.state_dict(), optim.named_moments(model, optimizer)) if self.is_main else ({}, {})
+
+    def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
+        """Sets AdamW's state after `steps` optimizer steps from a snapshot's moments; after prepare."""
+        optim.load_moments(model, optimizer, moments, steps)
+
+    def steps_taken(self, optimizer: torch.optim.Optimizer) -> int:
+        """Steps AdamW has really made: fewer than the loop's where fp16 overflowed and a step was skipped."""
+        return optim.steps_taken(optimizer)
+
+    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        """All weights, on every process, where the live model is cut up or compiles for each shape; else None."""
+        return None
 
     def scaler_state(self) -> dict | None:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
@@ -189,10 +244,11 @@ class Engine:
                 rows = pending.pop(0).result()
                 if (following := next(indices, None)) is not None:
                     pending.append(pool.submit(load, *following))
-                yield rows.to(self.device, non_blocking=cuda)
+                yield self.to_device(rows)
 
-    def to_device(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.device)
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """A micro-batch, (micro, ...), on the device, or cut over the devices of this process."""
+        return rows.to(self.device, non_blocking=self.device.type == "cuda")
 
     # Talking between processes
 
@@ -238,55 +294,11 @@ def _check_launch() -> None:
     if accelerator is not None and accelerator.type == "tpu" and find_spec("torch_xla") is None:
         raise UserError("this TPU's PyTorch has no torch_xla: each process would train a copy of its own")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if processes > 1 and not cpu and 0 < gpus < processes:
+    if processes > 1 and not hardware.wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
-
-
-def _resolve_precision(precision: str) -> str:
-    """`auto` becomes the fastest arithmetic that the device does natively. UserError where it lacks what is named."""
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    cuda, mps = torch.cuda.is_available() and not cpu, torch.backends.mps.is_available() and not cpu
-    if cuda:
-        native_bf16 = torch.cuda.get_device_capability() >= (8, 0)  # is_bf16_supported() counts emulation
-    if precision == "auto":
-        if cuda:
-            return "bf16" if native_bf16 else "fp16"
-        # MPS stays in fp32 until its autocast has been tested here.
-        return "bf16" if not mps and _cpu_has_bf16() else "fp32"
-    if precision == "fp16" and not cuda:
-        raise UserError("precision fp16 needs a CUDA GPU (Accelerate would silently run fp32); use auto, bf16 or fp32")
-    if precision == "tf32" and not (cuda and native_bf16):
-        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
-    if precision == "bf16" and cuda and not native_bf16:
-        raise UserError(f"precision bf16 is only emulated on {torch.cuda.get_device_name()}; use auto or fp16")
-    return precision
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 natively (AMX or AVX512-BF16); emulated, it is slower than fp32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
-def _tune_cpu(local_world: int) -> None:
-    """Threads and allocator for training on a CPU.
-
-    `accelerate launch` sets OMP_NUM_THREADS=1 where nobody set it, which would leave all cores but one idle.
-    glibc gives large blocks back to the kernel on every free and takes fresh, zeroed pages on every malloc; keeping
-    them made the loss on a 50,257-word vocabulary 1.7 (fp32) and 2.4 (bf16) times as fast (recipe/LOG.md).
-    """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = min(cores, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(max(1, cores // local_world))
-    if platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_top_pad, 64 * 2**20)
+    # Accelerate's launcher for one process names a meeting point only if the YAML asked for more of them.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "the Accelerate file asks for several processes, but its distributed_type starts only one; "
+            "use accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1"
+        )

@@ -34,8 +34,9 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
             real = torch.from_numpy(source.validation_rows(lo, min(lo + batch.micro, windows)))
             rows[: len(real)], targets[: len(real)] = real, real[:, 1:]
         count = (targets != IGNORE_INDEX).sum() / length  # sequences
-        loss = model(rows[:, :-1].to(engine.device), targets.to(engine.device))
+        loss = model(engine.to_device(rows[:, :-1]), engine.to_device(targets))
         total += torch.stack((loss.float(), torch.ones_like(total[0]))) * count.to(engine.device)
+        engine.flush()
     model.train()
     loss_sum, sequences = engine.sum(total).tolist()
     return loss_sum / sequences
@@ -46,11 +47,11 @@ def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Calla
     from eval.hellaswag import score_hellaswag
 
     # Body and head apart: only the endings' positions ever become logits.
-    with eager(model), engine.autocast():
+    with eager(engine, model) as live, engine.autocast():
         counts = score_hellaswag(
-            model.transformer, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
-            device=engine.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
-            head=model.head,
+            live.transformer, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
+            device=live.head_weight.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
+            head=live.head,
         )  # fmt: skip
     names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
     values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)
@@ -64,21 +65,26 @@ def sample(config: Config, engine: Engine, model: GPT2LMHeadModel) -> str:
     from eval.sample import sample_live
 
     prompt = tokenizer.encoding().encode_ordinary(config.run.sample_prompt) or [tokenizer.END_OF_TEXT]
-    with eager(model) as logits_fn:
-        ids = sample_live(logits_fn, prompt, max_new_tokens=48, n_positions=config.model.n_positions,
-                          seed=config.run.seed, device=engine.device)  # fmt: skip
+    with eager(engine, model) as live:
+        ids = sample_live(live.forward, prompt, max_new_tokens=48, n_positions=config.model.n_positions,
+                          seed=config.run.seed, device=live.head_weight.device)  # fmt: skip
     return tokenizer.encoding().decode(ids)
 
 
 @contextmanager
-def eager(model: GPT2LMHeadModel):
-    """The live model as a callable of ids (N, T), in evaluation mode and never compiled for odd shapes.
-
-    `forward` rather than the call, which is what model.compile() replaces; Accelerate's autocast wraps `forward`.
-    """
-    model.eval()
+def eager(engine: Engine, model: GPT2LMHeadModel):
+    """The live model in evaluation mode, or a whole copy where an engine holds it in a form that cannot be called
+    with any shape. Call its `forward`: the call itself is what model.compile() replaces."""
+    weights = engine.whole_weights(model)
+    if weights is None:
+        live = model
+    else:
+        live = GPT2LMHeadModel(model.config)
+        live.load_weights(weights, "the live model")
+        live.to(next(iter(weights.values())).device)
+    live.eval()
     try:
         with torch.no_grad():
-            yield model.forward
+            yield live
     finally:
         model.train()

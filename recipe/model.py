@@ -8,13 +8,15 @@ import copy
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 from transformers.utils import cached_file
 
@@ -35,7 +37,7 @@ _REQUIRED = {
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Causal softmax attention over (B, H, T, K); the one place where a backend's own kernel may be chosen."""
+    """Causal softmax attention over (B, H, T, K)."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
@@ -52,8 +54,9 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
+        self.attend = attend
         self.n_head = config.n_head
         self.attn_pdrop, self.resid_pdrop = config.attn_pdrop, config.resid_pdrop
         self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
@@ -64,7 +67,7 @@ class Attention(nn.Module):
         # split, not unbind: the backward of split is one concatenation.
         q, k, v = self.c_attn(x).split(D, dim=2)
         q, k, v = (t.view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, H, T, K)
-        y = causal_attention(q, k, v, self.attn_pdrop if self.training else 0.0)
+        y = self.attend(q, k, v, self.attn_pdrop if self.training else 0.0)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, D))
         return F.dropout(y, self.resid_pdrop, self.training)
 
@@ -83,10 +86,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
+        self.attn = Attention(config, attend)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
@@ -96,13 +99,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: GPT2Config, recompute: bool):
+    def __init__(self, config: GPT2Config, recompute: bool, attend: Callable, checkpoint: Callable):
         super().__init__()
         self.embd_pdrop = config.embd_pdrop
-        self.recompute = recompute
+        self.recompute, self.checkpoint = recompute, checkpoint
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -116,7 +119,7 @@ class Transformer(nn.Module):
         x = F.dropout(x, self.embd_pdrop, self.training)
         for block in self.h:
             if self.recompute and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = self.checkpoint(block, x)
             else:
                 x = block(x)
         return self.ln_f(x)
@@ -130,6 +133,8 @@ class GPT2LMHeadModel(nn.Module):
         recompute: recompute each block's activations in backward instead of keeping them.
         loss_chunk_size, pad_vocab_to: see `recipe.loss.next_token_loss`.
         seed: of the initial weights, drawn on the CPU: the same on every device.
+        attention, checkpoint: a device's own (q, k, v, dropout) -> y over (B, H, T, K) and (block, x) -> block(x),
+            in place of SDPA and torch's checkpoint.
     """
 
     def __init__(
@@ -140,6 +145,8 @@ class GPT2LMHeadModel(nn.Module):
         loss_chunk_size: int = 0,
         pad_vocab_to: int = 1,
         seed: int = 0,
+        attention: Callable | None = None,
+        checkpoint: Callable | None = None,
     ):
         super().__init__()
         for name, needed in _REQUIRED.items():
@@ -147,7 +154,8 @@ class GPT2LMHeadModel(nn.Module):
                 raise UserError(f"model config: {name} is {found!r}; only {needed!r} is supported here")
         self.config = config
         self.loss_chunk_size, self.pad_vocab_to = loss_chunk_size, pad_vocab_to
-        self.transformer = Transformer(config, recompute)
+        checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
+        self.transformer = Transformer(config, recompute, attention or causal_attention, checkpoint)
         # A tied head is no second Parameter: moving a module to an XLA device would break the tie unnoticed.
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self._init_weights(torch.Generator().manual_seed(seed))

@@ -20,15 +20,18 @@ def lr_at(step: int, config: OptimizerConfig) -> float:
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
-    """AdamW with weight decay on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3)."""
+def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, **options) -> torch.optim.AdamW:
+    """AdamW with weight decay on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3).
+
+    `options` are AdamW's ways of doing the same sums: fused, capturable.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, **options)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -51,11 +54,11 @@ def load_moments(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, torch.Tensor], steps: int
 ) -> None:
     """Sets AdamW's state after `steps` optimizer steps from `named_moments`' dict (KeyError for a missing name)."""
-    fused = optimizer.param_groups[0]["fused"]
+    # A fused or capturable AdamW keeps its step beside the parameter.
+    beside = optimizer.param_groups[0]["fused"] or optimizer.param_groups[0]["capturable"]
     for name, p in model.named_parameters() if moments else ():
         optimizer.state[p] = {
-            # A fused or capturable AdamW keeps its step beside the parameter.
-            "step": torch.tensor(float(steps), dtype=torch.float32, device=p.device if fused else "cpu"),
+            "step": torch.tensor(float(steps), dtype=torch.float32, device=p.device if beside else "cpu"),
             "exp_avg": moments[f"exp_avg.{name}"].to(p.device, p.dtype),
             "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(p.device, p.dtype),
         }

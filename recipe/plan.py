@@ -21,7 +21,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def memory_estimate(config: Config, batch: Batch, half: bool) -> int:
-    """Bytes a process holds at the peak of a step, to within a fifth or so: a reckoning, not a measurement.
+    """Bytes a device holds at the peak of a step, to within a fifth or so: a reckoning, not a measurement.
 
     Weights, gradients and two moments in fp32 (16 N; 2 N more for bf16 copies); per token and block the tensors kept
     for backward (Korthikanti et al. 2022 without the attention matrix, which SDPA does not keep), one block's worth
@@ -29,7 +29,7 @@ def memory_estimate(config: Config, batch: Batch, half: bool) -> int:
     """
     model, run = config.model, config.run
     N, D, L = parameter_count(model), model.n_embd, model.n_layer
-    tokens = batch.micro * config.data.sequence_length
+    tokens = batch.micro // batch.devices * config.data.sequence_length
     width = 2 if half else 4
     block = tokens * D * (17 * width)
     activations = L * tokens * D * width + block if run.recompute else L * block
@@ -49,16 +49,19 @@ def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_
     model, data, opt, run = config.model, config.data, config.optimizer, config.run
     N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
     flops = flops_per_token(model, data.sequence_length)
-    shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x "
+    devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
+    shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
+    shares += f"{batch.micro // batch.devices} sequences"
     checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
+    memory = memory_estimate(config, batch, half=precision in ("bf16", "fp16"))
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",
         f"device     {device}, {precision}",
-        f"batch      {opt.total_batch_tokens:,} tokens = {shares}{batch.micro} sequences x {data.sequence_length}",
+        f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {data.sequence_length}",
         f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
         f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
-        f"memory     about {si(memory_estimate(config, batch, precision in ('bf16', 'fp16')))}B a process (reckoned)",
+        f"memory     about {si(memory)}B a device (reckoned)",
         f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
         f"{run.output_dir}; {si(2 * tokens)}B for every token of the run once",
     ]

@@ -55,6 +55,8 @@ def build_model(config: Config, engine: Engine, *, resuming: bool) -> GPT2LMHead
         "loss_chunk_size": config.run.loss_chunk_size,
         "pad_vocab_to": engine.pad_vocab_to,
         "seed": config.run.seed,
+        "attention": engine.attention,
+        "checkpoint": engine.checkpoint,
     }
     sizes = {k: v for k, v in dataclasses.asdict(m).items() if k.startswith("n_")}
     wanted = GPT2Config(vocab_size=tokenizer.VOCAB_SIZE, **sizes, **dropout)

@@ -13,14 +13,12 @@ from pathlib import Path
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
-
 from recipe import optim
 from recipe.checkpoint import Checkpoint, prune, save_checkpoint
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
 from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource
-from recipe.engine import Engine
+from recipe.engine import Engine, open_engine
 from recipe.live import hellaswag, sample, validate
 from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput
 from recipe.model import GPT2LMHeadModel
@@ -35,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     a signal with a checkpoint, 130 left at once."""
     try:
         config = parse_config(argv)
-        engine = Engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
+        engine = open_engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
         say = partial(print, flush=True) if engine.is_main else lambda *_: None
         code = run(config, engine, say)
         engine.close()
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     """A run from its configuration to its last line; returns the exit code."""
-    batch = batch_arithmetic(config, engine.world)
+    batch = batch_arithmetic(config, engine.world, engine.devices)
     announce(config, batch, engine, say)
     if config.run.dry_run:
         return 0
@@ -96,12 +94,11 @@ def train(
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
     if checkpoint:
         raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
-    raw_model.to(engine.device)
-    if run.compile:
-        raw_model.compile(dynamic=False)  # in place: torch.compile(model) would put _orig_mod. into every name
-    model, optimizer = engine.prepare(raw_model, optim.make_optimizer(raw_model, opt, fused=engine.fused_optimizer))
+    engine.place(raw_model, compile=run.compile)
+    optimizer = optim.make_optimizer(raw_model, opt, **engine.optimizer_options)
+    model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
     if checkpoint:
-        optim.load_moments(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
+        engine.load_moments(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
         engine.load_scaler_state(state["grad_scaler"])
 
     running_loss = RunningLoss(engine.device, state.get("running_loss"))
@@ -149,12 +146,12 @@ def train(
                     "seconds": throughput.seconds,
                     "record": record,
                     "running_loss": so_far,
-                    "optimizer_steps": optim.steps_taken(optimizer),
+                    "optimizer_steps": engine.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),
                     "data": source.fingerprint(),
                 }
+                weights, moments = engine.snapshot(raw_model, optimizer)
                 if engine.is_main:
-                    weights, moments = raw_model.state_dict(), optim.named_moments(raw_model, optimizer)
                     path = save_checkpoint(run_dir, step, weights, moments, state, model_files(raw_model))
                     prune(run_dir, run.keep_last, run.milestone_every)
                     progress.say(f"step {step}: saved {path}")
@@ -189,16 +186,15 @@ def train(
         optim.set_lr(optimizer, optim.lr_at(step, opt))
         if config.model.dropout:
             # A pure function of (seed, step, rank): a resumed run draws what an uninterrupted one would have drawn.
-            torch.manual_seed(((run.seed * 1_000_003 + step) * 65_537 + engine.rank) % 2**63)
+            engine.seed(((run.seed * 1_000_003 + step) * 65_537 + engine.rank) % 2**63)
         for micro_step in range(batch.accumulation):
             rows = next(batches)  # (micro, T + 1)
-            with engine.gradients_stay_local(model, local=micro_step < batch.accumulation - 1):
+            last_micro_step = micro_step == batch.accumulation - 1
+            with engine.micro_step(model, last=last_micro_step):
                 loss = model(rows[:, :-1], rows[:, 1:]) / batch.accumulation
                 engine.backward(loss)
-            running_loss.add(loss.detach(), last_of_step=micro_step == batch.accumulation - 1)
-        grad_norm = engine.clip_gradients(model, opt.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+                running_loss.add(loss.detach(), last_of_step=last_micro_step)
+        grad_norm = engine.update(model, optimizer, opt.max_grad_norm)
         step += 1
         progress.advance(opt.total_batch_tokens)
 
