@@ -29,10 +29,11 @@ def wants_cpu() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
-def resolve_precision(precision: str) -> str:
-    """`auto` becomes the fastest arithmetic that the device does natively. UserError where it lacks what is named."""
-    cuda = torch.cuda.is_available() and not wants_cpu()
-    mps = torch.backends.mps.is_available() and not wants_cpu()
+def resolve_precision(precision: str, *, cpu: bool) -> str:
+    """`auto` becomes the fastest arithmetic that the device does natively, with `cpu` the processor's even where there
+    is a GPU. UserError where the device lacks what is named."""
+    cuda = torch.cuda.is_available() and not cpu
+    mps = torch.backends.mps.is_available() and not cpu
     if cuda:
         native_bf16 = torch.cuda.get_device_capability() >= (8, 0)  # is_bf16_supported() counts emulation
     if precision == "auto":

@@ -58,6 +58,7 @@ class Engine:
     devices = 1
     optimizer_options = MappingProxyType({"fused": True})  # of torch.optim.AdamW
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
+    no_compile = ""  # why torch.compile is left out although the recipe asks for it
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
         self.precision = self._resolve_precision(precision)
@@ -80,6 +81,11 @@ class Engine:
             raise UserError(
                 f"distributed_type {acc.distributed_type.value} is not supported; use a file of accelerate_configs/"
             )
+        if (theirs := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", self.precision):
+            raise UserError(
+                f"the Accelerate file says mixed_precision {theirs}, the recipe {self.precision}; "
+                "leave it out of the file, or pass --precision"
+            )
         # The train loop owns the accumulation boundary; a second owner would divide the loss twice.
         if acc.gradient_accumulation_steps != 1:
             raise UserError(
@@ -95,7 +101,7 @@ class Engine:
     # What another engine does otherwise while it is built
 
     def _resolve_precision(self, precision: str) -> str:
-        return hardware.resolve_precision(precision)
+        return hardware.resolve_precision(precision, cpu=hardware.wants_cpu())
 
     def _mixed_precision(self) -> str:
         return self.precision if self.precision in ("bf16", "fp16") else "no"
@@ -144,7 +150,7 @@ class Engine:
     def place(self, model: torch.nn.Module, *, compile: bool) -> None:
         """Moves the model to the device, in place, and has it compiled if asked; before its optimizer is made."""
         model.to(self.device)
-        if compile:
+        if compile and not self.no_compile:
             model.compile(dynamic=False)  # in place: torch.compile(model) would put _orig_mod. into every name
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
@@ -192,10 +198,6 @@ class Engine:
     def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
         """Sets AdamW's state after `steps` optimizer steps from a snapshot's moments; after prepare."""
         optim.load_moments(model, optimizer, moments, steps)
-
-    def steps_taken(self, optimizer: torch.optim.Optimizer) -> int:
-        """Steps AdamW has really made: fewer than the loop's where fp16 overflowed and a step was skipped."""
-        return optim.steps_taken(optimizer)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         """All weights, on every process, where the live model is cut up or compiles for each shape; else None."""
@@ -296,6 +298,8 @@ def _check_launch() -> None:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not hardware.wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise UserError("FSDP is not supported; accelerate_configs/zero3.yaml cuts the weights up")
     # Accelerate's launcher for one process names a meeting point only if the YAML asked for more of them.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise UserError(

@@ -146,7 +146,7 @@ def train(
                     "seconds": throughput.seconds,
                     "record": record,
                     "running_loss": so_far,
-                    "optimizer_steps": engine.steps_taken(optimizer),
+                    "optimizer_steps": optim.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),
                     "data": source.fingerprint(),
                 }
@@ -224,6 +224,8 @@ def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], 
     say("\n".join(lines))
     if engine.idle_gpus:
         say(f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them")
+    if config.run.compile and engine.no_compile:
+        say(f"note       not compiled: {engine.no_compile}")
     if config.run.dry_run:
         say("\n" + "\n".join(f"{k}: {v!r}" for k, v in config.flat().items()))
 

@@ -24,6 +24,10 @@ TINY = {
     "log_every": 1, "eval_every": 10, "save_every": 10, "eval_tokens": 1024,
 }  # fmt: skip
 
+# The same on every engine, accumulation and clipping at work. A rate of 1e-2 would blow up rounding itself.
+EQUAL = TINY | {"max_steps": 50, "learning_rate": 1e-3, "warmup_steps": 10, "micro_batch_size": 2, "eval_every": 25,
+                "save_every": 25}  # fmt: skip
+
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Path:
@@ -45,19 +49,27 @@ def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 
 
-def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 300):
-    """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
-    command = [sys.executable, "recipe/train.py"]
+def launch(config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 300):
+    """`accelerate launch` of a script with its arguments under a file of accelerate_configs/ (or another)."""
+    config = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config),
+                "--num_processes", str(processes), "--main_process_port", "0"]  # fmt: skip
     # One thread a process: the tests of a run then do the same sums whatever the machine.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (env or {})
     variables.pop("PYTHONPATH", None)
-    if processes > 1:
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-                   "accelerate_configs/ddp.yaml", "--num_processes", str(processes),
-                   "--main_process_port", "0", "recipe/train.py"]  # fmt: skip
     return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
+        [*launcher, *command], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
     )
+
+
+def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 300):
+    """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
+    if processes > 1:
+        return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout)
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (env or {})
+    variables.pop("PYTHONPATH", None)
+    command = [sys.executable, "recipe/train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
 
 
 def metrics(run: Path) -> list[dict]:

@@ -22,7 +22,7 @@ ALLOWED = {
     "device": {"config"},
     "engine": {"config", "device", "optim", "xla", "zero"},
     "xla": {"config", "engine", "optim"},
-    "zero": {"config", "engine"},
+    "zero": {"config", "device", "engine"},
     "plan": {"config", "data"},
     "live": {"config", "data", "engine", "loss", "model"},
     "start": {"config", "data", "engine", "checkpoint", "model"},

@@ -1,0 +1,226 @@
+"""DeepSpeed ZeRO 1, 2 and 3 behind the engine's methods; imported where the launch asks for DeepSpeed, and only there.
+
+ds_configs/*.json says how to shard. Everything else that DeepSpeed wants to know (batch, accumulation, clipping,
+precision) is written into its configuration from the recipe before it starts, and read back afterwards.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+from recipe import device as hardware
+from recipe.config import ROOT, Batch, UserError
+from recipe.engine import Engine
+
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroEngine(Engine):
+    supported = (DistributedType.DEEPSPEED,)
+
+    def __init__(self, precision: str, **options):
+        if "LOCAL_RANK" not in os.environ:
+            raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
+        self._cpu = hardware.wants_cpu()
+        if self._cpu and torch.cuda.is_available():
+            raise UserError(
+                "for ZeRO on the CPU of a machine with GPUs hide them: CUDA_VISIBLE_DEVICES= before the launch"
+            )
+        if not self._cpu and not torch.cuda.is_available():
+            raise UserError("no GPU was found; for ZeRO on the CPU set ACCELERATE_USE_CPU=true before the launch")
+        # With it set, Accelerate would quietly leave DeepSpeed out.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        if self._cpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
+        # Of torch's collectives, whose new names DeepSpeed does not use yet.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        # DeepSpeed compiles an operator when it first runs on a CPU; ninja lies beside Python, which `PATH` may lack.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        file = Path(os.environ.get(_CONFIG_FILE, ""))
+        if not file.is_file() and (ROOT / file).is_file():
+            os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
+        super().__init__(precision, **options)
+        self._stage = self.accelerator.state.deepspeed_plugin.zero_stage
+        if self._stage not in (1, 2, 3):
+            raise UserError(f"{file}: zero_optimization.stage is {self._stage}; 1, 2 and 3 are supported")
+        if self._stage == 3:
+            self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
+
+    def _resolve_precision(self, precision: str) -> str:
+        return hardware.resolve_precision(precision, cpu=self._cpu)
+
+    def _mixed_precision(self) -> str:
+        # bf16 is torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
+        return "fp16" if self.precision == "fp16" else "no"
+
+    def _kwargs_handlers(self) -> list:
+        return [InitProcessGroupKwargs(backend="gloo")] if self._cpu else []
+
+    @property
+    def name(self) -> str:
+        return f"{self._device_name()}, ZeRO-{self._stage} over {self.world} process{'es' if self.world > 1 else ''}"
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        ours = {
+            "train_batch_size": batch.sequences,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+            "gradient_clipping": max_grad_norm,
+        }
+        for key, value in ours.items():
+            if config.get(key, "auto") not in ("auto", value):
+                raise UserError(f"{os.environ[_CONFIG_FILE]}: {key} is {config[key]}, but the recipe makes it {value}; "
+                                "leave it out or set it to \"auto\"")  # fmt: skip
+        for key in ("optimizer", "scheduler"):
+            if key in config:
+                raise UserError(f"{os.environ[_CONFIG_FILE]}: {key} belongs to the recipe; take the section out")
+        config |= ours
+        if self.precision == "bf16":
+            # The modules whose gradients may travel in bf16; DeepSpeed's own list has torch's layers alone.
+            safe = ["torch.nn.Linear", "recipe.model.Conv1D"]
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
+        if self.precision == "fp16":  # torch_autocast in float16 does not go together with clipping (deepspeed 0.19)
+            # The scale's start and pace as in torch's GradScaler.
+            config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
+                              "hysteresis": 1, "min_loss_scale": 1}  # fmt: skip
+            whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+        self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
+        prepared, optimizer = self.accelerator.prepare(model, optimizer)
+        self._zero = _Internals(prepared)
+        found = {
+            "train_batch_size": prepared.train_batch_size(),
+            "train_micro_batch_size_per_gpu": prepared.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": prepared.gradient_accumulation_steps(),
+            "gradient_clipping": prepared.gradient_clipping(),
+            "stage": prepared.zero_optimization_stage(),
+            "world": prepared.dp_world_size,
+            "bf16 autocast": prepared.torch_autocast_enabled(),
+            "weights": next(model.parameters()).dtype,
+        }
+        wanted = ours | {
+            "stage": self._stage,
+            "world": self.world,
+            "bf16 autocast": self.precision == "bf16",
+            "weights": torch.float16 if self.precision == "fp16" else torch.float32,
+        }
+        if wrong := [f"{k} {found[k]} instead of {wanted[k]}" for k in wanted if found[k] != wanted[k]]:
+            raise UserError(f"DeepSpeed would train something else than the recipe: {', '.join(wrong)}")
+        if self.precision == "fp16":  # DeepSpeed has made its fp32 weights from the fp16 ones, and lost bits
+            for name, p in model.named_parameters():
+                self._zero.set(p, whole[name])
+        return prepared, optimizer
+
+    @contextmanager
+    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
+        model.set_gradient_accumulation_boundary(last)
+        yield
+        if not last:
+            model.step()  # counts the micro-step; the boundary's one is `update`
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
+
+    def update(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        model.step()  # clips by its configuration, steps, clears
+        return torch.as_tensor(model.get_global_grad_norm())
+
+    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        weights, moments = {}, {}
+        for name, p in model.named_parameters():  # one whole tensor at a time on the device
+            parts = {"": weights} | (dict.fromkeys(MOMENTS, moments) if optimizer.state else {})
+            for key, into in parts.items():
+                whole = self._zero.get(p, key)
+                if self.is_main:
+                    into[f"{key}.{name}" if key else name] = whole.cpu()
+        return weights, moments
+
+    def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
+        if moments:
+            self._zero.make_state(steps)
+            for name, p in model.named_parameters():
+                for key in MOMENTS:
+                    self._zero.set(p, moments[f"{key}.{name}"], key)
+
+    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        if self._stage < 3:
+            return None
+        return {name: self._zero.get(p) for name, p in model.named_parameters()}
+
+    def scaler_state(self) -> dict | None:
+        if self.precision != "fp16":
+            return None
+        scaler = self._zero.optimizer.loss_scaler
+        return {  # as torch's GradScaler writes it
+            "scale": float(scaler.cur_scale),
+            "growth_factor": scaler.scale_factor,
+            "backoff_factor": 1 / scaler.scale_factor,
+            "growth_interval": scaler.scale_window,
+            "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+        }
+
+    def load_scaler_state(self, state: dict | None) -> None:
+        if state and self.precision == "fp16":
+            scaler = self._zero.optimizer.loss_scaler
+            scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
+
+
+class _Internals:
+    """What is needed of DeepSpeed's insides: whole fp32 tensors of a sharded parameter, out and in.
+
+    The public functions cannot do it alone. Before the first step there is no optimizer state to set; the link from
+    parameters to it is made after the first parameter group's step, when the second group has no state yet, and not
+    again; and ZeRO-3's setter fails where a parameter does not divide by the number of processes.
+    tests/test_zero.py fails where a new version moves any of these names.
+    """
+
+    def __init__(self, engine):
+        import deepspeed.utils
+
+        self.engine, self.optimizer, self.api = engine, engine.optimizer, deepspeed.utils
+        self.stage = engine.zero_optimization_stage()
+
+    @property
+    def partitions(self) -> list[torch.Tensor]:
+        """This process's flat fp32 weights, a tensor a group: the keys of the optimizer's state."""
+        if self.stage == 3:
+            return self.optimizer.fp32_partitioned_groups_flat
+        return self.optimizer.single_partition_of_fp32_groups
+
+    def make_state(self, steps: int) -> None:
+        """Optimizer state with moments of zero, as after `steps` steps."""
+        state = self.optimizer.optimizer.state
+        for flat in self.partitions:
+            state[flat] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=flat.device)}
+            state[flat] |= {key: torch.zeros_like(flat) for key in MOMENTS}
+        self._link()
+
+    def _link(self) -> None:
+        if self.stage < 3:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def get(self, p: torch.nn.Parameter, key: str = "") -> torch.Tensor:
+        """The whole fp32 weight (key "") or moment of `p`, on every process. A collective call."""
+        if not key:
+            return self.api.safe_get_full_fp32_param(p)
+        self._link()
+        return self.api.safe_get_full_optimizer_state(p, key)
+
+    def set(self, p: torch.nn.Parameter, whole: torch.Tensor, key: str = "") -> None:
+        """Sets this process's part of the fp32 weight (key "") or moment of `p` from the whole tensor."""
+        if self.stage == 3:
+            part = p.partition_numel()
+            padded = torch.nn.functional.pad(whole.flatten(), (0, part * self.engine.dp_world_size - whole.numel()))
+            whole = padded.narrow(0, part * torch.distributed.get_rank(), part)
+            setters = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
+        else:
+            setters = self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
+        setters[bool(key)](p, whole, key) if key else setters[0](p, whole)

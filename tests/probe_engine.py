@@ -1,0 +1,69 @@
+"""Run by tests through `accelerate launch`: three compiled steps of a tiny model on the launch's engine, then what can
+only be seen from inside a process, as a JSON line from each."""
+
+import json
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from transformers import GPT2Config
+
+from recipe import device, optim
+from recipe.config import Batch, OptimizerConfig
+from recipe.engine import open_engine
+from recipe.model import GPT2LMHeadModel
+
+precision, compiled = sys.argv[1], sys.argv[2] == "compile"
+if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
+    from deepspeed.accelerator import cpu_accelerator
+
+    device.resolve_precision = lambda precision, cpu: precision
+    cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda self: True
+engine = open_engine(precision)
+generator = torch.Generator().manual_seed(engine.rank)
+# 33 wide: nothing divides by the number of processes.
+off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None, "eos_token_id": None}
+model = GPT2LMHeadModel(GPT2Config(vocab_size=515, n_positions=16, n_embd=33, n_head=3, n_layer=2, **off), seed=1)
+engine.place(model, compile=compiled)
+optimizer = optim.make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
+batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
+initial = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
+wrapped, optimizer = engine.prepare(model, optimizer, batch, 1.0)
+
+restored, _ = engine.snapshot(model, optimizer)
+shapes = {k: v.shape for k, v in initial.items()}
+given = {
+    f"{m}.{k}": torch.rand(s, generator=torch.Generator().manual_seed(2))
+    for m in ("exp_avg", "exp_avg_sq")
+    for k, s in shapes.items()
+}
+engine.load_moments(model, optimizer, given, 7)
+_, found = engine.snapshot(model, optimizer)
+result = {
+    "rank": engine.rank,
+    "weights_kept": all(torch.equal(restored[k], initial[k]) for k in restored),
+    "moments_kept": all(torch.equal(found[k], given[k]) for k in found),
+    "names": [len(restored), len(found)],
+}
+for _ in range(3):
+    for micro_step in range(batch.accumulation):
+        rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
+        with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
+            engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
+    norm = engine.update(wrapped, optimizer, 1.0)
+state = optimizer.state
+result |= {
+    "steps": optim.steps_taken(optimizer),
+    "norm": norm.item(),
+    "state_bytes": sum(t.numel() * t.element_size() for s in state.values() for t in s.values() if t.dim() > 0),
+    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    "scaler": engine.scaler_state(),
+    "breaks": list(torch._dynamo.utils.counters["graph_break"]),
+}
+sys.stdout.write("PROBE " + json.dumps(result) + "\n")
+sys.stdout.flush()
+engine.barrier()
+engine.close()

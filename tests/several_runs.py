@@ -1,0 +1,21 @@
+"""Run by tests through `accelerate launch`: one run after the other on one engine, whose start costs more than they do.
+
+several_runs.py OUTPUT_DIR,OUTPUT_DIR,... flags of recipe/train.py
+"""
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from recipe.config import parse_config
+from recipe.engine import open_engine
+from recipe.train import run
+
+directories, *arguments = sys.argv[1:]
+configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
+engine = open_engine(configs[0].run.precision)
+for config in configs:
+    run(config, engine, lambda text: print(text, flush=True) if engine.is_main else None)
+engine.close()
