@@ -8,12 +8,13 @@ OUT ?= model
 LIMIT ?=
 PROMPT ?= The king
 FRESH ?=
+PROCESSES ?=
 ARGS ?=
 
 BIN := .venv/bin
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
-LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE)
+LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 
 .DEFAULT_GOAL := help
@@ -22,9 +23,9 @@ MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
 	@echo
-	@echo "  variables: CONFIG ACCELERATE ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
+	@echo "  variables: CONFIG ACCELERATE PROCESSES ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
 
-train: .venv/installed ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
+train: .venv/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
@@ -69,7 +70,13 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
+# After torch, which DeepSpeed's set-up looks for.
+.venv/installed-deepspeed: .venv/installed
+	@echo "installing DeepSpeed into .venv"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[deepspeed]'
+	@touch $@
+
 .venv/installed-dev: .venv/installed
 	@echo "installing what the tests need into .venv"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed]'
 	@touch $@

@@ -57,7 +57,7 @@ def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",
-        f"device     {device}, {precision}",
+        f"device     {device}, {precision}{' (auto)' if run.precision == 'auto' else ''}",
         f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {data.sequence_length}",
         f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
         f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",

@@ -1,6 +1,7 @@
 """Configuration, batch arithmetic, schedule, plan; every shipped YAML; mistakes and what is said of them."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -146,6 +147,8 @@ def test_no_name_stands_in_two_kinds_of_file():
 
     assert len(recipes) > 10
     assert not (recipes | FIELDS.keys()) & hardware.keys()
+    for path in (ROOT / "ds_configs").glob("*.json"):  # how to shard; what else it must name, the recipe decides
+        assert {key for key, value in json.loads(path.read_text()).items() if value != "auto"} == {"zero_optimization"}
     # What Accelerate's file must say because Accelerate asks for it, and the recipe decides: off.
     for path in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert yaml.safe_load(path.read_text()).get("mixed_precision", "no") == "no"

@@ -45,7 +45,10 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         made = ["-o", ".venv/installed", "-o", ".venv/installed-dev", f"BIN={BIN}"]
         return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
     if "recipe/train.py" in words:
-        launch = ["--num_processes", "2", "--main_process_port", "0"] if "ddp" in command else []
+        launch = ["--num_processes", "2", "--main_process_port", "0"]
+        if "multinode" in command:  # one of the machines alone
+            launch += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
+        launch = launch if re.search("ddp|zero", command) else []
         words = [*words[: words.index("recipe/train.py")], *launch, *words[words.index("recipe/train.py") :]]
         return [*words, "--dry_run"]
     raise AssertionError(f"the README has a command that this test does not know how to run: {command}")

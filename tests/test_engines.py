@@ -182,6 +182,13 @@ def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(config):
         assert line["scaler"]["_growth_tracker"] == 3
 
 
+def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
+    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "log_every": 5, "eval_every": 0}
+    arguments = settings("zero1", shards, output_dir=tmp_path / "run", **broken)
+    assert "is not finite at step" in refused("zero1", 2, *arguments)
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
 @pytest.mark.parametrize("config", ["multinode-ddp", "multinode-zero1"])
 def test_two_machines_are_one_run(config, shards, run_of, tmp_path):
     """Two launchers with a rank each meet on the loopback: the losses of one machine with two ranks."""
