@@ -39,6 +39,9 @@ class ZeroEngine(Engine):
         os.environ.pop("ACCELERATE_USE_CPU", None)
         if self._cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
+            cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+            if os.environ["RANK"] == "0" and not list(cache.rglob("deepspeed_shm_comm*.so")):
+                print("DeepSpeed compiles an operator for the CPU, a minute the first time", flush=True)
         # Of torch's collectives, whose new names DeepSpeed does not use yet.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         # DeepSpeed compiles an operator when it first runs on a CPU; ninja lies beside Python, which `PATH` may lack.
@@ -134,6 +137,9 @@ class ZeroEngine(Engine):
             # DeepSpeed leaves out a step that is not finite without a word; the next logged one must see it.
             return torch.tensor(float("inf"))
         return torch.as_tensor(model.get_global_grad_norm())
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
         weights, moments = {}, {}

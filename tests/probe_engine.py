@@ -1,5 +1,8 @@
-"""Run by tests through `accelerate launch`: three compiled steps of a tiny model on the launch's engine, then what can
-only be seen from inside a process, as a JSON line from each."""
+"""Run by tests through `accelerate launch`: three steps of a tiny model on the launch's engine, then what can only be
+seen from inside a process, as a JSON line from each.
+
+    probe_engine.py PRECISION eager|compile|overflow
+"""
 
 import json
 import sys
@@ -16,7 +19,7 @@ from recipe.config import Batch, OptimizerConfig
 from recipe.engine import open_engine
 from recipe.model import GPT2LMHeadModel
 
-precision, compiled = sys.argv[1], sys.argv[2] == "compile"
+precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
     from deepspeed.accelerator import cpu_accelerator
 
@@ -27,7 +30,7 @@ generator = torch.Generator().manual_seed(engine.rank)
 # 33 wide: nothing divides by the number of processes.
 off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None, "eos_token_id": None}
 model = GPT2LMHeadModel(GPT2Config(vocab_size=515, n_positions=16, n_embd=33, n_head=3, n_layer=2, **off), seed=1)
-engine.place(model, compile=compiled)
+engine.place(model, compile=mode == "compile")
 optimizer = optim.make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
 batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
 initial = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
@@ -48,11 +51,12 @@ result = {
     "moments_kept": all(torch.equal(found[k], given[k]) for k in found),
     "names": [len(restored), len(found)],
 }
-for _ in range(3):
+for step in range(3):
     for micro_step in range(batch.accumulation):
         rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
         with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
-            engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
+            loss = wrapped(rows[:, :-1], rows[:, 1:]) / batch.accumulation
+            engine.backward(loss * float("inf") if mode == "overflow" and step == 0 else loss)
     norm = engine.update(wrapped, optimizer, 1.0)
 state = optimizer.state
 result |= {

@@ -187,6 +187,8 @@ def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
     arguments = settings("zero1", shards, output_dir=tmp_path / "run", **broken)
     assert "is not finite at step" in refused("zero1", 2, *arguments)
     assert not list((tmp_path / "run").glob("step_*"))
+    # the first of three steps was left out by DeepSpeed: the norm says so until somebody reads it
+    assert [line["norm"] for line in probe("zero1", 2, "fp32", "overflow")] == [float("inf")] * 2
 
 
 @pytest.mark.parametrize("config", ["multinode-ddp", "multinode-zero1"])
