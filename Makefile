@@ -18,7 +18,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PR
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample eval-val eval-hellaswag export test lint format clean
+.PHONY: help train data sample eval-val eval-hellaswag export test lint format clean test-xla
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ export: .venv/installed ## the latest checkpoint of RUN as a clean model directo
 test: .venv/installed-dev ## all tests (ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-xla: .venv-xla/installed ## the TPU engine's tests, on XLA's CPU client, in an environment of their own
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(ARGS)
+
 lint: .venv/installed-dev ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,7 +60,7 @@ format: .venv/installed-dev ## apply style and format
 	$(BIN)/ruff format .
 
 clean: ## delete the environment, the shards and caches; runs/ stays
-	rm -rf .venv data .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-xla data .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "runs/ is kept; delete it by hand"
 
@@ -79,4 +82,13 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 .venv/installed-dev: .venv/installed
 	@echo "installing what the tests need into .venv"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed]'
+	@touch $@
+
+# Where torch_xla is installed it is used, and it wants a torch of its own version: hence a second environment. The tpu
+# extra would add libtpu, which only a TPU needs.
+.venv-xla/installed: pyproject.toml constraints.txt
+	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
+	$(PYTHON) -m venv .venv-xla
+	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e . pytest 'torch==2.9.*' 'torch_xla==2.9.*'
 	@touch $@

@@ -102,6 +102,7 @@ def score_requests(
     device: torch.device | str,
     max_length: int,
     head: Callable = common.identity,
+    multiples: tuple[int, int, int] = (1, 1, 1),
 ) -> list[float]:
     """Summed log-likelihood in nats of each request's ending, from one call of `logits_fn`.
 
@@ -109,21 +110,29 @@ def score_requests(
         logits_fn: ids (N, T) -> logits (N, T, V), or whatever `head` takes: states (N, T, D).
         max_length: positions the model has, in tokens. Longer requests lose tokens on the left.
         head: states (M, D) -> logits (M, V), applied only where a token is scored.
+        multiples: of what N, T and M are filled up to, for a device that compiles for each shape.
     """
     # The last token predicts nothing, hence one token more than the model has positions.
     tokens = [request.tokens[-(max_length + 1) :] for request in requests]
     counts = [min(request.n_scored, max_length) for request in requests]
-    width = max(map(len, tokens)) - 1
-    ids = np.zeros((len(tokens), width), dtype=np.int64)  # (N, T); a causal model never sees the padding on the right
+    n, t, m = multiples
+    width = min(_fill(max(map(len, tokens)) - 1, t), max_length)
+    # (N, T); a causal model never sees the padding on the right
+    ids = np.zeros((_fill(len(tokens), n), width), dtype=np.int64)
     for i, sequence in enumerate(tokens):
         ids[i, : len(sequence) - 1] = sequence[:-1]
     rows = np.repeat(np.arange(len(tokens)), counts)  # (M,)
     columns = np.concatenate([np.arange(len(s) - 1 - n, len(s) - 1) for s, n in zip(tokens, counts, strict=True)])
     targets = np.concatenate([s[-n:] for s, n in zip(tokens, counts, strict=True)])
+    rows, columns, targets = (np.pad(x, (0, _fill(len(x), m) - len(x))) for x in (rows, columns, targets))
     ids, rows, columns, targets = (torch.from_numpy(x).to(device) for x in (ids, rows, columns, targets))
     with torch.no_grad():
         log_probs = common.token_log_probs(logits_fn(ids)[rows, columns], targets, head)
-    return [part.double().sum().item() for part in log_probs.cpu().split(counts)]
+    return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
+
+
+def _fill(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def score_rows(
@@ -135,11 +144,13 @@ def score_rows(
     batch_size: int = 16,
     max_length: int = 1024,
     head: Callable = common.identity,
+    multiples: tuple[int, int, int] = (1, 1, 1),
     progress: bool = False,
 ) -> list[dict[str, RowScore]]:
     """Score rows in both ways, `batch_size` rows (eight sequences each) a call; results in the order of `rows`.
 
-    `logits_fn`, `head` and `max_length` are those of `score_requests`. Makes ceil(len(rows) / batch_size) calls.
+    `logits_fn`, `head`, `multiples` and `max_length` are those of `score_requests`. Makes ceil(len(rows) / batch_size)
+    calls.
     """
     encoded = [encode_row(encode, row) for row in rows]
     # Rows of like length together: little padding. Longest first: memory that does not suffice shows at once.
@@ -148,7 +159,7 @@ def score_rows(
     results: list = [None] * len(rows)
     for batch in common.track(batches, "HellaSwag", "rows", show=progress):
         requests = [request for i in batch for way in WAYS for request in encoded[i][way]]
-        sums = score_requests(logits_fn, requests, device=device, max_length=max_length, head=head)
+        sums = score_requests(logits_fn, requests, device=device, max_length=max_length, head=head, multiples=multiples)
         scored = iter(zip(requests, sums, strict=True))
         for i in batch:
             results[i] = {way: _row_score(scored) for way in WAYS}
@@ -171,21 +182,23 @@ def score_hellaswag(
     batch_size: int = 8,
     max_length: int = 1024,
     head: Callable = common.identity,
+    multiples: tuple[int, int, int] = (1, 1, 1),
     progress: bool = False,
 ) -> dict:
     """Counts of correct rows in this rank's share, to be summed over ranks: for a trainer's live module.
 
-    `logits_fn`, `head` and `max_length` are those of `score_requests`. The input's shape varies from call to call, so
-    a compiled module wants a `logits_fn` that pads. Without `head`, whole logits are held: 8 rows are at most 64 x 96
-    positions, 1.2 GB in float32. Every rank makes the same number of calls, because under ZeRO-3 a
-    forward pass is collective: a rank whose share is one row short scores another row and leaves it out of its counts.
+    `logits_fn`, `head`, `multiples` and `max_length` are those of `score_requests`. Without `head`, whole logits are
+    held: 8 rows are at most 64 x 96 positions, 1.2 GB in float32. Every rank makes the same number of calls, because
+    under ZeRO-3 a forward pass is collective: a rank whose share is one row short scores another row and
+    leaves it out of its counts.
 
     Returns {"rows": n, "A": {"acc": correct, "acc_norm": correct}, "B": {...}}, all of them integers.
     """
     rows = load_rows(limit)
     mine = range(rank, rank + world * -(-len(rows) // world), world)
     share = [rows[i % len(rows)] for i in mine]
-    options = {"device": device, "batch_size": batch_size, "max_length": max_length, "head": head, "progress": progress}
+    options = {"device": device, "batch_size": batch_size, "max_length": max_length, "head": head}
+    options |= {"multiples": multiples, "progress": progress}
     counts = {"rows": 0} | {way: {"acc": 0, "acc_norm": 0} for way in WAYS}
     for i, row, scores in zip(mine, share, score_rows(logits_fn, encode, share, **options), strict=True):
         if i >= len(rows):

@@ -48,7 +48,8 @@ def sample_live(
     generator = torch.Generator().manual_seed(seed)
     for position in range(len(prompt_ids), ids.shape[1]):
         with torch.no_grad():
-            logits = logits_fn(ids.to(device))[0, position - 1].float().cpu()  # (V,)
+            # Off the device first: one that compiles would compile a program for each position.
+            logits = logits_fn(ids.to(device))[0].cpu()[position - 1].float()  # (V,)
         if temperature == 0:
             ids[0, position] = logits.argmax()
             continue

@@ -59,6 +59,9 @@ class Engine:
     optimizer_options = MappingProxyType({"fused": True})  # of torch.optim.AdamW
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
     no_compile = ""  # why torch.compile is left out although the recipe asks for it
+    # An evaluation's sequences, positions and scored tokens are filled up to multiples of these: a device that
+    # compiles for each shape then sees few.
+    eval_multiples = (1, 1, 1)
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
         self.precision = self._resolve_precision(precision)
@@ -144,6 +147,10 @@ class Engine:
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def counters(self) -> dict:
+        """Further columns of metrics.jsonl."""
+        return {}
 
     # Preparing and stepping
 
@@ -295,6 +302,12 @@ def _check_launch() -> None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == "tpu" and find_spec("torch_xla") is None:
         raise UserError("this TPU's PyTorch has no torch_xla: each process would train a copy of its own")
+    asked = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
+    if asked and find_spec("torch_xla") is None and os.environ.get("USE_TORCH_XLA", "1") != "0":
+        raise UserError(
+            f"{asked[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
+            "it to train without"
+        )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not hardware.wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")

@@ -24,6 +24,7 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
     length = config.data.sequence_length
     windows = min(source.windows, max(1, config.run.eval_tokens // length))
     total = torch.zeros(2, device=engine.device)
+    engine.flush()  # the zeros are data to the first batch too, and no part of its program
     model.eval()
     starts = range(engine.rank * batch.micro, -(-windows // (batch.micro * engine.world)) * batch.micro * engine.world,
                    batch.micro * engine.world)  # fmt: skip
@@ -33,7 +34,7 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
         if lo < windows:
             real = torch.from_numpy(source.validation_rows(lo, min(lo + batch.micro, windows)))
             rows[: len(real)], targets[: len(real)] = real, real[:, 1:]
-        count = (targets != IGNORE_INDEX).sum() / length  # sequences
+        count = (targets != IGNORE_INDEX).sum().view(1) / length  # (1,) sequences
         loss = model(engine.to_device(rows[:, :-1]), engine.to_device(targets))
         total += torch.stack((loss.float(), torch.ones_like(total[0]))) * count.to(engine.device)
         engine.flush()
@@ -51,7 +52,7 @@ def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Calla
         counts = score_hellaswag(
             live.transformer, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
             device=live.head_weight.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
-            head=live.head,
+            head=live.head, multiples=engine.eval_multiples,
         )  # fmt: skip
     names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
     values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)

@@ -46,9 +46,8 @@ class RunningLoss:
 
     def __init__(self, device: torch.device, state: dict | None = None):
         state = state or {"sum": 0.0, "count": 0}
-        self.sum = torch.tensor(
-            state["sum"], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
-        )
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self.sum = torch.full((), state["sum"], dtype=dtype, device=device)
         self.count = state["count"]
 
     def add(self, loss: torch.Tensor, *, last_of_step: bool) -> None:

@@ -35,8 +35,13 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, **options) -
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """A tensor stays a tensor, for devices that would compile a number into the program. It is never quite 0: a
+    capturable AdamW divides by it, and weights without a gradient would become 0/0."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor([max(lr, 1e-30)]).to(group["lr"].device)
+        else:
+            group["lr"] = lr
 
 
 def named_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -175,6 +175,7 @@ def train(
         if record is not None:
             record["seconds"] = round(throughput.seconds, 3)
             record["peak_memory_bytes"] = engine.peak_memory()
+            record |= engine.counters()
             if log:
                 log.write(record)
             progress.report(record)
