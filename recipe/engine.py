@@ -59,9 +59,7 @@ class Engine:
     optimizer_options = MappingProxyType({"fused": True})  # of torch.optim.AdamW
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
     no_compile = ""  # why torch.compile is left out although the recipe asks for it
-    # An evaluation's sequences, positions and scored tokens are filled up to multiples of these: a device that
-    # compiles for each shape then sees few.
-    eval_multiples = (1, 1, 1)
+    eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are filled up to these
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
         self.precision = self._resolve_precision(precision)
@@ -148,7 +146,7 @@ class Engine:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def counters(self) -> dict:
+    def counters(self) -> dict[str, int]:
         """Further columns of metrics.jsonl."""
         return {}
 

@@ -50,7 +50,8 @@ class XlaEngine(Engine):
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
     optimizer_options = MappingProxyType({"capturable": True})  # keeps AdamW's step count in tensors
-    eval_multiples = (64, 64, 1024)
+    eval_multiples = (64, 64, 1024)  # few shapes, each of which is compiled
+    no_compile = "XLA compiles whole steps by itself"
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
         _check_launch()
@@ -110,7 +111,6 @@ class XlaEngine(Engine):
     # Preparing and stepping
 
     def place(self, model: torch.nn.Module, *, compile: bool) -> None:
-        """`compile` asks for nothing here: XLA compiles whatever it is given."""
         parameters = sum(1 for _ in model.parameters())
         model.to(self.device)
         assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"

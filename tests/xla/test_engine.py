@@ -1,0 +1,224 @@
+"""The TPU engine within this process, on four devices of XLA's CPU client."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recipe import optim
+from recipe.config import Batch, OptimizerConfig, UserError
+from tests.conftest import EQUAL, flags
+
+
+class Toy(torch.nn.Module):
+    """A least-squares problem; `unused` never has a gradient other than 0."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(4, 4, generator=generator))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x @ self.weight + 0 * self.unused.sum() - 1).square().mean()
+
+
+def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step: None):
+    """Trains as the loop does; the learning rates are `rates`."""
+    engine.place(module, compile=False)
+    optimizer = optim.make_optimizer(module, config, **engine.optimizer_options)
+    batch = Batch(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
+    module, optimizer = engine.prepare(module, optimizer, batch, config.max_grad_norm)
+    for step, rate in enumerate(rates):
+        optim.set_lr(optimizer, rate)
+        for micro_step in range(accumulation):
+            with engine.micro_step(module, last=micro_step == accumulation - 1):
+                engine.backward(module(engine.to_device(rows)) / accumulation)
+        engine.update(module, optimizer, config.max_grad_norm)
+        each(step)
+    return module, optimizer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumulation):
+    """Through warm-up, where the rate is 1 (a number that torch_xla makes part of a program), and 0 at the end;
+    AdamW's corrections approach 1 on the way. Weights equal those of a plain AdamW."""
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, max_steps=1000, max_grad_norm=1.0, beta2=0.999)
+    rates = [optim.lr_at(step, config) for step in range(1001)]
+    assert (rates[9], rates[-1]) == (1.0, 0.0)
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    counts = []
+    module, _ = steps(engine, Toy(), config, rows, accumulation=accumulation, rates=rates,
+                      each=lambda step: counts.append(compilations()))  # fmt: skip
+    assert counts[0] > 0
+    assert len(set(counts[1:])) == 1
+
+    reference = Toy()
+    adamw = optim.make_optimizer(reference, config)
+    for rate in rates:
+        optim.set_lr(adamw, rate)
+        reference(rows).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+    assert module.weight.cpu().detach() == pytest.approx(reference.weight.detach(), abs=1e-3)
+    assert module.unused.cpu().detach() == pytest.approx(reference.unused.detach(), abs=1e-6)
+
+
+def test_another_shape_is_seen_in_the_count(engine, compilations):
+    """Or the tests that it stays the same would prove nothing."""
+    module = Toy()
+    engine.place(module, compile=False)
+
+    def run(rows):
+        engine.to_device(torch.ones(rows, 4))
+        module(engine.to_device(torch.ones(rows, 4))).detach()
+        loss = module(engine.to_device(torch.ones(rows, 4)))
+        engine.flush()
+        return loss.item()
+
+    run(8)
+    before = compilations()
+    run(8)
+    assert compilations() == before
+    run(16)
+    assert compilations() > before
+
+
+def test_rows_are_cut_over_the_devices_and_all_else_is_whole_on_each(engine):
+    from torch_xla import _XLAC
+
+    config = OptimizerConfig(learning_rate=0.1, max_steps=3)
+    module, optimizer = steps(engine, Toy(), config, torch.ones(8, 4), accumulation=2, rates=[0.1] * 3)
+    assert _XLAC._get_xla_sharding_spec(engine.to_device(torch.ones(8, 4))) == "{devices=[4,1]0,1,2,3}"
+    tensors = [*module.parameters(), *(p.grad for p in module.parameters())]
+    tensors += [t for state in optimizer.state.values() for t in state.values()]
+    assert len(tensors) == 2 + 2 + 6
+    assert {_XLAC._get_xla_sharding_spec(t) for t in tensors} == {"{replicated}"}
+
+
+def test_a_tie_broken_by_the_move_is_noticed(engine):
+    """A second Parameter for the head would stay behind unnoticed: torch_xla moves each by itself."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    module[1].weight = module[0].weight
+    with pytest.raises(AssertionError, match="broke a tie"):
+        engine.place(module, compile=False)
+
+
+def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(engine, compilations):
+    def mask(seed):
+        engine.seed(seed)
+        rows = engine.to_device(torch.ones(8, 256))
+        with engine.micro_step(None, last=True):
+            return F.dropout(rows, 0.5)
+
+    mask(7)
+    engine.flush()
+    count = compilations()
+    first, again, *others = (mask(87_654_321_012_345_678 + i) for i in (0, 0, 1, 2, 3))
+    assert compilations() == count  # read first: fetching what is cut over the devices compiles
+    first, again, *others = (m.cpu() for m in (first, again, *others))
+    assert 0.4 < (first == 0).float().mean() < 0.6
+    assert len({tuple(row.tolist()) for row in first}) == 8
+    assert torch.equal(again, first)
+    assert all(not torch.equal(other, first) for other in others)
+
+
+def test_a_run_within_this_process_falls_back_nowhere(engine, shards, tmp_path):
+    """Accumulation 1, everything on. An operation that torch_xla does not know would be done on the CPU, each time
+    with a transfer; it is counted under aten::."""
+    from torch_xla.debug import metrics as xla_metrics
+
+    from recipe import train
+
+    xla_metrics.clear_counters()
+    settings = EQUAL | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1,
+                        "eval_every": 2, "save_every": 2, "hellaswag_every": 2, "hellaswag_limit": 9,
+                        "sample_every": 2, "dropout": 0.1}  # fmt: skip
+    assert train.main(flags(**settings)) == 0
+    names = xla_metrics.counter_names()
+    assert "xla::mm" in names or "xla::addmm" in names
+    assert {name for name in names if name.startswith("aten::")} <= {"aten::_local_scalar_dense"}
+
+
+def test_what_the_engine_says_of_itself(engine):
+    from torch_xla.utils.checkpoint import checkpoint
+
+    assert (engine.world, engine.devices, engine.is_main) == (1, 4, True)
+    assert engine.name == "XLA's CPU client, 4 devices behind one process"
+    assert engine.checkpoint is checkpoint
+    assert engine.attention is None
+    assert engine.peak_flops is None
+    assert engine.peak_memory() > 100e6
+
+
+@pytest.mark.parametrize(("kind", "generation", "peak"), [
+    ("v2", "v2", 22.5e12), ("v3", "v3", 61.5e12), ("v4", "v4", 275e12), ("v5litepod", "v5e", 197e12),
+    ("v5p", "v5p", 459e12), ("v6e", "v6e", 918e12), ("v9x", "v9x", None), (OSError(), "of unknown kind", None),
+])  # fmt: skip
+def test_generations(engine, monkeypatch, kind, generation, peak):
+    from recipe import xla
+
+    def tell():
+        if isinstance(kind, Exception):
+            raise kind
+        return kind
+
+    monkeypatch.setattr(xla.xr, "device_type", lambda: "TPU")
+    monkeypatch.setattr(xla.tpu, "get_tpu_type", tell)
+    assert xla._generation() == generation
+    monkeypatch.setattr(engine, "generation", generation)
+    assert engine.peak_flops == (peak and 4 * peak)
+    assert f"TPU {generation}, 4 devices" in engine.name
+    assert engine._resolve_precision("auto") == "bf16"
+
+
+def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
+    from torch_xla.experimental import custom_kernel
+
+    from recipe import xla
+
+    calls = []
+    monkeypatch.setattr(custom_kernel, "flash_attention", lambda q, k, v, **options: calls.append(options))
+
+    def attend(dtype=torch.bfloat16, length=512, dropout=0.0):
+        q = torch.randn(2, 1, length, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return xla._flash_or_sdpa(q, q, q, dropout, mesh=engine.mesh), q
+
+    y, q = attend(dtype=torch.float32)
+    assert torch.equal(y, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    attend(length=128)
+    attend(dropout=0.1)
+    assert not calls
+    attend()
+    (options,) = calls
+    assert options["causal"]
+    assert options["sm_scale"] == 16**-0.5
+    assert options["mesh"] is engine.mesh
+    assert options["partition_spec"] == ("data", None, None, None)
+    assert xla._FLASH == ("v5e", "v5p", "v6e")
+
+
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"XLA_USE_BF16": "1"}, "unset XLA_USE_BF16: it keeps the weights and AdamW's moments in bf16"),
+    ({"XLA_DOWNCAST_BF16": "1"}, "unset XLA_DOWNCAST_BF16"),
+    ({"FORK_LAUNCHED": "1"}, "distributed_type XLA starts a process a core"),
+    ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
+])  # fmt: skip
+def test_launches_that_are_refused(engine, monkeypatch, variables, message):
+    from recipe.xla import _check_launch
+
+    _check_launch()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        _check_launch()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+def test_precisions_that_are_refused(engine, precision):
+    with pytest.raises(UserError, match=f"precision {precision} is not for a TPU; use auto, bf16 or fp32"):
+        engine._resolve_precision(precision)
+    assert engine._resolve_precision("auto") == "fp32"  # on the CPU client
+    assert math.isfinite(engine.devices)

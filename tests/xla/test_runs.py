@@ -1,0 +1,159 @@
+"""Whole runs on XLA's CPU client, launched as a user does: the same numbers as the engine of one device."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT
+from tests.xla.conftest import column, launch, train
+
+
+def tensors(checkpoint):
+    return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "optimizer.safetensors")
+
+
+def assert_same_run(lines, expected, first_ten=1e-5, all_steps=1e-4, norm=1e-3):
+    assert column(lines, "loss", last=10) == pytest.approx(column(expected, "loss", last=10), abs=first_ten)
+    assert column(lines, "loss") == pytest.approx(column(expected, "loss"), abs=all_steps)
+    assert column(lines, "val_loss") == pytest.approx(column(expected, "val_loss"), abs=all_steps)
+    assert column(lines, "learning_rate") == column(expected, "learning_rate")
+    # XLA's CPU client adds up a norm's squares one after the other, in fp32.
+    assert column(lines, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=norm)
+
+
+def test_the_comparison_has_something_to_compare(plain):
+    losses = column(plain[1], "loss")
+    assert len(losses) == 50
+    assert losses[-1] < losses[0] - 0.5  # it learns: equal losses are no accident
+    assert max(column(plain[1], "grad_norm")) > 1  # and is clipped
+
+
+def test_one_device_takes_the_plain_engines_steps(plain, one_device):
+    assert_same_run(one_device[1], plain[1])
+
+
+def test_four_devices_take_the_plain_engines_steps(shards, plain, one_device, tmp_path):
+    lines, output = train(shards, tmp_path / "run", devices=4, micro_batch_size=1)
+    assert "1 process x 2 micro-steps x 4 devices x 1 sequences" in output
+    assert_same_run(lines, plain[1])
+    assert_same_run(lines, one_device[1])
+    assert_compiles_no_more(lines)
+
+
+def test_accumulating_compiles_three_large_programs(one_device):
+    assert_compiles_no_more(one_device[1])
+
+
+def assert_compiles_no_more(lines):
+    """Sending the weights (2), zeros and a validation batch; a micro-step and an update; then nothing but zeros."""
+    counts = column(lines, "compilations")
+    assert counts[1] - counts[0] == 2  # a micro-step, an update
+    assert counts[2] - counts[1] == 1  # the running loss set to 0
+    assert len(set(counts[2:25])) == 1  # log lines, learning rates
+    assert counts[25] - counts[24] <= 2  # the zeros of a second validation, after a checkpoint
+    assert len(set(counts[25:])) == 1
+
+
+@pytest.fixture(scope="module")
+def bf16(shards, tmp_path_factory):
+    run = tmp_path_factory.mktemp("bf16") / "run"
+    return run, train(shards, run, devices=4, precision="bf16", recompute="true")[0]
+
+
+def test_bf16_and_recomputation_follow_the_fp32_curve(plain, bf16):
+    assert_same_run(bf16[1], plain[1], first_ten=1e-2, all_steps=1e-2, norm=1e-2)
+    assert column(bf16[1], "loss") != pytest.approx(column(plain[1], "loss"), abs=1e-5)
+    assert_compiles_no_more(bf16[1])
+
+
+def test_bf16_keeps_weights_and_moments_in_fp32(bf16):
+    """torch_xla can hold bf16 and call it float32: the bits must be there."""
+    for name, tensor in tensors(bf16[0] / "step_00000050").items():
+        assert tensor.dtype == torch.float32
+        if tensor.ndim > 1:
+            assert not torch.equal(tensor, tensor.bfloat16().float()), name
+
+
+def test_the_checkpoint_is_a_transformers_model(one_device):
+    run, lines = one_device
+    model, info = AutoModelForCausalLM.from_pretrained(run / "step_00000050", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    from recipe.data.shards import find_shards
+    from recipe.data.source import LocalSource
+    from tests.conftest import EQUAL, json
+
+    settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]
+    source = LocalSource(find_shards(settings["data"], "val"), 32, 8, settings["seed"])
+    rows = torch.from_numpy(source.validation_rows(0, EQUAL["eval_tokens"] // 32))
+    with torch.no_grad():
+        loss = model.eval()(rows, labels=rows).loss.item()
+    assert loss == pytest.approx(lines[50]["val_loss"], abs=1e-5)
+
+
+def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, tmp_path):
+    """Dropout on, recomputed, four devices; HellaSwag and samples in between must not shift the masks."""
+    fields = {"devices": 4, "max_steps": 8, "save_every": 4, "eval_every": 4, "dropout": 0.1, "recompute": "true",
+              "warmup_steps": 2, "hellaswag_every": 4, "hellaswag_limit": 9, "sample_every": 4}  # fmt: skip
+    expected, run = tmp_path / "expected", tmp_path / "run"
+    lines, output = train(shards, expected, **fields)
+    assert "HellaSwag (9 rows)" in output
+    assert output.count(": sample ") == 2
+    counts = column(lines, "compilations")
+    assert counts[8] == counts[4]  # HellaSwag, samples and dropout's seeds need no more programs the second time
+    shutil.copytree(expected, run)
+    shutil.rmtree(run / "step_00000008")
+    resumed, output = train(shards, run, **fields)
+    assert "from step 4" in output
+    a, b = tensors(run / "step_00000008"), tensors(expected / "step_00000008")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_A_acc"):
+        assert [line.get(key) for line in resumed.values()] == [line.get(key) for line in lines.values()]
+
+
+@pytest.fixture(scope="module")
+def base(shards, tmp_path_factory):
+    """A run on XLA from which the other engines go on, and which goes on from theirs."""
+    run = tmp_path_factory.mktemp("base") / "run"
+    return run, train(shards, run, devices=2, **MOVES)[0]
+
+
+MOVES = {"max_steps": 20, "save_every": 5, "keep_last": 9, "eval_every": 0}
+
+
+@pytest.mark.parametrize(("config", "processes"), [
+    ("single", None), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2),
+])  # fmt: skip
+def test_checkpoints_move_to_and_from_the_other_engines(shards, base, tmp_path, config, processes):
+    """Saved on XLA, five steps elsewhere, saved there, five steps on XLA: the losses of never having moved."""
+    if not (ROOT / "accelerate_configs" / f"{config}.yaml").exists():
+        pytest.skip(f"needs accelerate_configs/{config}.yaml")
+    if config.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs deepspeed")
+    expected = column(base[1], "loss")
+    there, back = tmp_path / "there", tmp_path / "back"
+    shutil.copytree(base[0], there)
+    for step in (15, 20):
+        shutil.rmtree(there / f"step_{step:08d}")
+    lines, output = train(shards, there, config=config, processes=processes, **MOVES)
+    assert "from step 10" in output
+    assert column(lines, "loss")[10:15] == pytest.approx(expected[10:15], abs=1e-5)
+    shutil.copytree(there, back)
+    shutil.rmtree(back / "step_00000020")
+    lines, output = train(shards, back, devices=2, **MOVES)
+    assert "from step 15" in output
+    assert column(lines, "loss")[15:] == pytest.approx(expected[15:], abs=1e-5)
+
+
+def test_accelerates_own_xla_launch_is_refused(tmp_path):
+    """Its replicas would drift apart."""
+    text = (ROOT / "accelerate_configs" / "tpu.yaml").read_text()
+    (tmp_path / "xla.yaml").write_text(
+        text.replace("distributed_type: 'NO'", "distributed_type: XLA") + "main_training_function: main\n"
+    )
+    result = launch("--dry_run", config="tpu", config_file=tmp_path / "xla.yaml")
+    assert "distributed_type XLA starts a process a core" in result.stderr
+    assert "launch with accelerate_configs/tpu.yaml" in result.stderr
