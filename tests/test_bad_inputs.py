@@ -4,6 +4,7 @@ The messages are tested one by one where they arise; here it is that a user sees
 """
 
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -108,3 +109,10 @@ def test_processes_that_would_train_alone_are_refused(shards, tmp_path, environm
     message = refused(*tiny(shards, tmp_path / "run"), processes=2, env=environment)
     assert "each would train alone" in message
     assert "ACCELERATE_USE_CPU=true" in message
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")
+def test_a_tpu_without_torch_xla():
+    """Rather than a run on the machine's CPU, unnoticed."""
+    message = refused("--dry_run", env={"PJRT_DEVICE": "TPU"})
+    assert "PJRT_DEVICE is set, but torch_xla is not installed: pip install -e '.[tpu]'" in message

@@ -4,14 +4,14 @@ No file here imports torch_xla at its top: the tests are collected, and say why 
 """
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import EQUAL, ROOT, flags, metrics
+from tests import conftest
+from tests.conftest import EQUAL, flags, metrics
 
 # Four devices for what runs within this process; before torch_xla is imported.
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
@@ -28,31 +28,31 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs torch_xla and PJRT_DEVICE=CPU: make test-xla"))
 
 
-def launch(
-    *arguments: str, config: str, config_file: Path | None = None, devices: int = 1, processes: int | None = None
-):
-    """What a user types: `accelerate launch --config_file ... recipe/train.py ...`."""
-    xla = config.startswith("tpu")
-    command = [BIN / "accelerate", "launch", "--quiet", "--config_file"]
-    command += [config_file or ROOT / f"accelerate_configs/{config}.yaml"]
-    command += ["--num_processes", str(processes), "--main_process_port", "0"] if processes else []
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    variables |= {"CPU_NUM_DEVICES": str(devices)} if xla else {"USE_TORCH_XLA": "0"}
-    if not config.startswith("zero") and not xla:
-        variables["ACCELERATE_USE_CPU"] = "true"
-    for name in ("PYTHONPATH", "XLA_USE_SPMD"):  # the latter is of the engines within this process
-        variables.pop(name, None)
-    return subprocess.run(
-        [*command, "recipe/train.py", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300
-    )
+def launch(config: str | Path, processes: int, *command, devices: int = 1):
+    """What a user types: `accelerate launch --config_file ... recipe/train.py ...`, with or without torch_xla."""
+    env = {"PATH": f"{BIN}:{os.environ['PATH']}", "XLA_USE_SPMD": "0"}  # not what an engine within this process set
+    if "tpu" in str(config):
+        env |= {"CPU_NUM_DEVICES": str(devices), "ACCELERATE_USE_CPU": "false"}
+    else:
+        env["USE_TORCH_XLA"] = "0"
+    return conftest.launch(config, processes, "recipe/train.py", *command, env=env)
 
 
-def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, processes: int | None = None, **fields):
+def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, processes: int = 1, **fields):
     """A run of EQUAL's settings into `run`; its metrics by step, and its output."""
     settings = EQUAL | {"data": shards, "output_dir": run} | fields
-    result = launch(*flags(**settings), config=config, devices=devices, processes=processes)
+    result = launch(config, processes, *flags(**settings), devices=devices)
     assert result.returncode == 0, result.stdout + result.stderr
     return {line["step"]: line for line in metrics(run)}, result.stdout
+
+
+def train_here(shards, run: Path, **fields):
+    """The same within this process, on four devices: quicker, for programs are compiled once for all its runs."""
+    from recipe import train
+
+    settings = EQUAL | {"data": shards, "output_dir": run} | fields
+    assert train.main(flags(**settings)) == 0
+    return {line["step"]: line for line in metrics(run)}
 
 
 def column(lines: dict, name: str, last: int = 10**9) -> list:
