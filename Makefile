@@ -91,4 +91,5 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 	$(PYTHON) -m venv .venv-xla
 	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
 	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e . pytest 'torch==2.9.*' 'torch_xla==2.9.*'
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e '.[deepspeed]'
 	@touch $@

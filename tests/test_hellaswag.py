@@ -156,6 +156,36 @@ def test_too_long_requests_lose_their_context_first():
     assert sums == pytest.approx([-2 * np.log(128), -3 * np.log(128)], abs=1e-5)
 
 
+def test_filled_up_shapes_are_few_and_change_no_score(make_model):
+    """For a device that compiles for each shape; 130 positions are no multiple of 64, and not more than there are."""
+    loaded = make_model(130)
+    shapes, scored = set(), set()
+
+    def logits_fn(ids):
+        shapes.add(tuple(ids.shape))
+        return loaded.model(ids).logits
+
+    def head(logits):
+        scored.add(len(logits))
+        return logits
+
+    def run(multiples):
+        options = {"device": "cpu", "batch_size": 3, "max_length": 130, "head": head, "multiples": multiples}
+        shapes.clear()
+        scored.clear()
+        return hellaswag.score_rows(logits_fn, loaded.encode, hellaswag.load_rows(10), **options)
+
+    plain = run((1, 1, 1))
+    assert len(shapes) == 4
+    filled = run((64, 64, 128))
+    assert shapes <= {(64, 64), (64, 128), (64, 130)}
+    assert scored == {128}  # eval.common cuts what it scores on a CPU into pieces of this size
+    for a, b in zip(plain, filled, strict=True):
+        for way in hellaswag.WAYS:
+            assert a[way].log_likelihoods == pytest.approx(b[way].log_likelihoods, abs=1e-3)
+            assert a[way].lengths == b[way].lengths
+
+
 def test_shares_of_ranks_add_up(make_model):
     loaded = make_model(128)
     calls = []

@@ -86,6 +86,16 @@ def test_another_shape_is_seen_in_the_count(engine, compilations):
     assert compilations() > before
 
 
+def test_what_came_before_is_no_part_of_a_micro_steps_program(engine):
+    """A running loss set to 0 at logged steps would give those steps another program."""
+    from torch_xla import _XLAC
+
+    zeros = torch.zeros(3, device=engine.device)
+    assert "device_data" not in _XLAC._get_xla_tensors_text([zeros])
+    with engine.micro_step(None, last=True):
+        assert "device_data" in _XLAC._get_xla_tensors_text([zeros])
+
+
 def test_rows_are_cut_over_the_devices_and_all_else_is_whole_on_each(engine):
     from torch_xla import _XLAC
 
