@@ -131,11 +131,6 @@ class XlaEngine(Engine):
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             self._replicate(p.grad for p in model.parameters())
-        # What a program has returned is not recorded quite like what was sent to the device (torch_xla 2.9): send
-        # the weights through one, or the first micro-step would be compiled twice.
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1)
         self.flush()
         return model, optimizer
 
@@ -167,7 +162,8 @@ class XlaEngine(Engine):
         torch_xla.sync()
 
     def _replicate(self, tensors) -> None:
-        """Says that each device holds all of these; unsaid, the partitioner may cut what a program returns."""
+        """Says that each device holds all of these, as it will be said of what a program returns: left unsaid, the
+        first update would be compiled twice."""
         for t in tensors:
             xs.mark_sharding(t, self.mesh, (None,) * t.ndim)
 

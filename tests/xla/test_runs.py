@@ -48,7 +48,7 @@ def test_accumulating_compiles_three_large_programs(one_device):
 
 
 def assert_compiles_no_more(lines):
-    """Sending the weights (2), zeros and a validation batch; a micro-step and an update; then nothing but zeros."""
+    """Validation's programs at step 0; a micro-step and an update; then nothing but zeros."""
     counts = column(lines, "compilations")
     assert counts[1] - counts[0] == 2  # a micro-step, an update
     assert counts[2] - counts[1] == 1  # the running loss set to 0
