@@ -90,9 +90,8 @@ class XlaEngine(Engine):
 
     def _device_name(self) -> str:
         kind = f"TPU {self.generation}" if self.generation else "XLA's CPU client"
-        return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''} behind one process" + (
-            f" on each of {xr.process_count()} hosts" if self._pod else ""
-        )
+        processes = f", a process on each of {xr.process_count()} hosts" if self._pod else " behind one process"
+        return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''}{processes}"
 
     @property
     def peak_flops(self) -> float | None:
