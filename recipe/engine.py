@@ -92,7 +92,8 @@ class Engine:
             raise UserError(
                 "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens"
             )
-        torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+        if self.device.type != "xla":
+            torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         self._stop = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)

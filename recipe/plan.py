@@ -51,7 +51,7 @@ def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_
     flops = flops_per_token(model, data.sequence_length)
     devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
     shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
-    shares += f"{batch.micro // batch.devices} sequences"
+    shares += plural(batch.micro // batch.devices, "sequence")
     checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
     memory = memory_estimate(config, batch, half=precision in ("bf16", "fp16"))
     lines = [

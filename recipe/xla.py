@@ -11,6 +11,7 @@ an update, a validation batch.
 Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.9. On a TPU it has not been run.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -62,6 +63,7 @@ class XlaEngine(Engine):
             xr.initialize_cache(str(Path(cache).expanduser()))
         super().__init__(precision, tracker=tracker, output_dir=output_dir)
         if self.precision == "fp32":
+            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
             torch_xla.backends.set_mat_mul_precision("highest")  # a TPU multiplies fp32 as bf16 unless told not to
         self.devices = xr.global_runtime_device_count()
         self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))

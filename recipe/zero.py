@@ -39,7 +39,9 @@ class ZeroEngine(Engine):
         os.environ.pop("ACCELERATE_USE_CPU", None)
         if self._cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
-            cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+            # A folder for each version: torch's own is for all of them, and one would build over what another has open.
+            cache = Path("~/.cache/torch_extensions").expanduser() / f"torch-{torch.__version__}"
+            cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache)))
             if os.environ["RANK"] == "0" and not list(cache.rglob("deepspeed_shm_comm*.so")):
                 print("DeepSpeed compiles an operator for the CPU, a minute the first time", flush=True)
         # Of torch's collectives, whose new names DeepSpeed does not use yet.
@@ -60,8 +62,7 @@ class ZeroEngine(Engine):
         return hardware.resolve_precision(precision, cpu=self._cpu)
 
     def _mixed_precision(self) -> str:
-        # bf16 is torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
-        return "fp16" if self.precision == "fp16" else "no"
+        return "no"  # `prepare` tells DeepSpeed itself
 
     def _kwargs_handlers(self) -> list:
         return [InitProcessGroupKwargs(backend="gloo")] if self._cpu else []
@@ -78,15 +79,10 @@ class ZeroEngine(Engine):
             "gradient_accumulation_steps": batch.accumulation,
             "gradient_clipping": max_grad_norm,
         }
-        for key, value in ours.items():
-            if config.get(key, "auto") not in ("auto", value):
-                raise UserError(f"{os.environ[_CONFIG_FILE]}: {key} is {config[key]}, but the recipe makes it {value}; "
-                                "leave it out or set it to \"auto\"")  # fmt: skip
-        for key in ("optimizer", "scheduler"):
-            if key in config:
-                raise UserError(f"{os.environ[_CONFIG_FILE]}: {key} belongs to the recipe; take the section out")
+        check_sharding_only(config, ours, os.environ.get(_CONFIG_FILE, "DeepSpeed's configuration"))
         config |= ours
         if self.precision == "bf16":
+            # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
             # The modules whose gradients may travel in bf16; DeepSpeed's own list has torch's layers alone.
             safe = ["torch.nn.Linear", "recipe.model.Conv1D"]
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
@@ -179,6 +175,20 @@ class ZeroEngine(Engine):
         if state and self.precision == "fp16":
             scaler = self._zero.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
+
+
+def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
+    """Raises UserError where `config`, read from `file`, decides what the recipe does."""
+    for key, value in recipe.items():
+        if config.get(key, "auto") not in ("auto", value):
+            raise UserError(f"{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it "
+                            "to \"auto\"")  # fmt: skip
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            raise UserError(f"{file}: {key} belongs to the recipe; take the section out")
+    for key in ("fp16", "bf16", "torch_autocast"):
+        if config.get(key, {}).get("enabled", False):
+            raise UserError(f"{file}: {key} is enabled, but precision belongs to the recipe; take the section out")
 
 
 class _Internals:

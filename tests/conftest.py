@@ -49,7 +49,7 @@ def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 
 
-def launch(config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 300):
+def launch(config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 600):
     """`accelerate launch` of a script with its arguments under a file of accelerate_configs/ (or another)."""
     config = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config),
@@ -62,7 +62,7 @@ def launch(config: str | Path, processes: int, *command, env: dict | None = None
     )
 
 
-def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 300):
+def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600):
     """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
     if processes > 1:
         return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout)

@@ -1,7 +1,7 @@
 """Run by tests through `accelerate launch`: three steps of a tiny model on the launch's engine, then what can only be
 seen from inside a process, as a JSON line from each.
 
-    probe_engine.py PRECISION eager|compile|overflow
+    probe_engine.py PRECISION eager|compile
 """
 
 import json
@@ -51,22 +51,28 @@ result = {
     "moments_kept": all(torch.equal(found[k], given[k]) for k in found),
     "names": [len(restored), len(found)],
 }
-for step in range(3):
+
+
+def step(factor: float = 1.0) -> float:
+    """The gradient norm of a step whose loss is multiplied by `factor`."""
     for micro_step in range(batch.accumulation):
         rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
         with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
-            loss = wrapped(rows[:, :-1], rows[:, 1:]) / batch.accumulation
-            engine.backward(loss * float("inf") if mode == "overflow" and step == 0 else loss)
-    norm = engine.update(wrapped, optimizer, 1.0)
+            engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation)
+    return engine.update(wrapped, optimizer, 1.0).item()
+
+
+norms = [step() for _ in range(3)]
 state = optimizer.state
 result |= {
     "steps": optim.steps_taken(optimizer),
-    "norm": norm.item(),
+    "norm": norms[-1],
     "state_bytes": sum(t.numel() * t.element_size() for s in state.values() for t in s.values() if t.dim() > 0),
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     "scaler": engine.scaler_state(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
 }
+result["norms_after_overflow"] = [step(float("inf")), step()]
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
 engine.barrier()

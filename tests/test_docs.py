@@ -62,7 +62,7 @@ def test_command_of_the_readme(command, shards, whole_run, tmp_path):
         environment.pop(inherited, None)
     if "=" in words[0]:
         words = ["env", *words]
-    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.splitlines()) > 1  # every command says what it is doing
 

@@ -37,7 +37,7 @@ def test_one_device_takes_the_plain_engines_steps(plain, one_device):
 
 def test_four_devices_take_the_plain_engines_steps(shards, plain, one_device, tmp_path):
     lines, output = train(shards, tmp_path / "run", devices=4, micro_batch_size=1)
-    assert "1 process x 2 micro-steps x 4 devices x 1 sequences" in output
+    assert "1 process x 2 micro-steps x 4 devices x 1 sequence x" in output
     assert_same_run(lines, plain[1])
     assert_same_run(lines, one_device[1])
     assert_compiles_no_more(lines)
