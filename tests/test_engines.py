@@ -180,6 +180,8 @@ def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(config):
         assert line["norm"] != whole["norm"]
         assert line["scaler"]["scale"] == 2**16
         assert line["scaler"]["_growth_tracker"] == 3
+        overflow, after = line["norms_after_overflow"]
+        assert (overflow, 0.5 < after < 2) == (float("inf"), True)  # left out, and on with half the scale
 
 
 def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
