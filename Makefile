@@ -17,6 +17,10 @@ BIN := .venv/bin
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 
+ifneq (,$(findstring tpu,$(ACCELERATE)))
+$(error a TPU wants an environment of its own: pip install -e '.[tpu]', then accelerate launch --config_file $(ACCELERATE) recipe/train.py)
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help train data sample eval-val eval-hellaswag export test lint format clean test-xla
 

@@ -1,5 +1,6 @@
 """Whole runs on XLA's CPU client, launched as a user does: the same numbers as the engine of one device."""
 
+import shlex
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
+from tests.test_docs import COMMANDS
 from tests.xla.conftest import column, launch, train, train_here
 
 
@@ -129,10 +131,6 @@ MOVES = {"max_steps": 15, "save_every": 5, "keep_last": 9, "eval_every": 0}
 ])  # fmt: skip
 def test_checkpoints_move_to_and_from_the_other_engines(shards, base, tmp_path, capsys, config, processes):
     """Saved on XLA, five steps elsewhere, saved there, five steps on XLA: the losses of never having moved."""
-    if not (ROOT / "accelerate_configs" / f"{config}.yaml").exists():
-        pytest.skip(f"needs accelerate_configs/{config}.yaml")
-    if config.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="needs deepspeed")
     expected = column(base[1], "loss")
     there, back = tmp_path / "there", tmp_path / "back"
     shutil.copytree(base[0], there)
@@ -146,6 +144,17 @@ def test_checkpoints_move_to_and_from_the_other_engines(shards, base, tmp_path, 
     lines = train_here(shards, back, **MOVES)
     assert "from step 10" in capsys.readouterr().out
     assert column(lines, "loss")[10:] == pytest.approx(expected[10:], abs=1e-5)
+
+
+def test_the_readmes_tpu_commands_run():
+    commands = [c for c in COMMANDS if "tpu.yaml" in c]
+    assert commands
+    for command in commands:
+        words = shlex.split(command)
+        assert words[:4] == ["accelerate", "launch", "--config_file", "accelerate_configs/tpu.yaml"]
+        result = launch("tpu", 1, *words[5:], "--dry_run", devices=8)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "8 devices behind one process" in result.stdout
 
 
 def test_accelerates_own_xla_launch_is_refused(tmp_path):
