@@ -24,11 +24,6 @@ def peak_flops(name: str) -> float | None:
     return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
 
 
-def wants_cpu() -> bool:
-    """Whether the environment asks for the CPU even where there is a GPU."""
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-
-
 def resolve_precision(precision: str, *, cpu: bool) -> str:
     """`auto` becomes the fastest arithmetic that the device does natively, with `cpu` the processor's even where there
     is a GPU. UserError where the device lacks what is named."""

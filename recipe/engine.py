@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, bro
 from recipe import device as hardware
 from recipe import optim
 from recipe.config import Batch, UserError
+from recipe.launch import check_launch, wants_cpu, wants_deepspeed, wants_xla
 
 _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
@@ -34,10 +35,10 @@ def open_engine(precision: str = "auto", *, tracker: str = "", output_dir: str =
         raise UserError(f"tracker {tracker!r} is not known; choose from {', '.join(_TRACKER_PACKAGES)}")
     if tracker and not find_spec(_TRACKER_PACKAGES[tracker]):  # Accelerate would drop it without a word
         raise UserError(f"tracker {tracker} is not installed: pip install -e '.[trackers]'")
-    _check_launch()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+    check_launch()
+    if wants_deepspeed():
         from recipe.zero import ZeroEngine as engine
-    elif find_spec("torch_xla") and os.environ.get("USE_TORCH_XLA", "1").lower() not in ("0", "false"):
+    elif wants_xla():
         from recipe.xla import XlaEngine as engine
     else:
         engine = Engine
@@ -58,7 +59,8 @@ class Engine:
     devices = 1
     optimizer_options = MappingProxyType({"fused": True})  # of torch.optim.AdamW
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
-    no_compile = ""  # why torch.compile is left out although the recipe asks for it
+    no_compile = note = ""  # why torch.compile is left out although the recipe asks for it; what else is to be said
+    zero_stage = 0
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are filled up to these
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
@@ -103,14 +105,13 @@ class Engine:
     # What another engine does otherwise while it is built
 
     def _resolve_precision(self, precision: str) -> str:
-        return hardware.resolve_precision(precision, cpu=hardware.wants_cpu())
+        return hardware.resolve_precision(precision, cpu=wants_cpu())
 
     def _mixed_precision(self) -> str:
         return self.precision if self.precision in ("bf16", "fp16") else "no"
 
     def _kwargs_handlers(self) -> list:
-        # No buffers to broadcast; views save one copy of the gradients.
-        return [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+        return [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # views save one copy of the gradients
 
     # What the device is
 
@@ -128,7 +129,8 @@ class Engine:
     @property
     def idle_gpus(self) -> int:
         """GPUs of this machine that the launch leaves unused."""
-        return max(0, torch.cuda.device_count() - self.world) if self.device.type == "cuda" else 0
+        used = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return max(0, torch.cuda.device_count() - used) if self.device.type == "cuda" else 0
 
     @property
     def peak_flops(self) -> float | None:
@@ -206,7 +208,7 @@ class Engine:
         optim.load_moments(model, optimizer, moments, steps)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        """All weights, on every process, where the live model is cut up or compiles for each shape; else None."""
+        """All weights, on every process, where the live model is cut up (ZeRO-3); else None. A collective call."""
         return None
 
     def scaler_state(self) -> dict | None:
@@ -230,7 +232,7 @@ class Engine:
         true, and go on elsewhere; one process knows at every step."""
         if self.world == 1:
             return self._stop
-        return poll and self.sum(torch.tensor(float(self._stop), device=self.device)).item() > 0
+        return poll and self.anywhere(self._stop)
 
     # Batches
 
@@ -270,9 +272,16 @@ class Engine:
         """The main process's `value` (any small picklable object) on every process."""
         return broadcast_object_list([value])[0]
 
-    def main_first(self):
-        """Context: the first process of each machine goes through before the others."""
-        return self.accelerator.local_main_process_first()
+    def anywhere(self, condition: bool) -> bool:
+        """Whether `condition` holds on any process. A collective call."""
+        return self.sum(torch.tensor(float(condition), device=self.device)).item() > 0
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Context: the main process goes through, then the first of each other machine, which may share its disk or
+        not, then the rest."""
+        with self.accelerator.main_process_first(), self.accelerator.local_main_process_first():
+            yield
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -294,27 +303,3 @@ class Engine:
 
     def close(self) -> None:
         self.accelerator.end_training()
-
-
-def _check_launch() -> None:
-    """Refuses what can be seen to be wrong before a process group exists."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == "tpu" and find_spec("torch_xla") is None:
-        raise UserError("this TPU's PyTorch has no torch_xla: each process would train a copy of its own")
-    asked = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
-    if asked and find_spec("torch_xla") is None and os.environ.get("USE_TORCH_XLA", "1") != "0":
-        raise UserError(
-            f"{asked[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
-            "it to train without"
-        )
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if processes > 1 and not hardware.wants_cpu() and 0 < gpus < processes:
-        raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        raise UserError("FSDP is not supported; accelerate_configs/zero3.yaml cuts the weights up")
-    # Accelerate's launcher for one process names a meeting point only if the YAML asked for more of them.
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise UserError(
-            "the Accelerate file asks for several processes, but its distributed_type starts only one; "
-            "use accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1"
-        )

@@ -74,15 +74,15 @@ def sample(config: Config, engine: Engine, model: GPT2LMHeadModel) -> str:
 
 @contextmanager
 def eager(engine: Engine, model: GPT2LMHeadModel):
-    """The live model in evaluation mode, or a whole copy where an engine holds it in a form that cannot be called
-    with any shape. Call its `forward`: the call itself is what model.compile() replaces."""
+    """The live model in evaluation mode, or one put together from the parts of it that ZeRO-3 has cut up. Call its
+    `forward`: the call itself is what model.compile() replaces."""
     weights = engine.whole_weights(model)
     if weights is None:
         live = model
     else:
-        live = GPT2LMHeadModel(model.config)
-        live.load_weights(weights, "the live model")
-        live.to(next(iter(weights.values())).device)
+        with torch.device("meta"):  # no second copy: the gathered tensors become the parameters
+            live = GPT2LMHeadModel(model.config)
+        live.load_state_dict(weights, assign=True)
     live.eval()
     try:
         with torch.no_grad():

@@ -20,12 +20,13 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
 
 
-def memory_estimate(config: Config, batch: Batch, half: bool) -> int:
+def memory_estimate(config: Config, batch: Batch, half: bool, zero_stage: int = 0) -> int:
     """Bytes a device holds at the peak of a step, to within a fifth or so: a reckoning, not a measurement.
 
-    Weights, gradients and two moments in fp32 (16 N; 2 N more for bf16 copies); per token and block the tensors kept
-    for backward (Korthikanti et al. 2022 without the attention matrix, which SDPA does not keep), one block's worth
-    and the block inputs when recomputing; the logits with their gradient, or one chunk of them.
+    Weights, gradients and two moments in fp32 (16 N; 2 N more for bf16 copies), of which ZeRO cuts the moments (and its
+    own fp32 weights, 4 N more), from stage 2 the gradients and at 3 the weights over the processes; per token and block
+    the tensors kept for backward (Korthikanti et al. 2022 without the attention matrix, which SDPA does not keep), one
+    block's worth and the block inputs when recomputing; the logits with their gradient, or one chunk of them.
     """
     model, run = config.model, config.run
     N, D, L = parameter_count(model), model.n_embd, model.n_layer
@@ -36,7 +37,9 @@ def memory_estimate(config: Config, batch: Batch, half: bool) -> int:
     positions = min(run.loss_chunk_size or tokens, tokens)
     logits = positions * VOCAB_SIZE * (4 + 4 + width)
     head = 4 * VOCAB_SIZE * D if run.loss_chunk_size else 0
-    return (18 if half else 16) * N + activations + logits + head
+    shared = (8 + 4, 4, 4)[:zero_stage]  # bytes a parameter
+    kept = 16 + 4 * (zero_stage > 0) - sum(shared) + sum(shared) / batch.world
+    return int((kept + 2 * half) * N + activations + logits + head)
 
 
 def checkpoint_bytes(model: ModelConfig) -> int:
@@ -44,7 +47,9 @@ def checkpoint_bytes(model: ModelConfig) -> int:
     return 12 * parameter_count(model) + 2_500_000
 
 
-def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None) -> list[str]:
+def describe(
+    config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None, zero_stage: int = 0
+) -> list[str]:
     """The lines a run opens with, and all that --dry_run prints beside the configuration."""
     model, data, opt, run = config.model, config.data, config.optimizer, config.run
     N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
@@ -53,7 +58,7 @@ def describe(config: Config, batch: Batch, *, device: str, precision: str, peak_
     shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
     shares += plural(batch.micro // batch.devices, "sequence")
     checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
-    memory = memory_estimate(config, batch, half=precision in ("bf16", "fp16"))
+    memory = memory_estimate(config, batch, half=precision in ("bf16", "fp16"), zero_stage=zero_stage)
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",

@@ -38,8 +38,8 @@ def find_checkpoint(config: Config, engine: Engine, say: Callable[[str], None]) 
     chosen = engine.from_main(chosen)
     if chosen is None:
         return None
-    if not chosen.exists():
-        raise UserError(f"{chosen} is not on this machine: output_dir must be on a file system that all machines see")
+    if engine.anywhere(not chosen.exists()):
+        raise UserError(f"{chosen} is not on every machine: output_dir must be on a file system that all of them see")
     checkpoint = load_checkpoint(chosen)
     for line in check_same_run(checkpoint.state, config.flat(), run_dir):
         say(line)

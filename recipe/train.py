@@ -4,7 +4,6 @@
 """
 
 import math
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arith
 from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource
 from recipe.engine import Engine, open_engine
+from recipe.launch import speaks
 from recipe.live import hellaswag, sample, validate
 from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput
 from recipe.model import GPT2LMHeadModel
@@ -39,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         engine.close()
         return code
     except UserError as e:
-        if is_first_process():
+        if speaks():
             print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if is_first_process():
+        if speaks():
             print("\ninterrupted at once; the same command, without --fresh, goes on from the last checkpoint if there "
                   "is one", file=sys.stderr)  # fmt: skip
         return 130
@@ -221,12 +221,15 @@ def new_record(step: int, opt: OptimizerConfig) -> dict:
 
 def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], None]) -> None:
     say(f"run        {config.run.run_name} ({config.run.config})")
-    lines = describe(config, batch, device=engine.name, precision=engine.precision, peak_flops=engine.peak_flops)
+    lines = describe(config, batch, device=engine.name, precision=engine.precision, peak_flops=engine.peak_flops,
+                     zero_stage=engine.zero_stage)  # fmt: skip
     say("\n".join(lines))
     if engine.idle_gpus:
         say(f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them")
     if config.run.compile and engine.no_compile:
         say(f"note       not compiled: {engine.no_compile}")
+    if engine.note:
+        say(f"note       {engine.note}")
     if config.run.dry_run:
         say("\n" + "\n".join(f"{k}: {v!r}" for k, v in config.flat().items()))
 
@@ -239,10 +242,6 @@ def conclude(config: Config, val_loss: float, train_shards: list[Shard], val_sha
     print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(final)!r})")
     print(f"next       make sample MODEL={final} PROMPT='...'")
     print(f"           make eval-hellaswag MODEL={final} LIMIT=500", flush=True)
-
-
-def is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ class XlaEngine(Engine):
         self.checkpoint = checkpoint
         if self.generation in _FLASH and find_spec("jax"):
             self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
+        elif self.generation in _FLASH:
+            self.note = "flash attention, twice as fast on this TPU by estimate, needs jax: pip install -e '.[tpu]'"
         self._pod = xr.process_count() > 1
         if self._pod:  # not tested: no pod was at hand
             torch.distributed.init_process_group("gloo", init_method="xla://")
@@ -200,20 +202,27 @@ class XlaEngine(Engine):
             torch.distributed.broadcast_object_list(values)
         return values[0]
 
-    def main_first(self):
-        return nullcontext()  # one process a host
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
 
     def barrier(self) -> None:
         if self._pod:
             torch.distributed.barrier()
 
     def stop_requested(self, poll: bool) -> bool:
+        return poll and self.anywhere(self._stop) if self._pod else self._stop
+
+    def anywhere(self, condition: bool) -> bool:
         if not self._pod:
-            return self._stop
-        stop = torch.tensor(float(self._stop))
-        if poll:
-            torch.distributed.all_reduce(stop)
-        return poll and stop.item() > 0
+            return condition
+        flag = torch.tensor(float(condition))
+        torch.distributed.all_reduce(flag)
+        return flag.item() > 0
 
 
 def _check_launch() -> None:
@@ -240,8 +249,8 @@ def _generation() -> str:
 
 def _flash_or_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, mesh: xs.Mesh) -> torch.Tensor:
     """Causal attention over (B, H, T, K): Pallas' flash attention in the cases compiled ahead of time for a v5e and a
-    v6e (bf16, T a multiple of 512, no dropout), SDPA in the others."""
-    if dropout or q.dtype != torch.bfloat16 or q.shape[2] % 512:
+    v6e (bf16, no dropout, T = 1024) and those whose blocks divide alike, SDPA in the others."""
+    if dropout or q.dtype != torch.bfloat16 or (q.shape[2] != 512 and q.shape[2] % 1024):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     from torch_xla.experimental.custom_kernel import flash_attention
 

@@ -29,7 +29,11 @@ engine = open_engine(precision)
 generator = torch.Generator().manual_seed(engine.rank)
 # 33 wide: nothing divides by the number of processes.
 off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None, "eos_token_id": None}
-model = GPT2LMHeadModel(GPT2Config(vocab_size=515, n_positions=16, n_embd=33, n_head=3, n_layer=2, **off), seed=1)
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=515, n_positions=16, n_embd=33, n_head=3, n_layer=2, **off),
+    seed=1,
+    recompute=mode == "compile",
+)
 engine.place(model, compile=mode == "compile")
 optimizer = optim.make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
 batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)

@@ -17,5 +17,5 @@ directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
 engine = open_engine(configs[0].run.precision)
 for config in configs:
-    run(config, engine, lambda text: print(text, flush=True) if engine.is_main else None)
+    assert run(config, engine, lambda text: print(text, flush=True) if engine.is_main else None) == 0
 engine.close()

@@ -61,7 +61,11 @@ RUN_HERE = [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN) and 
 @pytest.mark.parametrize("command", RUN_HERE)
 def test_command_of_the_readme(command, shards, whole_run, tmp_path):
     words = shortened(command, shards, whole_run[0], tmp_path)
-    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+    environment = os.environ | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     for inherited in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of the `make test` around this
         environment.pop(inherited, None)
     if "=" in words[0]:

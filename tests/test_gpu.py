@@ -27,7 +27,7 @@ def reference(shards, tmp_path_factory):
     return curve(shards, tmp_path_factory.mktemp("cpu") / "run", "single", cpu=True)
 
 
-@pytest.mark.parametrize("config", ["single", "zero1"])
+@pytest.mark.parametrize("config", ["single", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(("precision", "compiled", "tolerance"), [
     ("fp32", False, 1e-3), ("tf32", False, 2e-2), ("bf16", False, 2e-2), ("bf16", True, 2e-2), ("fp16", False, 2e-2),
     ("fp16", True, 2e-2),
@@ -35,12 +35,14 @@ def reference(shards, tmp_path_factory):
 def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, compiled, tolerance):
     if precision in ("bf16", "tf32") and not BF16:
         pytest.skip(f"{torch.cuda.get_device_name()} has no {precision}")
-    losses = curve(shards, tmp_path / "run", config, cpu=False, precision=precision, compile=str(compiled).lower())
+    # recomputation goes with compilation: the large recipes ask for both
+    options = {"precision": precision, "compile": str(compiled).lower(), "recompute": str(compiled).lower()}
+    losses = curve(shards, tmp_path / "run", config, cpu=False, **options)
     assert losses == pytest.approx(reference, abs=tolerance)
     assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "run/step_00000050/model.safetensors").values())
 
 
-@pytest.mark.parametrize("config", ["single", "zero1"])
+@pytest.mark.parametrize("config", ["single", "zero1", "zero3"])
 def test_gpu_resumes_what_the_cpu_saved(shards, reference, tmp_path, config):
     curve(shards, tmp_path / "run", "single", cpu=True)
     shutil.rmtree(tmp_path / "run" / "step_00000050")

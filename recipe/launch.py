@@ -1,0 +1,59 @@
+"""What the launch asks for, read from the environment, and what is refused before a process group exists."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from recipe.config import UserError
+
+
+def is_on(name: str, default: str = "") -> bool:
+    return os.environ.get(name, default).lower() in ("1", "true", "yes")
+
+
+def wants_cpu() -> bool:
+    """Whether the CPU is to be used even where there is a GPU."""
+    return is_on("ACCELERATE_USE_CPU")
+
+
+def wants_deepspeed() -> bool:
+    return is_on("ACCELERATE_USE_DEEPSPEED")
+
+
+def wants_xla() -> bool:
+    """Where torch_xla is installed Accelerate uses it, unless told not to."""
+    return find_spec("torch_xla") is not None and is_on("USE_TORCH_XLA", "1")
+
+
+def speaks() -> bool:
+    """Whether this process reports errors: one does on each machine, for the machine may be the only one to have it."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def check_launch() -> None:
+    """Raises UserError for a launch that can be seen to train something else than was asked for."""
+    accelerator = torch.accelerator.current_accelerator()
+    installed = find_spec("torch_xla") is not None
+    if accelerator is not None and accelerator.type == "tpu" and not installed:
+        raise UserError("this TPU's PyTorch has no torch_xla: each process would train a copy of its own")
+    asked = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
+    if asked and not installed and is_on("USE_TORCH_XLA", "1"):
+        raise UserError(
+            f"{asked[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
+            "it to train without"
+        )
+    if wants_deepspeed() and wants_xla():
+        raise UserError("torch_xla is installed and would take DeepSpeed's place; set USE_TORCH_XLA=0 for DeepSpeed")
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if processes > 1 and not wants_cpu() and 0 < gpus < processes:
+        raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
+    if is_on("ACCELERATE_USE_FSDP"):
+        raise UserError("FSDP is not supported; accelerate_configs/zero3.yaml cuts the weights up")
+    # Accelerate's launcher for one process names a meeting point only if the YAML asked for more of them.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "the Accelerate file asks for several processes, but its distributed_type starts only one; use "
+            "accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1. If it "
+            "asks for one, unset MASTER_ADDR"
+        )
