@@ -71,7 +71,7 @@ class XlaEngine(Engine):
         if self.generation in _FLASH and find_spec("jax"):
             self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
         elif self.generation in _FLASH:
-            self.note = "flash attention, twice as fast on this TPU by estimate, needs jax: pip install -e '.[tpu]'"
+            self.note = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
         self._pod = xr.process_count() > 1
         if self._pod:  # not tested: no pod was at hand
             torch.distributed.init_process_group("gloo", init_method="xla://")
