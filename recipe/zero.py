@@ -55,8 +55,6 @@ class ZeroEngine(Engine):
             os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
         super().__init__(precision, **options)
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
-        if self.zero_stage not in (1, 2, 3):
-            raise UserError(f"{file}: zero_optimization.stage is {self.zero_stage}; 1, 2 and 3 are supported")
         # As the file has it: Accelerate and `prepare` write into the other.
         self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.zero_stage == 3:
@@ -187,6 +185,8 @@ class ZeroEngine(Engine):
 
 def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
     """Raises UserError where `config`, read from `file`, decides what the recipe does."""
+    if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
+        raise UserError(f"{file}: zero_optimization.stage is {stage}; 1, 2 and 3 are supported")
     for key, value in recipe.items():
         if config.get(key, "auto") not in ("auto", value):
             raise UserError(f"{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it "
