@@ -245,7 +245,10 @@ class _Internals:
             part = p.partition_numel()
             padded = torch.nn.functional.pad(whole.flatten(), (0, part * self.engine.dp_world_size - whole.numel()))
             whole = padded.narrow(0, part * torch.distributed.get_rank(), part)
-            setters = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
+            set_weight, set_moment = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
         else:
-            setters = self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
-        setters[bool(key)](p, whole, key) if key else setters[0](p, whole)
+            set_weight, set_moment = self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
+        if key:
+            set_moment(p, whole, key)
+        else:
+            set_weight(p, whole)
