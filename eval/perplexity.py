@@ -29,8 +29,14 @@ HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """Token ids of a .bin shard, uint16, mapped rather than read. Raises UserError if it is not one."""
+    """Token ids of a .bin shard, or of nanoGPT's val.bin, which has no header; uint16, mapped rather than read.
+
+    Raises UserError if it is neither.
+    """
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    words = header.view("<u2")  # of tokens, few are 0; a header's tail is, and every other half of wider integers
+    if len(header) == HEADER_INTS and header[0] != MAGIC and words.max() < 50257 and (words == 0).mean() < 0.4:
+        return np.memmap(path, dtype="<u2", mode="r")
     if len(header) < HEADER_INTS or tuple(header[:2]) != (MAGIC, VERSION):
         raise common.UserError(f"{path}: not a token shard (magic {MAGIC}, version {VERSION})")
     stored = (path.stat().st_size - 4 * HEADER_INTS) // 2

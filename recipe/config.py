@@ -28,6 +28,15 @@ def _opt(default, help: str):
     return field(default=default, metadata={"help": help})
 
 
+# What `data` may be called for short: (Hub data set, subset).
+DATASETS = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     n_layer: int = _opt(12, "transformer blocks")
@@ -40,13 +49,27 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    data: str = _opt("", "directory of prepared shards, or a glob of .bin files (then give val_data too)")
+    data: str = _opt(
+        "",
+        f"{', '.join(DATASETS)}; a Hub data set of text; hf://datasets/ORG/NAME/*.bin; a directory of shards; or a "
+        "glob of .bin files (then give val_data too)",
+    )
     val_data: str = _opt("", "directory or glob of validation shards (empty: the validation shards of `data`)")
-    source: str = _opt("", "where `recipe.data.prepare` takes the text from: file, glob, directory or Hub data set")
-    source_name: str = _opt("", "subset of a Hub data set, such as sample-10BT")
-    source_split: str = _opt("train", "split of a Hub data set")
+    source: str = _opt("", "text from which the shards in `data` are made: file, glob, directory or Hub data set")
+    name: str = _opt("", "subset of a Hub data set, such as sample-10BT")
+    split: str = _opt("train", "split of a Hub data set")
+    revision: str = _opt("", "branch, tag or commit of a Hub data set (empty: the newest commit; it is kept)")
     text_column: str = _opt("text", "column that holds the text")
-    val_fraction: float = _opt(0.01, "share of documents held out for validation when preparing")
+    streaming: bool = _opt(False, "make the shards while the model trains, a few ahead, and delete those it has read")
+    disk_budget_gb: float = _opt(10.0, "disk that streamed shards may take on each machine, in 10^9 bytes")
+    val_fraction: float = _opt(0.01, "share of local documents held out for validation")
+    val_documents: int = _opt(0, "hold out the first so many documents instead (0 for a Hub data set: 10,000)")
+    dedup: bool = _opt(False, "leave out documents whose text came before")
+    shuffle_buffer: int = _opt(0, "shuffle the training documents in blocks of so many (0: the source's order)")
+    shard_tokens: int = _opt(100_000_000, "tokens a shard")
+    first_shard_tokens: int = _opt(
+        10_000_000, "tokens of the first shard; each next one has twice as many, up to shard_tokens"
+    )
     sequence_length: int = _opt(1024, "tokens a sequence")
 
 
@@ -173,10 +196,29 @@ def _with_defaults(config: Config, path: Path) -> Config:
     name = config.run.run_name or path.stem
     output_dir = config.run.output_dir or f"runs/{name}"
     run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
-    data = config.data
+    data = _resolved(config.data)
     if data.source and not Path(data.source).exists() and (ROOT / data.source).exists():
         data = dataclasses.replace(data, source=str(ROOT / data.source))  # text that ships, from anywhere
     return dataclasses.replace(config, run=run, data=data)
+
+
+def _resolved(data: DataConfig) -> DataConfig:
+    """`data` as a directory of shards and the `source` they come from, where it names a data set instead."""
+    if data.source or not data.data or Path(data.data).exists():
+        return data
+    if data.data in DATASETS:
+        source, name = DATASETS[data.data]
+        name = data.name or name
+    elif data.data.startswith("hf://"):
+        source, name = data.data, ""
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data.data) and not data.data.endswith(".bin"):
+        source, name = data.data, data.name
+    else:
+        return data
+    repository = source.removeprefix("hf://datasets/").split("/")[1].split("@")[0]
+    return dataclasses.replace(
+        data, data="-".join(filter(None, (f"data/{repository}", name))), source=source, name=name
+    )
 
 
 def _validated(config: Config) -> Config:
@@ -189,11 +231,14 @@ def _validated(config: Config) -> Config:
     for name, value in config.flat().items():
         require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
     for name in ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "max_steps", "total_batch_tokens",
-                 "micro_batch_size", "log_every", "eval_tokens", "keep_last"):  # fmt: skip
+                 "micro_batch_size", "log_every", "eval_tokens", "keep_last", "shard_tokens",
+                 "first_shard_tokens"):  # fmt: skip
         require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
     for name in ("loss_chunk_size", "eval_every", "save_every", "milestone_every", "sample_every", "hellaswag_every",
-                 "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "seed"):  # fmt: skip
+                 "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "val_documents",
+                 "shuffle_buffer"):  # fmt: skip
         require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
+    require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
     for name in ("dropout", "beta1", "beta2", "val_fraction"):
         require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")
     require(model.n_embd % model.n_head == 0, f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}")

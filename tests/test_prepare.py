@@ -21,8 +21,11 @@ import pytest
 from recipe.config import DataConfig, UserError
 from recipe.data import prepare as module
 from recipe.data import shards
-from recipe.data.documents import HubText
-from recipe.data.prepare import PrepareOptions, main, prepare, prepare_for_training
+from recipe.data.documents import Document
+from recipe.data.hub import HubText
+from recipe.data.options import PrepareOptions
+from recipe.data.prepare import main, prepare, prepare_for_training
+from recipe.data.select import HeldOut
 from recipe.data.shards import Manifest, find_shards, read_shard, unigram_loss
 from recipe.data.tokenizer import END_OF_TEXT, encode
 from tests.conftest import ASSETS, ROOT, SHAKESPEARE
@@ -54,6 +57,12 @@ def stream(out, split):
     return np.concatenate([read_shard(shard.path) for shard in find_shards(str(out), split)]).tolist()
 
 
+def chosen(text):
+    """Whether a fraction of 0.1 holds a document out."""
+    document = Document(0, 0, lambda: [text], None)
+    return HeldOut(ROOT, None, 0.1, 1337).split(document) == "val"
+
+
 def contents(out):
     return {path.name: path.read_bytes() for path in out.glob("*.bin")}
 
@@ -74,7 +83,7 @@ def reference(tmp_path_factory):
 
 
 def test_streams_are_the_documents_in_order_each_after_end_of_text(reference):
-    held_out = [i for i in range(300) if module._in_validation(i, options("", ""))]
+    held_out = [i for i, document in enumerate(DOCUMENTS) if chosen(document)]
     assert 15 <= len(held_out) <= 45  # 30 +- 3 standard deviations
     assert stream(reference.out, "val") == tokens_of(DOCUMENTS[i] for i in held_out)
     assert stream(reference.out, "train") == tokens_of(d for i, d in enumerate(DOCUMENTS) if i not in held_out)
@@ -132,17 +141,17 @@ def test_long_documents_are_tokenised_as_a_whole(tmp_path, monkeypatch):
 
 
 def interrupted_at(monkeypatch, opts, calls):
-    """Run until write_shard is called for the `calls`-th time, which fails."""
+    """Run until the `calls`-th shard is to be finished, which fails."""
     left = iter(range(calls - 1))
-    real = shards.write_shard
+    real = shards.finish_shard
 
-    def write(path, tokens):
+    def finish(*arguments):
         if next(left, None) is None:
             raise OSError("pulled the plug")
-        return real(path, tokens)
+        return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("recipe.data.writer.write_shard", write)
+        patch.setattr("recipe.data.writer.finish_shard", finish)
         with pytest.raises(OSError, match="plug"):
             prepare(opts, quiet)
 
@@ -224,7 +233,7 @@ def test_complete_output_returns_at_once_and_other_options_are_refused(reference
 
 
 def test_two_at_once_are_refused(reference, tmp_path):
-    with module._alone_in(tmp_path), pytest.raises(UserError, match="another process is preparing"):
+    with module.alone_in(tmp_path), pytest.raises(UserError, match="another process is preparing"):
         prepare(options(reference.source, tmp_path), quiet)
 
 
@@ -236,9 +245,8 @@ def test_wikipedia_articles(tmp_path):
         )
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     batch = next(pq.ParquetFile(PARQUET).iter_batches(batch_size=200, columns=["text"]))
-    held_out = [module._in_validation(i, options("", "")) for i in range(200)]
     texts = batch.column(0).to_pylist()
-    assert stream(tmp_path / "1", "val") == tokens_of(t for t, held in zip(texts, held_out, strict=True) if held)
+    assert stream(tmp_path / "1", "val") == tokens_of(t for t in texts if chosen(t))
 
 
 @pytest.fixture
@@ -261,12 +269,13 @@ def hub(reference, monkeypatch):
 
 
 def test_a_hub_data_set_streams_from_one_commit_and_goes_on_mid_stream(reference, hub, tmp_path, monkeypatch):
-    opts = options("someone/texts", tmp_path, name="sub", shard_tokens=3000)
-    interrupted_at(monkeypatch, opts, len(reference.manifest.shards) - 1)
+    local = prepare(options(reference.source, tmp_path / "local", val_documents=30, shard_tokens=3000), quiet)
+    opts = options("someone/texts", tmp_path, name="sub", val_documents=30, shard_tokens=3000)
+    interrupted_at(monkeypatch, opts, len(local.shards))
     position = Manifest.load(tmp_path).shards[-1]["next"]
     assert position["stream"]["document"] == 256 <= position["document"]
     prepare(opts, quiet)
-    assert contents(tmp_path) == reference.contents
+    assert contents(tmp_path) == contents(tmp_path / "local")
     assert hub == [("someone/texts", "sub", "train", "c0ffee")] * 2
     assert Manifest.load(tmp_path).source["commit"] == "c0ffee"
 
@@ -274,6 +283,7 @@ def test_a_hub_data_set_streams_from_one_commit_and_goes_on_mid_stream(reference
 def test_a_continued_stream_does_not_read_what_it_had(hub):
     text = HubText("someone/texts", None, "train", None, "text")
     late = [d for d in text.documents() if d.index >= 290]
+    assert late[0].stream["document"] == 256
     again = list(text.documents(290, late[0].stream))
     assert [d.index for d in again] == list(range(290, 300))
     assert "".join(again[-1].pieces) == DOCUMENTS[-1]
@@ -354,9 +364,9 @@ def test_prepare_for_training(reference, tmp_path, capsys):
     prepare_for_training(DataConfig(data=str(tmp_path / "out"), source=str(tmp_path / "gone.txt")))
     with pytest.raises(UserError, match=r"gone\.txt: no file matches"):
         prepare_for_training(DataConfig(data=str(tmp_path / "new"), source=str(tmp_path / "gone.txt")))
-    command = r"first run: python -m recipe\.data\.prepare --source a/b --out \S+new --name sub --val_fraction 0\.5$"
+    command = r"first run: python -m recipe\.data\.prepare --source a/b --out \S+new --name sub --val_fraction 0\.5\n"
     with pytest.raises(UserError, match=command):
-        prepare_for_training(DataConfig(data=str(tmp_path / "new"), source="a/b", source_name="sub", val_fraction=0.5))
+        prepare_for_training(DataConfig(data=str(tmp_path / "new"), source="a/b", name="sub", val_fraction=0.5))
     prepare_for_training(DataConfig(data=str(tmp_path / "out"), source="a/b"))  # prepared: no network is needed
     prepare_for_training(DataConfig(data=str(tmp_path / "none")))
 
@@ -401,3 +411,97 @@ def test_the_command_in_this_process(tmp_path, capsys):
         main(["--source", "x", "--out", "y", "--shard_size", "5"])
     assert stop.value.code == 2
     assert "unrecognized arguments: --shard_size" in capsys.readouterr().err
+
+
+def test_workers_of_either_kind_give_the_same_bytes(reference, tmp_path):
+    for crew in ({"workers": 1}, {"processes": 2}):
+        out = tmp_path / str(crew)
+        prepare(options(reference.source, out, shard_tokens=3000, **crew), quiet)
+        assert contents(out) == reference.contents
+
+
+REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[149], *DOCUMENTS[5:9]]
+
+
+def test_documents_held_out_are_never_trained_on(tmp_path):
+    """The first ones by number, the others by their text: equal texts are on one side."""
+    source = write_jsonl(tmp_path / "d.jsonl", REPEATED)
+    manifest = prepare(options(source, tmp_path / "first", val_documents=30), quiet)
+    assert [e["split"] for e in manifest.shards] == ["val", "train"]  # validation can begin before training ends
+    assert stream(tmp_path / "first", "val") == tokens_of(REPEATED[:30])
+    assert stream(tmp_path / "first", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
+    prepare(options(source, tmp_path / "drawn", val_fraction=0.2), quiet)
+    sides = {}
+    for split in ("train", "val"):
+        tokens = np.array(stream(tmp_path / "drawn", split))
+        sides[split] = {tuple(d) for d in np.split(tokens, np.flatnonzero(tokens == END_OF_TEXT))[1:]}
+    assert len(sides["val"]) >= 10
+    assert not sides["train"] & sides["val"]
+
+
+def test_duplicates_are_left_out(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "d.jsonl", REPEATED)
+    opts = options(source, tmp_path / "out", val_documents=10, dedup=True, shard_tokens=2000)
+    prepare(opts, quiet)
+    unique = list(dict.fromkeys(REPEATED))
+    assert stream(tmp_path / "out", "val") == tokens_of(REPEATED[:10])
+    assert stream(tmp_path / "out", "train") == tokens_of(d for d in unique if d not in REPEATED[:10])
+    again = dataclasses.replace(opts, out=str(tmp_path / "again"))
+    interrupted_at(monkeypatch, again, 6)
+    prepare(again, quiet)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+
+
+def test_shuffled_documents_are_the_same_ones(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "d.jsonl")
+    opts = options(source, tmp_path / "out", val_documents=20, shuffle_buffer=64, shard_tokens=3000)
+    prepare(opts, quiet)
+    assert stream(tmp_path / "out", "val") == tokens_of(DOCUMENTS[:20])
+    train = np.array(stream(tmp_path / "out", "train"))
+    found = [tuple(d) for d in np.split(train, np.flatnonzero(train == END_OF_TEXT))[1:]]
+    expected = [tuple(tokens_of([d])) for d in DOCUMENTS[20:] if d]
+    assert found != expected
+    for lo in range(0, 270, 64):  # within their block
+        block = [tuple(tokens_of([d])) for d in DOCUMENTS[20 + lo : 20 + lo + 64] if d]
+        assert sorted(found[: len(block)]) == sorted(block)
+        assert found[: len(block)] != block
+        found = found[len(block) :]
+    assert found == []
+    other = dataclasses.replace(opts, out=str(tmp_path / "other"), seed=7)
+    prepare(other, quiet)
+    assert stream(tmp_path / "other", "train") != train.tolist()
+    again = dataclasses.replace(opts, out=str(tmp_path / "again"))
+    interrupted_at(monkeypatch, again, 6)
+    prepare(again, quiet)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+
+
+@pytest.mark.parametrize("changes", [{"dedup": True, "shuffle_buffer": 16}, {"dedup": True}, {"shuffle_buffer": 16}])
+def test_killed_anywhere_with_selected_documents(tmp_path, changes):
+    path = write_jsonl(tmp_path / "d.jsonl", [*DOCUMENTS[:60], *DOCUMENTS[20:40], *DOCUMENTS[60:80]])
+    whole = options(path, tmp_path / "whole", shard_tokens=2000, val_documents=9, **changes)
+    prepare(whole, quiet)
+    calls = 1
+    while killed_after(opts := dataclasses.replace(whole, out=str(tmp_path / f"out{calls}")), calls):
+        killed_after(opts, 7)
+        prepare(opts, quiet)
+        assert contents(tmp_path / f"out{calls}") == contents(tmp_path / "whole")
+        calls += 5
+    assert calls > 30
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """One document of 40 MB, and 40 MB of documents: well under a gigabyte."""
+    (tmp_path / "one.txt").write_text(_text * 36)
+    write_jsonl(tmp_path / "many.jsonl", [_text[i : i + 20_000] for i in range(2000)])
+    for name in ("one.txt", "many.jsonl"):
+        code = (
+            "import resource, sys; from recipe.data.prepare import main\n"
+            "assert main(sys.argv[1:]) == 0\n"
+            "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        command = [sys.executable, "-c", code, "--source", str(tmp_path / name), "--out", str(tmp_path / f"{name}.out")]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        kilobytes = int(ran.stdout.split("peak ")[1]) / (1024 if sys.platform == "darwin" else 1)
+        assert kilobytes < 600_000, name

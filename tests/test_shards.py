@@ -9,7 +9,16 @@ import pytest
 
 from recipe.config import UserError
 from recipe.data import shards
-from recipe.data.shards import Manifest, Shard, find_shards, read_shard, unigram_loss, verify, write_shard
+from recipe.data.shards import (
+    Manifest,
+    Shard,
+    describe_shards,
+    find_shards,
+    read_shard,
+    unigram_loss,
+    verify,
+    write_shard,
+)
 
 
 def a_shard(path, tokens):
@@ -46,7 +55,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (np.arange(1000, dtype="<u2").tobytes(), "without a header, as nanoGPT"),
+        (np.arange(1000, dtype="<i4").tobytes(), "bare tokens of 4 bytes each"),
+        (np.array([4711, 1, 10] + [0] * 253, "<i4").tobytes() + bytes(20), "magic number 4711, expected 20240520"),
+        (np.arange(1, 1000, dtype=">u2").tobytes(), "not a token shard"),
         (np.array([20240801, 7, 10] + [0] * 253, "<i4").tobytes() + bytes(40), "Llama 3 format with uint32"),
         (np.array([20240520, 1, 10] + [0] * 253, ">i4").tobytes() + bytes(20), "big-endian"),
         (b"PAR1" + b"\xff" * 2000, "not a token shard"),
@@ -61,6 +72,18 @@ def test_2_wrong_magic_or_version(tmp_path, content, message):
         read_shard(path)
     assert str(path) in str(error.value)
     assert "recipe.data.prepare" in str(error.value)
+
+
+def test_nanogpts_files_without_a_header(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype("<u2")
+    tokens[::7] = 0  # "!"
+    for name in ("train.bin", "val.bin"):
+        tokens.tofile(tmp_path / name)
+    (train,) = find_shards(str(tmp_path), "train")
+    assert read_shard(train.path).tolist() == tokens.tolist()
+    assert describe_shards([train]) == "3,000 tokens in 1 shard (nanoGPT's format: uint16 without a header)"
+    assert describe_shards([a_shard(tmp_path / "a.bin", range(9))] * 2) == "18 tokens in 2 shards"
+    verify(train, read_shard(train.path))
 
 
 @pytest.mark.parametrize(

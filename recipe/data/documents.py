@@ -1,4 +1,4 @@
-"""Where text comes from: files on this machine or a data set on the Hub, as a stream of documents in pieces."""
+"""Where text comes from: files on this machine (hub.py: or a data set on the Hub), as documents in pieces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from recipe.config import UserError
 
@@ -28,9 +30,40 @@ _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 @dataclass(frozen=True)
 class Document:
+    """`index` counts the source's documents. `place` counts the order in which they are written: the same, unless they
+    are shuffled. `stream` is {"document", "state"}: an earlier place, and how the source starts again there."""
+
     index: int
-    pieces: Iterator[str]
-    stream: dict | None  # {"document", "state"}: an earlier document, and how a Hub stream starts again there
+    place: int
+    chunks: Callable[[], Iterable[str]]
+    stream: dict | None
+
+    @property
+    def pieces(self) -> Iterator[str]:
+        return in_pieces(self.chunks())
+
+    def digest(self) -> int:
+        """63 bits of the text's BLAKE2b: among ten million documents two different ones meet with a chance of 1e-5."""
+        digest = hashlib.blake2b(digest_size=8)
+        for chunk in self.chunks():
+            digest.update(chunk.encode("utf-8", "surrogatepass"))
+        return int.from_bytes(digest.digest(), "little") >> 1
+
+
+class Text(Protocol):
+    """A source of documents."""
+
+    def identity(self) -> dict:
+        """What must not change between an interrupted preparation and its continuation."""
+        ...
+
+    def pin(self, earlier: dict | None) -> dict:
+        """What fixes the version that is read: that of an `earlier` manifest's source, or else today's."""
+        ...
+
+    def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
+        """Documents from place `first` on, in order; `stream`, one of an earlier document's, saves reading up to it."""
+        ...
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
@@ -56,8 +89,9 @@ def _cut(text: str) -> int:
     return safe.end() if safe else min(len(text), LONGEST_PIECE)
 
 
-def open_text(source: str, name: str | None, split: str, revision: str | None, text_column: str) -> TextFiles | HubText:
-    """The documents of a file, a glob, a directory or a Hub data set id. Raises UserError if there is no such file."""
+def open_files(source: str, text_column: str) -> TextFiles | None:
+    """The documents of a file, a glob or a directory; None where no such file exists. Raises UserError for files of
+    other kinds."""
     path = Path(source)
     if path.is_dir():
         paths = [Path(p) for p in sorted(glob.glob(f"{glob.escape(source)}/**", recursive=True))]
@@ -73,11 +107,12 @@ def open_text(source: str, name: str | None, split: str, revision: str | None, t
             raise UserError(
                 f"--source: {p} is not {', '.join(_SUFFIXES)}, nor .gz or .bz2 of them; convert it or leave it out"
             )
-    if paths:
-        return TextFiles(paths, text_column)
-    if _suffix(path) not in _SUFFIXES and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
-        return HubText(source, name, split, revision, text_column)
-    raise UserError(f"--source {source}: no file matches; give a file, a quoted glob, a directory or a Hub data set id")
+    return TextFiles(paths, text_column) if paths else None
+
+
+def names_a_file(source: str) -> bool:
+    """Whether `source`, where no such file exists, was meant as one rather than as a data set on the Hub."""
+    return _suffix(Path(source)) in _SUFFIXES
 
 
 def _suffix(path: Path) -> str:
@@ -95,34 +130,37 @@ class TextFiles:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
 
     def identity(self) -> dict:
-        """What must not change between an interrupted preparation and its continuation."""
         return {"files": [_file_identity(path) for path in self.paths], "text_column": self.text_column}
 
     def pin(self, earlier: dict | None) -> dict:
         return {}
 
     def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
-        """Documents from number `first` on; read in order and never held together."""
-        index = 0
-        for path in self.paths:
+        """Read in order and never held together; the state of a stream is [number of a file, row group of parquet]."""
+        index, (number, group) = (stream["document"], stream["state"]) if stream else (0, (0, 0))
+        for n, path in enumerate(self.paths[number:], number):
             with _readable(path):
-                for chunks in self._texts(path):
-                    if index >= first:
-                        yield Document(index, in_pieces(chunks), None)
-                    index += 1
+                for g, texts in self._groups(path, group if n == number else 0):
+                    here = {"document": index, "state": [n, g]} if n or g else None
+                    for chunks in texts:
+                        if index >= first:
+                            yield Document(index, index, chunks, here)
+                        index += 1
 
-    def _texts(self, path: Path) -> Iterator[Iterable[str]]:
+    def _groups(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:
+        """(number, texts) of a parquet file's row groups from `first` on; another file is one group."""
         if _suffix(path) == ".parquet":
-            yield from self._parquet(path)
-            return
-        opener = _OPENERS.get(path.suffix, open)
-        if _suffix(path) == ".txt":
-            yield _text_chunks(path, opener)
-            return
-        with opener(path, "rb") as file:
+            yield from self._parquet(path, first)
+        elif _suffix(path) == ".txt":
+            yield 0, iter([partial(_file_chunks, path, _OPENERS.get(path.suffix, open))])
+        else:
+            yield 0, self._json_lines(path)
+
+    def _json_lines(self, path: Path) -> Iterator[Callable[[], Iterable[str]]]:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _chunks(self._json_text(line, f"{path}, line {number}"))
+                    yield partial(text_chunks, self._json_text(line, f"{path}, line {number}"))
 
     def _json_text(self, line: bytes, where: str) -> str:
         try:
@@ -133,7 +171,7 @@ class TextFiles:
             raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object a line")
         return text_of(row, self.text_column, where)
 
-    def _parquet(self, path: Path) -> Iterator[Iterable[str]]:
+    def _parquet(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -141,13 +179,19 @@ class TextFiles:
             file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # or whole row groups come into memory
         except pa.ArrowInvalid as error:
             raise UserError(f"{path}: not a parquet file ({error})") from None
+
+        def texts(group: int) -> Iterator[Callable[[], Iterable[str]]]:
+            columns = [self.text_column]
+            for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns, use_threads=False):
+                for row in batch.to_pylist():
+                    yield partial(text_chunks, text_of(row, self.text_column, str(path)))
+
         with file:
             names = file.schema_arrow.names
             if self.text_column not in names:
                 raise UserError(_no_column(str(path), self.text_column, names))
-            for batch in file.iter_batches(batch_size=64, columns=[self.text_column], use_threads=False):
-                for row in batch.to_pylist():
-                    yield _chunks(text_of(row, self.text_column, str(path)))
+            for group in range(first, file.num_row_groups):
+                yield group, texts(group)
 
 
 def text_of(row: dict, column: str, where: str) -> str:
@@ -168,11 +212,11 @@ def _no_column(where: str, column: str, names: Iterable[str]) -> str:
     return f"{where}: no column {column!r}; there are: {', '.join(names)}. Choose with --text_column"
 
 
-def _chunks(text: str) -> Iterator[str]:
+def text_chunks(text: str) -> Iterator[str]:
     return (text[lo : lo + LONGEST_PIECE] for lo in range(0, len(text), LONGEST_PIECE))
 
 
-def _text_chunks(path: Path, opener) -> Iterator[str]:
+def _file_chunks(path: Path, opener) -> Iterator[str]:
     # newline="": a model of text should see the line ends that the text has
     with _readable(path), opener(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         while chunk := file.read(LONGEST_PIECE):
@@ -193,64 +237,3 @@ def _file_identity(path: Path) -> dict:
     if status.st_size <= 1 << 22:  # bytes; small files are often copied about, which changes their times
         return identity | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     return identity | {"mtime_ns": status.st_mtime_ns}
-
-
-class HubText:
-    """A data set on the Hub, streamed; pinned to the commit that its preparation began with."""
-
-    def __init__(self, source: str, name: str | None, split: str, revision: str | None, text_column: str):
-        self.source, self.name, self.split, self.revision, self.text_column = source, name, split, revision, text_column
-        self.commit: str | None = None
-
-    def __str__(self) -> str:
-        return "/".join(filter(None, (self.source, self.name, self.split))) + " on the Hub"
-
-    def identity(self) -> dict:
-        fields = ("source", "name", "split", "revision", "text_column")
-        return {field: getattr(self, field) for field in fields}
-
-    def pin(self, earlier: dict | None) -> dict:
-        """The commit to read, of the `earlier` manifest's source or else the newest of `revision`."""
-        from huggingface_hub import HfApi
-
-        if earlier:
-            self.commit = earlier["commit"]
-        else:
-            with _hub_errors(self.source):
-                self.commit = HfApi().dataset_info(self.source, revision=self.revision).sha
-        return {"commit": self.commit}
-
-    def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
-        """Documents from number `first` on; `stream` is the one of an earlier document and saves reading up to it."""
-        from datasets import load_dataset
-
-        with _hub_errors(self.source):
-            rows = load_dataset(self.source, self.name, split=self.split, revision=self.commit, streaming=True)
-            if stream:
-                rows.load_state_dict(stream["state"])
-            for index, row in enumerate(rows, stream["document"] if stream else 0):
-                if index >= first:
-                    text = text_of(row, self.text_column, self.source)
-                    yield Document(index, in_pieces(_chunks(text)), stream)
-                if (index + 1) % 256 == 0:
-                    stream = {"document": index + 1, "state": rows.state_dict()}
-
-
-@contextmanager
-def _hub_errors(source: str) -> Iterator[None]:
-    """Turns whatever comes out of the Hub's libraries (they raise some dozens of types) into a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if "scripts are no longer supported" in str(error):
-            raise UserError(
-                f"--source {source}: this data set is a script that wants to run on your machine, which is refused; "
-                "look for its parquet version (often --revision refs/convert/parquet), or give local files"
-            ) from None
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(
-            f"--source {source}: no such local file, and the Hub says {type(error).__name__}: {reason}; check the name "
-            "and the network, or give local .txt, .jsonl or .parquet files. The same command goes on where it stopped"
-        ) from None

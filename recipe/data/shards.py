@@ -2,6 +2,7 @@
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and then the tokens
 as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Files made there are read here, and the reverse.
+nanoGPT's train.bin and val.bin, the tokens without a header, are read too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from recipe.config import UserError
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
 
 MAGIC = 20240520
+LLAMA_MAGIC = 20240801
 VERSION = 1
 HEADER_BYTES = 256 * 4
 DTYPE = np.dtype("<u2")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+START = {"document": 0, "piece": 0, "tokens": 0, "stream": None}  # the position before the first document
 
 _PREPARE = "python -m recipe.data.prepare --source TEXT --out DIRECTORY"
 _CHUNK = 1 << 24  # tokens looked at together, so that their widened copies stay small
+_LOOKED_AT = 1 << 28  # tokens of a file without a checksum that are read before its first use; later ones when used
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,22 @@ class Shard:
     tokens: int
     sha256: str | None  # of the whole file; None where no manifest says
 
+    @property
+    def identity(self) -> list:
+        """What another copy of this shard, at another path, has in common with it."""
+        return [self.path.name, self.tokens, self.sha256]
+
 
 def read_shard(path: Path) -> np.ndarray:
     """The tokens of a shard, shape (tokens,), uint16, mapped and not yet read.
 
-    Raises UserError for a file that is no shard of this format, or not a whole one.
+    Raises UserError for a file that is no shard of a known format, or not a whole one.
     """
     with open(path, "rb") as file:
         header = file.read(HEADER_BYTES)
         size = os.fstat(file.fileno()).st_size
+    if is_headerless(header) and size % DTYPE.itemsize == 0:
+        return np.memmap(path, DTYPE, mode="r")
     if len(header) < HEADER_BYTES:
         raise UserError(
             f"{path}: {size} bytes, less than a shard's header of {HEADER_BYTES}; prepare it again: {_PREPARE}"
@@ -73,13 +84,25 @@ def read_shard(path: Path) -> np.ndarray:
 
 
 def _what_else(header: bytes) -> str:
-    if int(np.frombuffer(header, "<i4", 1)[0]) == 20240801:
+    if int(np.frombuffer(header, "<i4", 1)[0]) == LLAMA_MAGIC:
         return "this is llm.c's Llama 3 format with uint32 tokens"
     if int(np.frombuffer(header, ">i4", 1)[0]) == MAGIC:
         return "the bytes are in big-endian order"
-    if np.frombuffer(header, DTYPE).max() < VOCAB_SIZE:
-        return "this looks like bare uint16 tokens without a header, as nanoGPT writes them"
+    words = np.frombuffer(header, DTYPE)
+    if not words[1::2].any() and words.any():
+        return "these look like bare tokens of 4 bytes each, not uint16"
     return "this is not a token shard"
+
+
+def is_headerless(header: bytes) -> bool:
+    """Whether a file that begins so holds nothing but uint16 tokens of GPT-2, as nanoGPT writes them."""
+    if len(header) < HEADER_BYTES or int(np.frombuffer(header, "<i4", 1)[0]) in (MAGIC, LLAMA_MAGIC):
+        return False
+    words = np.frombuffer(header, DTYPE)
+    # a header's tail is zeros, and of tokens of 4 bytes every other word is; text has "!", token 0, now and then
+    return bool(
+        words.max() < VOCAB_SIZE and (words == 0).mean() < 0.4 and int(np.frombuffer(header, ">i4", 1)[0]) != MAGIC
+    )
 
 
 @contextmanager
@@ -91,45 +114,69 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        move(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def move(source: Path, path: Path) -> None:
+    """Rename, in a way that outlives a power failure."""
+    os.replace(source, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)  # or the rename may not outlive a power failure
+        os.fsync(directory)
     finally:
         os.close(directory)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
     """Write `tokens`, shape (tokens,), uint16, as a shard, all or nothing; returns the file's SHA-256."""
-    header = np.zeros(256, "<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    digest = hashlib.sha256(header.tobytes())
     with replacing(path) as file:
-        file.write(header.tobytes())
+        file.write(_header(len(tokens)))
         for lo in range(0, len(tokens), _CHUNK):
-            data = np.ascontiguousarray(tokens[lo : lo + _CHUNK], DTYPE).data
-            digest.update(data)
-            file.write(data)
+            file.write(np.ascontiguousarray(tokens[lo : lo + _CHUNK], DTYPE).data)
+    return file_sha256(path)
+
+
+def finish_shard(part: Path, path: Path, tokens: int) -> str:
+    """Make a shard of `part`, which has room for the header and then `tokens` tokens, and call it `path`; returns its
+    SHA-256."""
+    with open(part, "r+b") as file:
+        file.write(_header(tokens))
+        file.flush()
+        os.fsync(file.fileno())
+    sha256 = file_sha256(part)
+    move(part, path)
+    return sha256
+
+
+def _header(tokens: int) -> bytes:
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens
+    return header.tobytes()
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
 def verify(shard: Shard, tokens: np.ndarray) -> None:
-    """Read all of a shard, about 0.2 s for 100M tokens: its SHA-256, where known, and that every token is in GPT-2's
+    """Read a shard, about 0.2 s for 100M tokens: its SHA-256, where known, and that its tokens are in GPT-2's
     vocabulary. Raises UserError.
     """
     if shard.sha256:
-        with open(shard.path, "rb") as file:
-            digest = hashlib.sha256(file.read(HEADER_BYTES))
-        digest.update(tokens)
-        if digest.hexdigest() != shard.sha256:
+        digest = file_sha256(shard.path)
+        if digest != shard.sha256:
             raise UserError(
-                f"{shard.path}: SHA-256 {digest.hexdigest()[:16]}..., the manifest says {shard.sha256[:16]}...: the "
-                "file has changed since it was prepared; delete its directory and prepare it again"
+                f"{shard.path}: SHA-256 {digest[:16]}..., the manifest says {shard.sha256[:16]}...: the file has "
+                "changed since it was prepared; delete its directory and prepare it again"
             )
-    for lo in range(0, len(tokens), _CHUNK):
+    for lo in range(0, min(len(tokens), _LOOKED_AT), _CHUNK):
         outside = tokens[lo : lo + _CHUNK] >= VOCAB_SIZE
         if outside.any():
             at = lo + int(outside.argmax())
@@ -185,6 +232,14 @@ class Manifest:
     def tokens(self, split: str) -> int:
         return sum(shard["tokens"] for shard in self.shards if shard["split"] == split)
 
+    def of(self, split: str) -> list[dict]:
+        """The entries of a split in the order of its tokens."""
+        return [shard for shard in self.shards if shard["split"] == split]
+
+    def position(self) -> dict:
+        """Where a preparation goes on: {document, piece, tokens, stream, open}."""
+        return self.shards[-1]["next"] if self.shards else {**START, "open": {}}
+
 
 def find_shards(data: str, split: str) -> list[Shard]:
     """The shards of `split` ("train" or "val") in file name order.
@@ -217,7 +272,10 @@ def find_shards(data: str, split: str) -> list[Shard]:
         raise UserError(f"{data}: prepared without a {split} split; prepare it again with --val_fraction above 0")
     for shard in shards:
         if not shard.path.is_file():
-            raise UserError(f"{shard.path}: listed in {MANIFEST}, but gone; delete {data} and prepare it again")
+            raise UserError(
+                f"{shard.path}: listed in {MANIFEST}, but gone; a streamed run deletes what it has read: pass "
+                f"--streaming true, or delete {data} and prepare it again"
+            )
         if len(read_shard(shard.path)) != shard.tokens:
             raise UserError(
                 f"{shard.path}: not the {shard.tokens} tokens of {MANIFEST}; delete {data} and prepare it again"
@@ -225,11 +283,21 @@ def find_shards(data: str, split: str) -> list[Shard]:
     return shards
 
 
+def describe_shards(shards: list[Shard]) -> str:
+    """Their tokens, number and, if it is not this project's own, format, for a line on the terminal."""
+    tokens = sum(shard.tokens for shard in shards)
+    number = f"{tokens:,} tokens in {len(shards)} shard{'s' if len(shards) > 1 else ''}"
+    with open(shards[0].path, "rb") as file:
+        bare = is_headerless(file.read(HEADER_BYTES))
+    return number + (" (nanoGPT's format: uint16 without a header)" if bare else "")
+
+
 def unigram_loss(train_shards: list[Shard], val_shards: list[Shard]) -> float:
     """Nats a token of the validation data under the training data's token frequencies: what no model should exceed.
 
     Additive smoothing of 0.01 a token; at most the first 100M training and 10M validation tokens are counted.
     """
+    train_shards = [shard for shard in train_shards if shard.path.exists()]  # of a stream, those that are left
     train, val = _counts(train_shards, 100_000_000), _counts(val_shards, 10_000_000)
     probability = (train + 0.01) / (train.sum() + 0.01 * VOCAB_SIZE)
     return float(-(val * np.log(probability)).sum() / val.sum())
