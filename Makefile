@@ -7,6 +7,7 @@ RUN ?=
 OUT ?= model
 LIMIT ?=
 PROMPT ?= The king
+TEXT ?=
 FRESH ?=
 PROCESSES ?=
 ARGS ?=
@@ -22,12 +23,12 @@ $(error a TPU wants an environment of its own: pip install -e '.[tpu]', then acc
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample eval-val eval-hellaswag export test lint format clean test-xla
+.PHONY: help train data sample eval-val eval-hellaswag export test lint format clean test-xla bench-data
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
 	@echo
-	@echo "  variables: CONFIG ACCELERATE PROCESSES ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
+	@echo "  variables: CONFIG ACCELERATE PROCESSES ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT | TEXT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
 
 train: .venv/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
@@ -36,6 +37,9 @@ train: .venv/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-dee
 
 data: .venv/installed ## prepare the shards that CONFIG names
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
+
+bench-data: .venv/installed ## how fast the data are, beside datasets.map (TEXT=file of documents)
+	$(BIN)/python -m recipe.data.bench $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 sample: .venv/installed ## continue PROMPT with MODEL (a directory or Hub id; default: the newest run)
 	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)

@@ -137,7 +137,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 # Fields that make it another run: the same step would mean other weights or other data.
-# Not the path of the data: shards may move, and are known by their fingerprint.
+# Not the path of the data: shards may move, or be streamed instead, and are known by their checksums.
 _IDENTITY = ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "seed")
 
 

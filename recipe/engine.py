@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -51,6 +52,7 @@ class Engine:
     Attributes:
         device: of this process.
         rank, world: this process among all of them; `is_main` is the one that writes.
+        local_rank, local_world: this process among those of its machine.
         devices: that this process feeds: 1, but for a TPU's cores behind one process.
         precision: resolved: fp32, tf32, bf16 or fp16.
     """
@@ -75,6 +77,9 @@ class Engine:
         acc = self.accelerator
         self.device, self.rank, self.world = acc.device, acc.process_index, acc.num_processes
         self.is_main = acc.is_main_process
+        self.local_rank, self.local_world = (
+            int(os.environ.get(f"LOCAL_{n}", d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
         if (expected := int(os.environ.get("WORLD_SIZE", 1))) != self.world:
             raise UserError(
                 f"{expected} processes were launched, but each would train alone: no GPU for each of them was found. "
@@ -96,11 +101,11 @@ class Engine:
             )
         if self.device.type != "xla":
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
-        self._stop = False
+        self._stop, self._waited = False, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if self.device.type == "cpu":
-            hardware.tune_cpu(local_world=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            hardware.tune_cpu(local_world=self.local_world)
 
     # What another engine does otherwise while it is built
 
@@ -129,8 +134,7 @@ class Engine:
     @property
     def idle_gpus(self) -> int:
         """GPUs of this machine that the launch leaves unused."""
-        used = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return max(0, torch.cuda.device_count() - used) if self.device.type == "cuda" else 0
+        return max(0, torch.cuda.device_count() - self.local_world) if self.device.type == "cuda" else 0
 
     @property
     def peak_flops(self) -> float | None:
@@ -250,11 +254,22 @@ class Engine:
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
             indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
             pending = [pool.submit(load, *i) for i in islice(indices, 2)]
-            while pending:
-                rows = pending.pop(0).result()
-                if (following := next(indices, None)) is not None:
-                    pending.append(pool.submit(load, *following))
-                yield self.to_device(rows)
+            try:
+                while pending:
+                    asked = time.perf_counter()
+                    rows = pending.pop(0).result()
+                    self._waited += time.perf_counter() - asked
+                    if (following := next(indices, None)) is not None:
+                        pending.append(pool.submit(load, *following))
+                    yield self.to_device(rows)
+            except BaseException:  # the run ends: a load that waits for a shard must not hold it up
+                source.close()
+                raise
+
+    def data_wait(self) -> float:
+        """Seconds that the loop has waited for batches since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
         """A micro-batch, (micro, ...), on the device, or cut over the devices of this process."""

@@ -59,6 +59,8 @@ def describe(
     shares += plural(batch.micro // batch.devices, "sequence")
     checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
     memory = memory_estimate(config, batch, half=precision in ("bf16", "fp16"), zero_stage=zero_stage)
+    streamed = data.streaming or data.source.startswith("hf://")
+    shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",
@@ -68,7 +70,7 @@ def describe(
         f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
         f"memory     about {si(memory)}B a device (reckoned)",
         f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
-        f"{run.output_dir}; {si(2 * tokens)}B for every token of the run once",
+        f"{run.output_dir}; {shards}",
     ]
     if peak_flops:
         at_half = tokens * flops / (0.5 * peak_flops * batch.world)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import GPT2Config
@@ -10,22 +11,77 @@ from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_
 from recipe.config import Batch, Config, UserError
 from recipe.data import tokenizer
 from recipe.data.prepare import prepare_for_training
-from recipe.data.shards import Shard, find_shards
-from recipe.data.source import check_data
+from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
+from recipe.data.source import LocalSource, check_data, check_disjoint
+from recipe.data.status import STATUS, read_json
+from recipe.data.stream import Builder, StreamedSource, Waiting
 from recipe.engine import Engine
 from recipe.model import GPT2LMHeadModel
 
 
 def open_data(
-    config: Config, batch: Batch, engine: Engine, say: Callable[[str], None]
-) -> tuple[list[Shard], list[Shard]]:
-    """Training and validation shards; a source on this disk is prepared now, if it was not before."""
-    with engine.main_first():
-        prepare_for_training(config.data, say)
-    train_shards = find_shards(config.data.data, "train")
-    val_shards = find_shards(config.data.val_data or config.data.data, "val")
-    check_data(train_shards, val_shards, config.data.sequence_length, batch.sequences)
-    return train_shards, val_shards
+    config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None, say: Callable[[str], None],
+    closing: ExitStack,
+) -> tuple[LocalSource, LocalSource]:  # fmt: skip
+    """Training and validation data; a source on this disk is prepared now, if it was not before. What works in the
+    background is ended by `closing`. Raises UserError."""
+    data, cut = config.data, (config.data.sequence_length, batch.sequences, config.run.seed)
+    if data.streaming or data.source.startswith("hf://"):
+        train, val_shards = _open_stream(config, cut, engine, checkpoint, say, closing)
+    else:
+        with engine.main_first():
+            prepare_for_training(data, say)
+        train_shards = find_shards(data.data, "train")
+        val_shards = find_shards(data.val_data or data.data, "val")
+        check_data(train_shards, val_shards, *cut[:2])
+        train = LocalSource(train_shards, *cut)
+        say(f"data       {data.data}: {describe_shards(train_shards)}; held out {describe_shards(val_shards)}")
+    closing.callback(train.close)
+    validation = LocalSource(val_shards, *cut)
+    closing.callback(validation.close)
+    return train, validation
+
+
+def _open_stream(
+    config: Config, cut: tuple, engine: Engine, checkpoint: Checkpoint | None, say: Callable[[str], None],
+    closing: ExitStack,
+) -> tuple[StreamedSource, list[Shard]]:  # fmt: skip
+    """Starts this machine's builder and waits for its first shards."""
+    data, out = config.data, Path(config.data.data)
+    earlier = checkpoint.state["data"].get("manifest") if checkpoint else None
+    waiting, error, version = Waiting(out, say), None, {}
+
+    def start(commit: str | None) -> dict:
+        builder = Builder(data, engine.local_world, commit, earlier)
+        closing.callback(builder.close)
+        what = " ".join(filter(None, (data.source, data.name)))
+        say(f"data       streaming {what} into {out}, at most {builder.budget / 1e9:.3g} GB")
+        return waiting.until(lambda: read_json(out / STATUS).get("version"), "the data set's version")
+
+    # The main process's builder fixes the data set's version, which those of other machines are given.
+    if engine.is_main:
+        try:
+            version = start(None)
+        except UserError as e:
+            error = str(e)
+    error, version = engine.from_main((error, version))
+    if error:
+        raise UserError(error)
+    if engine.local_rank == 0 and not engine.is_main:
+        start(version.get("commit"))
+    engine.barrier()  # nobody reads the status of an earlier run
+    waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
+    waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
+    manifest = Manifest.load(out)
+    if data.val_data:
+        val_shards = find_shards(data.val_data, "val")
+    elif not manifest.of("val"):
+        raise UserError(f"{data.source} has no validation shards; name some with val_data")
+    else:
+        val_shards = [Shard(out / e["file"], e["tokens"], e["sha256"]) for e in manifest.of("val")]
+    train = StreamedSource(out, *cut, rank=engine.local_rank, steps=config.optimizer.max_steps, say=say)
+    check_disjoint([s for s in train.shards if s.sha256 and all(v.sha256 for v in val_shards)], val_shards)
+    return train, val_shards
 
 
 def find_checkpoint(config: Config, engine: Engine, say: Callable[[str], None]) -> Checkpoint | None:

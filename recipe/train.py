@@ -6,6 +6,7 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from recipe import optim
 from recipe.checkpoint import Checkpoint, prune, save_checkpoint
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
 from recipe.data.shards import Shard, unigram_loss
-from recipe.data.source import LocalSource
+from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
 from recipe.launch import speaks
 from recipe.live import hellaswag, sample, validate
@@ -55,18 +56,19 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     announce(config, batch, engine, say)
     if config.run.dry_run:
         return 0
-    train_shards, val_shards = open_data(config, batch, engine, say)
     checkpoint = find_checkpoint(config, engine, say)
     if checkpoint and checkpoint.step >= config.optimizer.max_steps:
         say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
         return 0
-    model = build_model(config, engine, resuming=checkpoint is not None)
-    val_loss = train(config, batch, engine, model, train_shards, val_shards, checkpoint)
+    with ExitStack() as closing:  # what works in the background ends with the run
+        source, validation = open_data(config, batch, engine, checkpoint, say, closing)
+        model = build_model(config, engine, resuming=checkpoint is not None)
+        val_loss = train(config, batch, engine, model, source, validation, checkpoint)
     if val_loss is None:
         say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
         return STOPPED
     if engine.is_main:
-        conclude(config, val_loss, train_shards, val_shards)
+        conclude(config, val_loss, source.shards, validation.shards)
     return 0
 
 
@@ -75,20 +77,17 @@ def train(
     batch: Batch,
     engine: Engine,
     raw_model: GPT2LMHeadModel,
-    train_shards: list[Shard],
-    val_shards: list[Shard],
+    source: LocalSource,
+    validation: LocalSource,
     checkpoint: Checkpoint | None,
 ) -> float | None:
     """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token,
     or None where SIGINT or SIGTERM stopped it, with a checkpoint, before the end."""
     opt, run = config.optimizer, config.run
     run_dir = Path(run.output_dir)
-    source = LocalSource(train_shards, config.data.sequence_length, batch.sequences, run.seed)
-    validation = LocalSource(val_shards, config.data.sequence_length, batch.sequences, run.seed)
     state = checkpoint.state if checkpoint else {}
-    if checkpoint and state["data"] != source.fingerprint():
-        raise UserError(f"{config.data.data} no longer holds the shards that {checkpoint.path} was trained on; "
-                        "prepare the same text again, or start over with --fresh")  # fmt: skip
+    if checkpoint:
+        check_same_data(state["data"], source.state(), config.data.data)
     step = checkpoint.step if checkpoint else 0  # optimizer steps done
 
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
@@ -131,6 +130,7 @@ def train(
                 seconds = throughput.window()
                 rate = (step - logged_at) * opt.total_batch_tokens / seconds
                 record["tokens_per_second"] = rate
+                record["data_wait"] = engine.data_wait() / seconds
                 record["mfu"] = rate * flops / (engine.peak_flops * engine.world) if engine.peak_flops else None
                 check_finite(step, record["loss"], None if engine.scaler_state() else record["grad_norm"])
                 logged_at = step
@@ -148,7 +148,7 @@ def train(
                     "running_loss": so_far,
                     "optimizer_steps": optim.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),
-                    "data": source.fingerprint(),
+                    "data": source.state(),
                 }
                 weights, moments = engine.snapshot(raw_model, optimizer)
                 if engine.is_main:
@@ -215,7 +215,7 @@ def check_finite(step: int, loss: float, grad_norm: float | None) -> None:
 
 def new_record(step: int, opt: OptimizerConfig) -> dict:
     """A line of metrics.jsonl; null is what was not measured at this step."""
-    unknown = dict.fromkeys(("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu"))
+    unknown = dict.fromkeys(("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait"))
     return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": optim.lr_at(step, opt)}
 
 

@@ -72,6 +72,7 @@ class XlaEngine(Engine):
             self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
         elif self.generation in _FLASH:
             self.note = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
+        self.local_rank, self.local_world = 0, 1  # one process a host
         self._pod = xr.process_count() > 1
         if self._pod:  # not tested: no pod was at hand
             torch.distributed.init_process_group("gloo", init_method="xla://")

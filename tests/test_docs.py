@@ -1,5 +1,6 @@
 """Every command of the README runs: the long ones shortened, on the tests' tiny shards and model."""
 
+import json
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY, flags
+from tests.conftest import ROOT, SHAKESPEARE, TINY, flags
 
 BIN = Path(sys.executable).parent
 README = (ROOT / "README.md").read_text()
@@ -23,6 +24,13 @@ COMMANDS = [
 NOT_RUN = ("git clone", "cd ", "make test", "make lint", "make clean", "python -m venv", "source ", "pip install")
 
 
+def texts(directory: Path) -> Path:
+    path = directory / "texts.jsonl"
+    lines = SHAKESPEARE.read_text().split("\n\n")[:4000]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
 def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str]:
     """The command's words, with what makes it quick and keeps it out of the working tree."""
     tiny = flags(**(TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 5, "precision": "fp32"}))
@@ -34,6 +42,8 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options["ARGS"] = options.get("ARGS", "") + (" --dry_run" if target == "train" else " --help")
         elif target == "train":
             options["ARGS"] = options.get("ARGS", "") + " " + shlex.join([*tiny, "--run_name", "docs"])
+        elif target == "bench-data":
+            options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 20"}
         elif target == "data":
             options["ARGS"] = shlex.join(["--out", str(tmp_path / "shards")])
         elif target in ("sample", "eval-val", "eval-hellaswag"):
@@ -44,6 +54,15 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         # The environment is the one that the tests run in: nothing is installed here.
         made = ["-o", ".venv/installed", "-o", ".venv/installed-dev", f"BIN={BIN}"]
         return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
+    if "recipe.data.prepare" in words:
+        assert words[:3] == ["python", "-m", "recipe.data.prepare"]
+        if "recipe/data/tiny_shakespeare.txt" not in words:  # on the Hub
+            words[words.index("--source") + 1] = str(texts(tmp_path))
+            words += ["--val_documents", "3"]
+        words[words.index("--out") + 1] = str(tmp_path / "out")
+        if "--processes" in words:
+            words[words.index("--processes") + 1] = "2"
+        return words
     if "recipe/train.py" in words:
         launch = ["--num_processes", "2", "--main_process_port", "0"]
         if "multinode" in command:  # one of the machines alone

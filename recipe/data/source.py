@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from recipe.config import UserError
 from recipe.data.shards import Shard, read_shard, verify
+from recipe.data.tokenizer import VOCAB_SIZE
 
 # Shapes: N rows asked for, T sequence_length.
 
@@ -24,8 +26,12 @@ class TokenSource(Protocol):
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
         ...
 
-    def fingerprint(self) -> str:
-        """Short hash of the data and their order of files."""
+    def state(self) -> dict:
+        """What a checkpoint keeps of the data, so that a resumed run can tell them from others (`check_same_data`)."""
+        ...
+
+    def close(self) -> None:
+        """Ends what waits or works in the background."""
         ...
 
 
@@ -33,22 +39,28 @@ class LocalSource:
     """Shards on this machine, cut into windows of T + 1 tokens at stride T that never cross a shard.
 
     Shards are read in order, the windows of each in a permutation of its own for (seed, epoch, shard). `batch_size` is
-    the number of sequences of one optimizer step over all processes. A shard is opened, and verified once, when its
-    first window is read. Raises UserError for a shard shorter than one window, and what `verify` raises.
+    the number of sequences of one optimizer step over all processes. A shard is verified once, in the background while
+    the one before it is read. Raises UserError for a shard shorter than one window, and what `verify` raises.
     """
 
     def __init__(self, shards: list[Shard], sequence_length: int, batch_size: int, seed: int):
-        for shard in shards:
-            if shard.tokens < sequence_length + 1:
+        self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
+        self._open: dict[int, np.ndarray] = {}  # shard index -> its windows, (windows, T + 1)
+        self._verified: dict[int, Future] = {}
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._set_shards(shards)
+
+    def _set_shards(self, shards: list[Shard]) -> None:
+        for i, shard in enumerate(shards):
+            # what a preparation leaves for its last shard may be short
+            if shard.tokens < self.sequence_length + 1 and not (0 < i == len(shards) - 1 and shard.sha256):
                 raise UserError(
                     f"{shard.path}: {shard.tokens} tokens, fewer than one sequence of sequence_length + 1 = "
-                    f"{sequence_length + 1}; lower sequence_length or leave this file out"
+                    f"{self.sequence_length + 1}; lower sequence_length or leave this file out"
                 )
-        self.shards, self.sequence_length, self.batch_size, self.seed = shards, sequence_length, batch_size, seed
+        self.shards = shards
         # first window of each shard, and the end
-        self._starts = np.cumsum([0] + [(shard.tokens - 1) // sequence_length for shard in shards])
-        self._open: dict[int, np.ndarray] = {}  # shard index -> its windows, (windows, T + 1)
-        self._verified: set[int] = set()
+        self._starts = np.cumsum([0] + [(shard.tokens - 1) // self.sequence_length for shard in shards])
 
     @property
     def windows(self) -> int:
@@ -84,25 +96,38 @@ class LocalSource:
             index = window[group] - self._starts[s]
             if permuted:
                 index = permutation(index, int(self._starts[s + 1] - self._starts[s]), (self.seed, e, s))
-            out[group] = self._windows_of(s)[index]
+            rows = self._windows_of(e, s)[index]  # (rows, T + 1)
+            if (largest := rows.max()) >= VOCAB_SIZE:  # of a file without a checksum, too large to read beforehand
+                raise UserError(f"{self.shards[s].path}: holds token {largest}, GPT-2's vocabulary ends at "
+                                f"{VOCAB_SIZE - 1}: another tokenizer, type or byte order")  # fmt: skip
+            out[group] = rows
         return out
 
-    def _windows_of(self, s: int) -> np.ndarray:
+    def _windows_of(self, epoch: int, s: int) -> np.ndarray:
+        """The windows of shard `s`, (windows, T + 1), uint16; verified, once, before they are given out."""
         if s not in self._open:
+            self._verify(s).result()
             tokens = read_shard(self.shards[s].path)
-            if s not in self._verified:
-                verify(self.shards[s], tokens)
-                self._verified.add(s)
             if len(self._open) == 4:  # a mapping holds a file descriptor, and a thousand shards are no rarity
                 del self._open[next(iter(self._open))]
             T = self.sequence_length
             self._open[s] = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]  # (windows, T + 1)
+            if s + 1 < len(self.shards) and self.shards[s + 1].path.exists():
+                self._verify(s + 1)
         return self._open[s]
 
-    def fingerprint(self) -> str:
-        """Short hash of the shards' names, lengths and checksums, in order."""
-        parts = [f"{shard.path.name} {shard.tokens} {shard.sha256}" for shard in self.shards]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    def _verify(self, s: int) -> Future:
+        if s not in self._verified:
+            shard = self.shards[s]
+            self._verified[s] = self._background.submit(lambda: verify(shard, read_shard(shard.path)))
+        return self._verified[s]
+
+    def state(self) -> dict:
+        """{"shards": [[name, tokens, sha256], ...], "complete": True}"""
+        return {"shards": [shard.identity for shard in self.shards], "complete": True}
+
+    def close(self) -> None:
+        self._background.shutdown(wait=False, cancel_futures=True)
 
 
 def permutation(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
@@ -145,6 +170,20 @@ def _round_keys(key: tuple[int, ...], rounds: int = 8) -> list[tuple[np.uint64, 
         b"".join(hashlib.blake2b(f"{message} {r}".encode(), digest_size=16).digest() for r in range(rounds)), "<u8"
     )
     return [(np.uint64(words[2 * r] | np.uint64(1)), np.uint64(words[2 * r + 1])) for r in range(rounds)]
+
+
+def check_same_data(saved: dict, now: dict, where: str) -> None:
+    """Refuse, with a UserError, data other than those of which a checkpoint keeps the `saved` state.
+
+    A stream that has not come to its end knows its first shards only; those must be the same.
+    """
+    then, today = saved["shards"], now["shards"]
+    changed = [a[0] for a, b in zip(then, today, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
+    more, fewer = len(today) > len(then) and saved["complete"], len(today) < len(then) and now["complete"]
+    if changed or more or fewer:
+        what = f" ({changed[0]} differs)" if changed else ""
+        raise UserError(f"{where} no longer holds the shards that the checkpoint was trained on{what}; prepare the "
+                        "same text again, or start over with --fresh")  # fmt: skip
 
 
 def check_data(train: list[Shard], val: list[Shard], sequence_length: int, batch_size: int) -> None:
