@@ -118,8 +118,10 @@ class Progress:
         """Shows a record of metrics.jsonl."""
         losses = {"loss": record["loss"], "val": record["val_loss"]}
         losses = {k: v for k, v in losses.items() if v is not None}
+        waiting = [f"{wait:.0%} waiting for data"] if (wait := record.get("data_wait") or 0) > 0.01 else []
         if self.terminal:
             self._postfix |= {k: f"{v:.3f}" for k, v in losses.items()} | {"lr": f"{record['learning_rate']:.1e}"}
+            self._postfix |= {"data": waiting[0]} if waiting else {}
             self.bar.set_postfix(self._postfix)
         elif self.show:
             parts = [f"step {record['step']}", f"{100 * record['tokens'] / self.bar.total:.0f} %"]
@@ -129,6 +131,7 @@ class Progress:
                 parts += [f"{rate:,.0f} tokens/s", f"{tqdm.format_interval(left)} left"]
             if record["mfu"]:
                 parts.append(f"MFU {100 * record['mfu']:.1f} %")
+            parts += waiting
             print("  ".join(parts), flush=True)
 
     def say(self, text: str) -> None:

@@ -1,10 +1,12 @@
 """What stands before the first step: the data opened, the checkpoint found, the model built."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from tqdm import tqdm
 from transformers import GPT2Config
 
 from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid
@@ -49,7 +51,8 @@ def _open_stream(
     """Starts this machine's builder and waits for its first shards."""
     data, out = config.data, Path(config.data.data)
     earlier = checkpoint.state["data"].get("manifest") if checkpoint else None
-    waiting, error, version = Waiting(out, say), None, {}
+    aloud = _above_the_bar if engine.is_main else say
+    waiting, error, version = Waiting(out, aloud, lambda: engine.stop_requested(poll=False)), None, {}
 
     def start(commit: str | None) -> dict:
         builder = Builder(data, engine.local_world, commit, earlier)
@@ -79,9 +82,14 @@ def _open_stream(
         raise UserError(f"{data.source} has no validation shards; name some with val_data")
     else:
         val_shards = [Shard(out / e["file"], e["tokens"], e["sha256"]) for e in manifest.of("val")]
-    train = StreamedSource(out, *cut, rank=engine.local_rank, steps=config.optimizer.max_steps, say=say)
+    train = StreamedSource(out, *cut, rank=engine.local_rank, steps=config.optimizer.max_steps, say=aloud)
     check_disjoint([s for s in train.shards if s.sha256 and all(v.sha256 for v in val_shards)], val_shards)
     return train, val_shards
+
+
+def _above_the_bar(line: str) -> None:
+    tqdm.write(line)
+    sys.stdout.flush()
 
 
 def find_checkpoint(config: Config, engine: Engine, say: Callable[[str], None]) -> Checkpoint | None:

@@ -152,3 +152,38 @@ def test_no_name_stands_in_two_kinds_of_file():
     # What Accelerate's file must say because Accelerate asks for it, and the recipe decides: off.
     for path in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert yaml.safe_load(path.read_text()).get("mixed_precision", "no") == "no"
+
+
+@pytest.mark.parametrize(
+    ("given", "directory", "source", "name"),
+    [
+        (["fineweb"], "data/fineweb-sample-10BT", "HuggingFaceFW/fineweb", "sample-10BT"),
+        (["fineweb-edu", "--name=sample-100BT"], "data/fineweb-edu-sample-100BT", "HuggingFaceFW/fineweb-edu",
+         "sample-100BT"),
+        (["tinystories"], "data/TinyStories", "roneneldan/TinyStories", ""),
+        (["HuggingFaceFW/fineweb-edu", "--name=sample-10BT"], "data/fineweb-edu-sample-10BT",
+         "HuggingFaceFW/fineweb-edu", "sample-10BT"),
+        (["hf://datasets/a/b@v1/x/*.bin"], "data/b", "hf://datasets/a/b@v1/x/*.bin", ""),
+        (["shards/*.bin"], "shards/*.bin", "", ""),
+        (["/no/such"], "/no/such", "", ""),
+        (["mine", "--source=a/b"], "mine", "a/b", ""),
+    ],
+)  # fmt: skip
+def test_one_line_names_the_data(recipe, given, directory, source, name):
+    data = parse_config(["--config", recipe(""), f"--data={given[0]}", *given[1:]]).data
+    assert (data.data, data.source, data.name) == (directory, source, name)
+
+
+def test_a_directory_of_that_name_is_meant(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "texts").mkdir(parents=True)
+    data = parse_config(["--config", recipe(""), "--data=org/texts"]).data
+    assert (data.data, data.source) == ("org/texts", "")
+
+
+def test_the_presets_that_stream():
+    for path in RECIPES:
+        data = parse_config(["--config", str(path)]).data
+        assert data.streaming == (path.stem in ("kaggle-tpu", "kaggle-t4x2", "gpt2-fineweb")), path
+        if "kaggle" in path.stem:  # 40 GB of disk, checkpoints included
+            assert data.disk_budget_gb <= 20

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from recipe.config import UserError
-from recipe.data.shards import Shard, write_shard
+from recipe.data import shards as shards_module
+from recipe.data import source as source_module
+from recipe.data.shards import Shard, find_shards, write_shard
 from recipe.data.source import LocalSource, check_data, check_disjoint, check_same_data, permutation
 
 T = 8
@@ -189,3 +191,39 @@ def test_resuming_with_other_data_is_refused(three):
     for saved, now in ((whole, state(three[:2])), (state(three[:2]), whole)):
         with pytest.raises(UserError, match="no longer holds the shards that the checkpoint was trained on; prepare"):
             check_same_data(saved, now, "data")
+
+
+def test_a_file_without_a_header_gives_the_same_rows(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype(np.uint16)
+    (tmp_path / "ours").mkdir()
+    write_shard(tmp_path / "ours" / "train.bin", tokens)
+    tokens.tofile(tmp_path / "train.bin")  # nanoGPT's
+    ours, theirs = (
+        LocalSource(find_shards(str(directory), "train"), T, 16, seed=3) for directory in (tmp_path / "ours", tmp_path)
+    )
+    assert theirs.windows == 374
+    for step in (0, 20, 30):
+        assert np.array_equal(ours.rows(step, 0, 16), theirs.rows(step, 0, 16))
+
+
+def test_4_a_bad_token_beyond_what_is_read_beforehand(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards_module, "_LOOKED_AT", 100)
+    monkeypatch.setattr(shards_module, "_CHUNK", 100)
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens[500] = 50257
+    source = LocalSource([Shard(tmp_path / "a.bin", 1000, None)], T, 4, seed=1)
+    write_shard(tmp_path / "a.bin", tokens)
+    with pytest.raises(UserError, match=r"a\.bin: holds token 50257, GPT-2's vocabulary ends at 50256"):
+        source.rows(0, 0, 4 * 31)
+
+
+def test_the_next_shard_is_verified_while_this_one_is_read(three, monkeypatch):
+    verified = []
+    monkeypatch.setattr(source_module, "verify", lambda shard, tokens: verified.append(shard.path.name))
+    source = LocalSource(three, T, 4, seed=1)
+    source.rows(0, 0, 4)
+    source._verified[1].result()
+    assert verified == ["train_000000.bin", "train_000001.bin"]
+    for step in range(12):  # two epochs
+        source.rows(step, 0, 4)
+    assert sorted(verified) == ["train_000000.bin", "train_000001.bin", "train_000002.bin"]

@@ -112,10 +112,10 @@ def _affordable(out: Path) -> int:
 
 
 class Waiting:
-    """Waits for the builder, saying what it does; ends with its error, or when the run ends."""
+    """Waits for the builder, saying what it does; ends with its error, or when the run ends or `stop` says so."""
 
-    def __init__(self, out: Path, say: Callable[[str], None]):
-        self.out, self.say, self.closed = out, say, False
+    def __init__(self, out: Path, say: Callable[[str], None], stop: Callable[[], bool] = lambda: False):
+        self.out, self.say, self.stop, self.closed = out, say, stop, False
         self._heard = 0.0
 
     def until(self, ready: Callable[[], object], what: str):
@@ -126,6 +126,8 @@ class Waiting:
             status = read_json(self.out / STATUS)
             if status.get("error"):
                 raise UserError(status["error"])
+            if self.stop():
+                raise KeyboardInterrupt
             if self.closed:
                 raise UserError("the run ended while it waited for data")
             if status.get("message_time", 0) > self._heard:
