@@ -6,7 +6,6 @@ precision) is written into its configuration from the recipe before it starts, a
 
 import copy
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,15 +40,12 @@ class ZeroEngine(Engine):
         os.environ.pop("ACCELERATE_USE_CPU", None)
         if self._cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
-            # A folder for each version: torch's own is for all of them, and one would build over what another has open.
-            cache = Path("~/.cache/torch_extensions").expanduser() / f"torch-{torch.__version__}"
-            cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache)))
-            if os.environ["RANK"] == "0" and not list(cache.rglob("deepspeed_shm_comm*.so")):
-                print("DeepSpeed compiles an operator for the CPU, a minute the first time", flush=True)
+            import deepspeed.ops
+
+            # Or it would look for compilers, and for a minute compile an operator that only inference calls.
+            deepspeed.ops.__compatible_ops__ = {}
         # Of torch's collectives, whose new names DeepSpeed does not use yet.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        # DeepSpeed compiles an operator when it first runs on a CPU; ninja lies beside Python, which `PATH` may lack.
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         file = Path(os.environ.get(_CONFIG_FILE, ""))
         if not file.is_file() and (ROOT / file).is_file():
             os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
