@@ -11,11 +11,14 @@ TEXT ?=
 FRESH ?=
 PROCESSES ?=
 ARGS ?=
+# Of the tests: processes that run them, of pytest-xdist, one a core up to four.
+WORKERS ?= logical
 
 BIN := .venv/bin
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
+XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 
 ifneq (,$(findstring tpu,$(ACCELERATE)))
@@ -53,11 +56,11 @@ eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMI
 export: .venv/installed ## the latest checkpoint of RUN as a clean model directory, OUT
 	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
-test: .venv/installed-dev ## all tests (ARGS="-k name" for some)
-	$(BIN)/python -m pytest $(ARGS)
+test: .venv/installed-dev ## all tests (ARGS="-k name" for some, WORKERS=1 for one after the other)
+	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
 test-xla: .venv-xla/installed ## the TPU engine's tests, on XLA's CPU client, in an environment of their own
-	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(ARGS)
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
 lint: .venv/installed-dev ## check style and format
 	$(BIN)/ruff check .
@@ -98,6 +101,6 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
 	$(PYTHON) -m venv .venv-xla
 	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
-	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e . pytest 'torch==2.9.*' 'torch_xla==2.9.*'
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*'
 	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e '.[deepspeed]'
 	@touch $@

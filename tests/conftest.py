@@ -1,7 +1,9 @@
 """Helpers of the tests. Real data that does not ship is looked for beside the checkout; its tests skip without it."""
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -31,15 +33,36 @@ EQUAL = TINY | {"max_steps": 50, "learning_rate": 1e-3, "warmup_steps": 10, "mic
 
 
 @pytest.fixture(scope="session")
-def shards(tmp_path_factory) -> Path:
+def once(tmp_path_factory):
+    """name, make -> a directory that make(directory) has filled, and what it returned, through JSON: made by the first
+    of pytest-xdist's workers that asks, while others who ask wait."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(name: str, make) -> tuple:
+        directory, returned = shared / name, shared / f"{name}.json"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not returned.exists():
+                shutil.rmtree(directory, ignore_errors=True)
+                returned.write_text(json.dumps(make(directory)))
+        return directory, json.loads(returned.read_text())
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def shards(once) -> Path:
     """A directory of shards of the first 120 kB of tiny Shakespeare."""
     from recipe.data.prepare import PrepareOptions, prepare
 
-    directory = tmp_path_factory.mktemp("data")
-    text = directory / "text.txt"
-    text.write_text(SHAKESPEARE.read_text()[:120_000])
-    prepare(PrepareOptions(source=str(text), out=str(directory / "shards"), val_fraction=0.1))
-    return directory / "shards"
+    def make(directory: Path):
+        directory.mkdir()
+        text = directory / "text.txt"
+        text.write_text(SHAKESPEARE.read_text()[:120_000])
+        prepare(PrepareOptions(source=str(text), out=str(directory / "shards"), val_fraction=0.1))
+
+    return once("data", make)[0] / "shards"
 
 
 def pytest_addoption(parser):
@@ -83,17 +106,20 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def by_step(run: Path) -> dict[int, dict]:
+    return {line["step"]: line for line in metrics(run)}
+
+
 def train(shards, run, processes=1, **fields):
     """A tiny run into `run`; its metrics by step."""
     settings = TINY | {"data": shards, "output_dir": run} | fields
     result = run_train(*flags(**settings), processes=processes)
     assert result.returncode == 0, result.stdout + result.stderr
-    return {line["step"]: line for line in metrics(run)}, result.stdout
+    return by_step(run), result.stdout
 
 
 @pytest.fixture(scope="session")
-def whole_run(shards, tmp_path_factory):
+def whole_run(shards, once):
     """The tiny run, dropout on, uninterrupted: (directory, metrics, output)."""
-    run = tmp_path_factory.mktemp("runs") / "whole"
-    lines, output = train(shards, run, dropout=0.1)
-    return run, lines, output
+    run, output = once("whole", lambda run: train(shards, run, dropout=0.1)[1])
+    return run, by_step(run), output

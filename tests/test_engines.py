@@ -10,12 +10,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import EQUAL, ROOT, environment, flags, launch, metrics, run_train
+from tests.conftest import EQUAL, ROOT, by_step, environment, flags, launch, run_train
 
 # name: (file of accelerate_configs/, processes, what differs of the recipe)
 ENGINES = {
@@ -35,19 +34,19 @@ def settings(name: str, shards, **fields) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def run_of(shards, tmp_path_factory):
-    """name, precision -> (run directory, metrics by step) of 50 steps, started once, as a user would."""
-    done = {}
+def run_of(shards, once):
+    """name, precision -> (run directory, metrics by step, output) of 50 steps, started once, as a user would."""
 
     def run(name: str, precision: str = "fp32"):
-        if (name, precision) not in done:
-            directory = tmp_path_factory.mktemp("engines") / f"{name}-{precision}"
+        def make(directory):
             config, processes, _ = ENGINES[name]
             arguments = settings(name, shards, output_dir=directory, precision=precision)
             result = launch(config, processes, "recipe/train.py", *arguments)
             assert result.returncode == 0, result.stdout + result.stderr
-            done[name, precision] = directory, {line["step"]: line for line in metrics(directory)}, result.stdout
-        return done[name, precision]
+            return result.stdout
+
+        directory, output = once(f"{name}-{precision}", make)
+        return directory, by_step(directory), output
 
     return run
 
@@ -97,7 +96,9 @@ def test_every_engine_reads_the_same_tokens(shards):
             if devices > 1 and processes > 1:
                 continue
             batch = batch_arithmetic(config, processes, devices)
-            source = LocalSource(find_shards(str(shards), "train"), 32, batch.sequences, config.run.seed)
+            source = LocalSource(
+                find_shards(str(shards), "train"), EQUAL["sequence_length"], batch.sequences, config.run.seed
+            )
             digest = hashlib.sha256()
             for step in range(50):
                 for micro_step in range(batch.accumulation):
@@ -108,13 +109,11 @@ def test_every_engine_reads_the_same_tokens(shards):
 
 
 @pytest.fixture(scope="session")
-def resumed(shards, run_of, tmp_path_factory):
+def resumed(shards, run_of, once):
     """target -> {source: metrics by step} of runs that the engine `source` saved at step 40 and `target` ended."""
-    done = {}
 
     def resume(target: str) -> dict:
-        if target not in done:
-            directory = tmp_path_factory.mktemp(f"resumed-{target}")
+        def make(directory):
             for source in MATRIX:
                 shutil.copytree(run_of(source)[0], directory / source)
                 shutil.rmtree(directory / source / "step_00000050")
@@ -123,14 +122,15 @@ def resumed(shards, run_of, tmp_path_factory):
             result = launch(config, processes, "tests/several_runs.py", directories, *settings(target, shards))
             assert result.returncode == 0, result.stdout + result.stderr
             assert result.stdout.count("from step 40") == len(MATRIX)
-            done[target] = {s: {line["step"]: line for line in metrics(directory / s)} for s in MATRIX}
-        return done[target]
+
+        directory, _ = once(f"resumed-{target}", make)
+        return {source: by_step(directory / source) for source in MATRIX}
 
     return resume
 
 
-@pytest.mark.parametrize("target", MATRIX)
 @pytest.mark.parametrize("source", MATRIX)
+@pytest.mark.parametrize("target", MATRIX)
 def test_a_checkpoint_of_any_engine_is_resumed_by_any_other(run_of, resumed, source, target):
     _, expected, _ = run_of(source)
     lines = resumed(target)[source]
@@ -139,21 +139,29 @@ def test_a_checkpoint_of_any_engine_is_resumed_by_any_other(run_of, resumed, sou
     assert distance(lines, expected, range(41, 51)) <= 1e-4
 
 
-@cache
-def probe(config: str, processes: int, precision: str = "fp32", mode: str = "eager") -> list[dict]:
-    result = launch(config, processes, "tests/probe_engine.py", precision, mode)
-    found = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("PROBE ")]
-    assert len(found) == processes, result.stdout + result.stderr
-    return sorted(found, key=lambda line: line["rank"])
+@pytest.fixture(scope="session")
+def probe(once):
+    """What tests/probe_engine.py found on an engine, process by process."""
+
+    def get(config: str, processes: int, precision: str = "fp32", mode: str = "eager") -> list[dict]:
+        def make(directory):
+            result = launch(config, processes, "tests/probe_engine.py", precision, mode)
+            found = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("PROBE ")]
+            assert len(found) == processes, result.stdout + result.stderr
+            return sorted(found, key=lambda line: line["rank"])
+
+        return once(f"probe-{config}-{processes}-{precision}-{mode}", make)[1]
+
+    return get
 
 
 @pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2), ("zero1", 2)])
-def test_compiling_gives_one_graph_without_a_break(config, processes):
+def test_compiling_gives_one_graph_without_a_break(probe, config, processes):
     for line in probe(config, processes, "fp32", "compile"):
         assert (line["graphs"], line["breaks"]) == (1, [])
 
 
-def test_zero_shards_the_optimizer_state_and_puts_it_together_again():
+def test_zero_shards_the_optimizer_state_and_puts_it_together_again(probe):
     """Also where nothing divides by the number of processes. DeepSpeed's privates are used in recipe/zero.py alone;
     where a new version moves them, this is the test that says so."""
     whole = probe("ddp", 2, "fp32", "compile")[0]
@@ -171,7 +179,7 @@ def test_zero_shards_the_optimizer_state_and_puts_it_together_again():
 
 
 @pytest.mark.parametrize("config", ["zero1", "zero3"])
-def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(config):
+def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(probe, config):
     """DeepSpeed's native fp16 makes its fp32 weights from fp16 ones; ours are put back, bit for bit."""
     whole = probe("ddp", 2, "fp32", "compile")[0]
     for line in probe(config, 2, "fp16"):
@@ -218,7 +226,7 @@ def test_two_machines_are_one_run(config, shards, run_of, tmp_path):
     arguments = settings("ddp", shards, output_dir=tmp_path / "run")
     (code, first), (other_code, second) = on_two_machines(config, *arguments)
     assert (code, other_code) == (0, 0), first + second
-    lines = {line["step"]: line for line in metrics(tmp_path / "run")}
+    lines = by_step(tmp_path / "run")
     assert distance(lines, run_of("single")[1], range(1, 11)) <= 1e-5
     assert "2 processes x 2 micro-steps" in first
     assert "step 50" not in second  # one process of all of them talks

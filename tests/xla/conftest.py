@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import conftest
-from tests.conftest import EQUAL, flags, metrics
+from tests.conftest import EQUAL, by_step, flags
 
 # Four devices for what runs within this process; before torch_xla is imported.
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
@@ -43,7 +43,7 @@ def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, processes
     settings = EQUAL | {"data": shards, "output_dir": run} | fields
     result = launch(config, processes, *flags(**settings), devices=devices)
     assert result.returncode == 0, result.stdout + result.stderr
-    return {line["step"]: line for line in metrics(run)}, result.stdout
+    return by_step(run), result.stdout
 
 
 def train_here(shards, run: Path, **fields):
@@ -52,7 +52,7 @@ def train_here(shards, run: Path, **fields):
 
     settings = EQUAL | {"data": shards, "output_dir": run} | fields
     assert train.main(flags(**settings)) == 0
-    return {line["step"]: line for line in metrics(run)}
+    return by_step(run)
 
 
 def column(lines: dict, name: str, last: int = 10**9) -> list:
@@ -60,17 +60,17 @@ def column(lines: dict, name: str, last: int = 10**9) -> list:
 
 
 @pytest.fixture(scope="session")
-def plain(shards, tmp_path_factory):
+def plain(shards, once):
     """The engine of one device, in the same environment: (directory, metrics)."""
-    run = tmp_path_factory.mktemp("plain") / "run"
-    return run, train(shards, run, config="single")[0]
+    run, _ = once("plain", lambda run: train(shards, run, config="single")[1])
+    return run, by_step(run)
 
 
 @pytest.fixture(scope="session")
-def one_device(shards, tmp_path_factory):
+def one_device(shards, once):
     """XLA, one device, accumulation 4: (directory, metrics)."""
-    run = tmp_path_factory.mktemp("one") / "run"
-    return run, train(shards, run)[0]
+    run, _ = once("one", lambda run: train(shards, run)[1])
+    return run, by_step(run)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, by_step
 from tests.test_docs import COMMANDS
 from tests.xla.conftest import column, launch, train, train_here
 
@@ -60,9 +60,9 @@ def assert_compiles_no_more(lines):
 
 
 @pytest.fixture(scope="module")
-def bf16(shards, tmp_path_factory):
-    run = tmp_path_factory.mktemp("bf16") / "run"
-    return run, train(shards, run, devices=4, precision="bf16", recompute="true")[0]
+def bf16(shards, once):
+    run, _ = once("bf16", lambda run: train(shards, run, devices=4, precision="bf16", recompute="true")[1])
+    return run, by_step(run)
 
 
 def test_bf16_and_recomputation_follow_the_fp32_curve(plain, bf16):
@@ -88,8 +88,9 @@ def test_the_checkpoint_is_a_transformers_model(one_device):
     from tests.conftest import EQUAL, json
 
     settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]
-    source = LocalSource(find_shards(settings["data"], "val"), 32, 8, settings["seed"])
-    rows = torch.from_numpy(source.validation_rows(0, EQUAL["eval_tokens"] // 32))
+    length = settings["sequence_length"]
+    source = LocalSource(find_shards(settings["data"], "val"), length, 8, settings["seed"])
+    rows = torch.from_numpy(source.validation_rows(0, EQUAL["eval_tokens"] // length))
     with torch.no_grad():
         loss = model.eval()(rows, labels=rows).loss.item()
     assert loss == pytest.approx(lines[50]["val_loss"], abs=1e-5)
@@ -117,10 +118,10 @@ def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def base(shards, tmp_path_factory):
+def base(shards, once):
     """A run on XLA from which the other engines go on, and which goes on from theirs."""
-    run = tmp_path_factory.mktemp("base") / "run"
-    return run, train_here(shards, run, **MOVES)
+    run, _ = once("base", lambda run: train_here(shards, run, **MOVES))
+    return run, by_step(run)
 
 
 MOVES = {"max_steps": 15, "save_every": 5, "keep_last": 9, "eval_every": 0}
