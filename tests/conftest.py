@@ -28,8 +28,8 @@ TINY = {
 }  # fmt: skip
 
 # The same on every engine, accumulation and clipping at work. A rate of 1e-2 would blow up rounding itself.
-EQUAL = TINY | {"max_steps": 50, "learning_rate": 1e-3, "warmup_steps": 10, "micro_batch_size": 2, "eval_every": 25,
-                "save_every": 25}  # fmt: skip
+EQUAL = TINY | {"sequence_length": 16, "total_batch_tokens": 128, "max_steps": 50, "learning_rate": 1e-3,
+                "warmup_steps": 10, "micro_batch_size": 2, "eval_every": 25, "save_every": 25}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8
 
 
 def curve(shards, run, config: str, cpu: bool, **fields) -> list[float]:
-    arguments = flags(**(EQUAL | {"data": shards, "output_dir": run} | fields))
+    settings = EQUAL | {"sequence_length": 32, "total_batch_tokens": 256, "data": shards, "output_dir": run} | fields
+    arguments = flags(**settings)
     result = launch(config, 1, "recipe/train.py", *arguments, env={"ACCELERATE_USE_CPU": str(cpu).lower()})
     assert result.returncode == 0, result.stdout + result.stderr
     return [line["loss"] for line in metrics(run) if line["loss"] is not None]
