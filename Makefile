@@ -15,6 +15,7 @@ ARGS ?=
 WORKERS ?= logical
 
 BIN := .venv/bin
+INSTALL := -m pip install --quiet --disable-pip-version-check
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
@@ -81,19 +82,19 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies into .venv (some minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python $(INSTALL) -c constraints.txt -e .
 	@touch $@
 
-# After torch, which DeepSpeed's set-up looks for.
 .venv/installed-deepspeed: .venv/installed
 	@echo "installing DeepSpeed into .venv"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[deepspeed]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[deepspeed]'
 	@touch $@
 
-.venv/installed-dev: .venv/installed
-	@echo "installing what the tests need into .venv"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed]'
-	@touch $@
+# All at once: each call of pip works out anew what goes with what.
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev,deepspeed]'
+	@touch .venv/installed .venv/installed-deepspeed $@
 
 # Where torch_xla is installed it is used, and it wants a torch of its own version: hence a second environment. The tpu
 # extra would add libtpu, which only a TPU needs.
@@ -101,6 +102,5 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
 	$(PYTHON) -m venv .venv-xla
 	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
-	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*'
-	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-xla/constraints.txt -e '.[deepspeed]'
+	.venv-xla/bin/python $(INSTALL) -c .venv-xla/constraints.txt -e '.[deepspeed]' pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*'
 	@touch $@
