@@ -254,6 +254,8 @@ def _validated(config: Config) -> Config:
         f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
     )
     require(bool(data.data), "data is empty; give a directory of shards or a glob of .bin files")
+    names_text = bool(data.source) and not set("*?[") & set(data.data)
+    require(names_text or not data.streaming, f"streaming, but {data.data} names no text: give a data set or a source")
     require(
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -20,13 +21,19 @@ from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 
 from recipe import device as hardware
 from recipe import optim
 from recipe.config import Batch, UserError
-from recipe.launch import check_launch, wants_cpu, wants_deepspeed, wants_xla
+from recipe.launch import check_accelerator, check_launch, wants_cpu, wants_deepspeed, wants_xla
 
+TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
@@ -63,6 +70,7 @@ class Engine:
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
     no_compile = note = ""  # why torch.compile is left out although the recipe asks for it; what else is to be said
     zero_stage = 0
+    _waited = 0.0  # seconds, for batches
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are filled up to these
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
@@ -80,28 +88,10 @@ class Engine:
         self.local_rank, self.local_world = (
             int(os.environ.get(f"LOCAL_{n}", d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
         )
-        if (expected := int(os.environ.get("WORLD_SIZE", 1))) != self.world:
-            raise UserError(
-                f"{expected} processes were launched, but each would train alone: no GPU for each of them was found. "
-                "For processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
-            )
-        if acc.distributed_type not in self.supported:
-            raise UserError(
-                f"distributed_type {acc.distributed_type.value} is not supported; use a file of accelerate_configs/"
-            )
-        if (theirs := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", self.precision):
-            raise UserError(
-                f"the Accelerate file says mixed_precision {theirs}, the recipe {self.precision}; "
-                "leave it out of the file, or pass --precision"
-            )
-        # The train loop owns the accumulation boundary; a second owner would divide the loss twice.
-        if acc.gradient_accumulation_steps != 1:
-            raise UserError(
-                "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens"
-            )
+        check_accelerator(acc, self.supported, self.precision)
         if self.device.type != "xla":
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
-        self._stop, self._waited = False, 0.0
+        self._stop = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         if self.device.type == "cpu":
@@ -116,7 +106,8 @@ class Engine:
         return self.precision if self.precision in ("bf16", "fp16") else "no"
 
     def _kwargs_handlers(self) -> list:
-        return [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # views save one copy of the gradients
+        # Views save one copy of the gradients. The others wait for a rank whose data are late as long as it does.
+        return [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=TIMEOUT)]
 
     # What the device is
 

@@ -4,6 +4,8 @@ import os
 from importlib.util import find_spec
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from recipe.config import UserError
 
@@ -57,3 +59,24 @@ def check_launch() -> None:
             "accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1. If it "
             "asks for one, unset MASTER_ADDR"
         )
+
+
+def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...], precision: str) -> None:
+    """Raises UserError where the Accelerator that came of the launch would train something else."""
+    if (expected := int(os.environ.get("WORLD_SIZE", 1))) != accelerator.num_processes:
+        raise UserError(
+            f"{expected} processes were launched, but each would train alone: no GPU for each of them was found. "
+            "For processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
+        )
+    if accelerator.distributed_type not in supported:
+        raise UserError(
+            f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
+        )
+    if (theirs := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", precision):
+        raise UserError(
+            f"the Accelerate file says mixed_precision {theirs}, the recipe {precision}; "
+            "leave it out of the file, or pass --precision"
+        )
+    # The train loop owns the accumulation boundary; a second owner would divide the loss twice.
+    if accelerator.gradient_accumulation_steps != 1:
+        raise UserError("unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens")

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import GPT2Config
 
 from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid
-from recipe.config import Batch, Config, UserError
+from recipe.config import Batch, Config, DataConfig, UserError
 from recipe.data import tokenizer
 from recipe.data.prepare import prepare_for_training
 from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
@@ -28,11 +28,12 @@ def open_data(
     """Training and validation data; a source on this disk is prepared now, if it was not before. What works in the
     background is ended by `closing`. Raises UserError."""
     data, cut = config.data, (config.data.sequence_length, batch.sequences, config.run.seed)
-    if data.streaming or data.source.startswith("hf://"):
+    if (data.streaming or data.source.startswith("hf://")) and not _all_there(data):
         train, val_shards = _open_stream(config, cut, engine, checkpoint, say, closing)
     else:
-        with engine.main_first():
-            prepare_for_training(data, say)
+        if not data.source.startswith("hf://"):
+            with engine.main_first():
+                prepare_for_training(data, say)
         train_shards = find_shards(data.data, "train")
         val_shards = find_shards(data.val_data or data.data, "val")
         check_data(train_shards, val_shards, *cut[:2])
@@ -51,8 +52,8 @@ def _open_stream(
     """Starts this machine's builder and waits for its first shards."""
     data, out = config.data, Path(config.data.data)
     earlier = checkpoint.state["data"].get("manifest") if checkpoint else None
-    aloud = _above_the_bar if engine.is_main else say
-    waiting, error, version = Waiting(out, aloud, lambda: engine.stop_requested(poll=False)), None, {}
+    aloud = _above_the_bar if engine.local_rank == 0 else say  # each machine has a stream of its own
+    waiting, error, version = Waiting(out, aloud, lambda: engine.stop_requested(poll=False)), "", {}
 
     def start(commit: str | None) -> dict:
         builder = Builder(data, engine.local_world, commit, earlier)
@@ -62,17 +63,19 @@ def _open_stream(
         return waiting.until(lambda: read_json(out / STATUS).get("version"), "the data set's version")
 
     # The main process's builder fixes the data set's version, which those of other machines are given.
-    if engine.is_main:
-        try:
+    try:
+        if engine.is_main:
             version = start(None)
-        except UserError as e:
-            error = str(e)
+    except (UserError, OSError) as e:
+        error = str(e)
     error, version = engine.from_main((error, version))
-    if error:
-        raise UserError(error)
-    if engine.local_rank == 0 and not engine.is_main:
-        start(version.get("commit"))
-    engine.barrier()  # nobody reads the status of an earlier run
+    try:
+        if engine.local_rank == 0 and not engine.is_main and not error:
+            start(version.get("commit"))
+    except (UserError, OSError) as e:
+        error = str(e)
+    if engine.anywhere(bool(error)):  # and nobody goes on to read the status of an earlier run
+        raise UserError(error or "the stream of another machine did not start; what it says there is the cause")
     waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
     waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
     manifest = Manifest.load(out)
@@ -82,9 +85,16 @@ def _open_stream(
         raise UserError(f"{data.source} has no validation shards; name some with val_data")
     else:
         val_shards = [Shard(out / e["file"], e["tokens"], e["sha256"]) for e in manifest.of("val")]
-    train = StreamedSource(out, *cut, rank=engine.local_rank, steps=config.optimizer.max_steps, say=aloud)
-    check_disjoint([s for s in train.shards if s.sha256 and all(v.sha256 for v in val_shards)], val_shards)
+    first_step, steps = checkpoint.step if checkpoint else 0, config.optimizer.max_steps
+    train = StreamedSource(out, *cut, rank=engine.local_rank, first_step=first_step, steps=steps, say=aloud)
+    check_disjoint(train.shards, val_shards)
     return train, val_shards
+
+
+def _all_there(data: DataConfig) -> bool:
+    """Whether all shards of what would be streamed are on this disk: prepared before, or small enough to stay."""
+    manifest = Manifest.load(Path(data.data))
+    return bool(manifest and manifest.complete) and all((Path(data.data) / e["file"]).exists() for e in manifest.shards)
 
 
 def _above_the_bar(line: str) -> None:

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from recipe import device as hardware
 from recipe.config import ROOT, Batch, UserError
-from recipe.engine import Engine
+from recipe.engine import TIMEOUT, Engine
 from recipe.launch import wants_cpu
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -63,7 +63,7 @@ class ZeroEngine(Engine):
         return "no"  # `prepare` tells DeepSpeed itself
 
     def _kwargs_handlers(self) -> list:
-        return [InitProcessGroupKwargs(backend="gloo")] if self._cpu else []
+        return [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if self._cpu else {}))]
 
     @property
     def name(self) -> str:

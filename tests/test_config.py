@@ -187,3 +187,9 @@ def test_the_presets_that_stream():
         assert data.streaming == (path.stem in ("kaggle-tpu", "kaggle-t4x2", "gpt2-fineweb")), path
         if "kaggle" in path.stem:  # 40 GB of disk, checkpoints included
             assert data.disk_budget_gb <= 20
+
+
+def test_streaming_needs_a_source(tmp_path):
+    (tmp_path / "shards").mkdir()
+    for data in (tmp_path / "shards", tmp_path / "*.bin"):
+        assert "names no text" in refused("--data", str(data), "--source", "", "--streaming", "true")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,7 +54,7 @@ def local(prepared):
 
 
 @contextmanager
-def streaming(data, readers=1, commit=None, earlier=None, say=quiet, steps=10_000):
+def streaming(data, readers=1, commit=None, earlier=None, say=quiet, first=0, steps=10_000, batch=BATCH):
     """Readers of a stream, and its builder."""
     builder = Builder(data, readers, commit, earlier)
     out = builder.out
@@ -63,7 +63,8 @@ def streaming(data, readers=1, commit=None, earlier=None, say=quiet, steps=10_00
         waiting = module.Waiting(out, say)
         waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
         waiting.until(lambda: Manifest.load(out).of("train"), "the first shard")
-        sources += [StreamedSource(out, T, BATCH, 1, rank=rank, steps=steps, say=say) for rank in range(readers)]
+        span = {"first_step": first, "steps": steps}
+        sources += [StreamedSource(out, T, batch, 1, rank=rank, say=say, **span) for rank in range(readers)]
         yield SimpleNamespace(sources=sources, builder=builder, out=out)
     finally:
         for source in sources:
@@ -133,7 +134,7 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
         state = s.sources[0].state()
     (tmp_path / "s" / "train_000005.bin").unlink()
     for out, earlier in ((tmp_path / "s", None), (tmp_path / "other", state["manifest"])):
-        with streaming(dataclasses.replace(data, data=str(out)), earlier=earlier, steps=middle + 3) as s:
+        with streaming(dataclasses.replace(data, data=str(out)), earlier=earlier, first=middle, steps=middle + 3) as s:
             for step in range(middle, middle + 3):
                 assert np.array_equal(s.sources[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH))
             time.sleep(0.5)
@@ -258,11 +259,15 @@ def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
 
 def test_two_streams_cannot_share_a_directory(prepared, tmp_path):
     data = at(prepared, tmp_path / "s")
-    with streaming(data):
-        second = Builder(data, 1, None, None)
-        with pytest.raises(UserError, match="another process"):
-            module.Waiting(tmp_path / "s", quiet).until(lambda: False, "an error")
-        second.close()
+    expected = local(prepared)
+    with streaming(dataclasses.replace(data, disk_budget_gb=budget(prepared, 2))) as s:
+        s.sources[0].rows(0, 0, BATCH)
+        with pytest.raises(UserError, match="another process is making shards in this directory"):
+            Builder(data, 1, None, None)
+        with pytest.raises(UserError, match="another process is making shards in this directory"):
+            prepare(options_of(data), quiet)
+        for step in range(expected.windows // BATCH):  # the first one does not notice
+            s.sources[0].rows(step, 0, BATCH)
 
 
 @pytest.mark.parametrize("dedup", [False, True])
@@ -274,7 +279,7 @@ def test_selected_documents_stream_as_they_are_prepared(prepared, tmp_path, dedu
     expected = LocalSource(find_shards(str(tmp_path / "p"), "train"), T, BATCH, seed=1)
     step = int(expected._starts[6]) // BATCH
     data = at(prepared, tmp_path / "s", **changes)
-    with streaming(data, earlier=dataclasses.asdict(whole), steps=step + 2) as s:
+    with streaming(data, earlier=dataclasses.asdict(whole), first=step, steps=step + 2) as s:
         assert np.array_equal(s.sources[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH))
         assert not (s.out / "train_000000.bin").exists()
     found = sorted((tmp_path / "s").glob("train_*.bin"))
@@ -285,3 +290,100 @@ def test_selected_documents_stream_as_they_are_prepared(prepared, tmp_path, dedu
         read_shard(tmp_path / "p" / "val_000000.bin").tolist() == read_shard(prepared.out / "val_000000.bin").tolist()
     )
     assert (reader_path(tmp_path / "s", 0)).exists()
+
+
+def files_made(out):
+    """Counts the shards that come into `out` from now on; `stop()` gives the number."""
+    seen, done = set(), threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            for path in out.glob("train_*.bin"):
+                with suppress(FileNotFoundError):
+                    seen.add((path.name, path.stat().st_ino, path.stat().st_mtime_ns))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def stop():
+        done.set()
+        thread.join()
+        return len(seen)
+
+    return stop
+
+
+def test_steps_larger_than_shards_within_a_tight_budget(prepared, tmp_path):
+    """A step reads the end of one shard before it waits for the next: no shard is made twice."""
+    batch = 96  # three of the first shard
+    expected = LocalSource(find_shards(str(prepared.out), "train"), T, batch, seed=1)
+    steps = expected.windows // batch
+    for room in (2, 3):
+        out = tmp_path / str(room)
+        data = at(prepared, out, disk_budget_gb=budget(prepared, room))
+        with streaming(data, batch=batch, steps=steps) as s:
+            stop = files_made(out)
+            for step in range(steps):
+                for lo in range(0, batch, 32):
+                    rows = s.sources[0].rows(step, lo, lo + 32)
+                    assert np.array_equal(rows, expected.rows(step, lo, lo + 32))
+            made = stop()
+        assert made <= len(prepared.manifest.of("train"))
+
+
+def test_deaths_far_apart_do_not_add_up(prepared, tmp_path):
+    """In a second epoch, too, when the manifest no longer grows."""
+    expected, deaths = local(prepared), 0
+    epoch = -(-expected.windows // BATCH)
+    data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
+    with streaming(data, earlier=dataclasses.asdict(prepared.manifest), first=epoch) as s:
+        for step in range(epoch, 2 * epoch - 1):
+            if step % 30 == 10:
+                os.kill(pid_of(s.out), signal.SIGKILL)
+                deaths += 1
+            assert np.array_equal(s.sources[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
+    assert deaths > 6
+
+
+def test_the_shard_that_is_needed_last_makes_room(prepared, tmp_path):
+    """Read over and over with room for all shards but one, few are made again."""
+    n = len(prepared.manifest.of("train"))
+    expected = local(prepared)
+    data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, n - 4))
+    with streaming(data, steps=3 * expected.windows // BATCH) as s:
+        stop = files_made(s.out)
+        for step in range(3 * expected.windows // BATCH):
+            assert np.array_equal(s.sources[0].rows(step, 0, 1), expected.rows(step, 0, 1))
+        assert stop() < 2 * n
+
+
+def test_a_budget_that_is_used_up_is_an_error(prepared, tmp_path):
+    data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3))
+    expected = local(prepared)
+
+    def read(source):
+        for step in range(expected.windows // BATCH):
+            source.rows(step, 0, BATCH)
+
+    with streaming(data) as s:
+        (s.out / "something").write_bytes(bytes(200_000))
+        with pytest.raises(UserError, match=r"the next shard needs .* GB, and .* of the budget are taken; raise disk_"):
+            read(s.sources[0])
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "fineweb_train_000001.bin").write_bytes(bytes(5000))
+    with pytest.raises(UserError, match="holds shards of another program"), streaming(at(prepared, tmp_path / "t")):
+        pass
+
+
+def test_another_runs_directory_is_left_alone(prepared, tmp_path):
+    """A checkpoint's manifest takes the place of a shorter one of the same shards, never of others."""
+    data = at(prepared, tmp_path / "s", shard_tokens=4000)
+    with streaming(data, steps=2):
+        pass
+    before = Manifest.load(tmp_path / "s")
+    with (
+        pytest.raises(UserError, match="shards made otherwise: shard_tokens was 4000, now 8000"),
+        streaming(at(prepared, tmp_path / "s"), earlier=dataclasses.asdict(prepared.manifest)),
+    ):
+        pass
+    assert Manifest.load(tmp_path / "s") == before

@@ -89,7 +89,7 @@ def test_a_resumed_stream_reads_a_row_group_and_not_the_file(prepared, hub, tmp_
     (tmp_path / "s").rename(tmp_path / "first")
     shutil.copytree(tmp_path / "first", tmp_path / "s", ignore=shutil.ignore_patterns("train_*"))
     hub.requests.clear()
-    with streaming(from_hub(prepared, tmp_path / "s"), earlier=earlier, steps=step + 1) as s:
+    with streaming(from_hub(prepared, tmp_path / "s"), earlier=earlier, first=step, steps=step + 1) as s:
         assert np.array_equal(s.sources[0].rows(step, 0, 1), expected.rows(step, 0, 1))
     asked = [r for r in hub.requests if r.method == "GET" and r.path.endswith(".parquet")]
     assert len(list((tmp_path / "s").glob("train_*"))) <= 2
@@ -139,6 +139,7 @@ def test_a_shard_that_comes_changed_is_refused(prepared, hub, tmp_path, monkeypa
         ({"source": "a/text", "text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
         ({"source": "a/script"}, r"--source a/script: this data set is a script .* refused"),
         ({"source": "hf://datasets/a/shards/v2/*.bin"}, r"no file of the data set matches v2/\*\.bin"),
+        ({"source": "hf://datasets/a/shards/v1/val*.bin"}, "only validation files match"),
         ({"source": "hf://datasets/shards"}, "expected hf://datasets/ORG/NAME/PATTERN"),
     ],
 )  # fmt: skip

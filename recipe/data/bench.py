@@ -93,13 +93,14 @@ def _documents(source: str) -> Iterator[str]:
 
 
 def _tokenising(text: Path, directory: Path, rounds: int) -> dict:
-    def ours(name: str, **crew) -> Callable[[], int]:
-        def run() -> int:
+    def ours(name: str, **crew) -> Callable[[], tuple[int, float]]:
+        def run() -> tuple[int, float]:
             out = directory / name
             for path in out.glob("*"):
                 path.unlink()
+            start = time.perf_counter()
             manifest = prepare(PrepareOptions(str(text), str(out), **crew), lambda _: None)
-            return manifest.tokens("train") + manifest.tokens("val")
+            return manifest.tokens("train") + manifest.tokens("val"), time.perf_counter() - start
 
         return run
 
@@ -114,14 +115,13 @@ def _tokenising(text: Path, directory: Path, rounds: int) -> dict:
     counts = set()
     for _ in range(rounds):
         for name, run in ways.items():
-            start = time.perf_counter()
-            tokens = run()
-            rates[name].append(tokens / (time.perf_counter() - start))
+            tokens, seconds = run()
+            rates[name].append(tokens / seconds)
             counts.add(tokens)
     if len(counts) > 1:
         raise AssertionError(f"the ways count different numbers of tokens: {counts}")
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"tokenising {counts.pop():,} tokens, medians of {rounds} interleaved rounds, start-up and writing included")
+    print(f"tokenising {counts.pop():,} tokens, text to file, medians of {rounds} interleaved rounds, imports left out")
     for name, rate in medians.items():
         peer = medians[f"datasets.map {'1 process' if ' 1 ' in name else '2 processes'}"]
         spread = f"{min(rates[name]) / 1e6:.2f} to {max(rates[name]) / 1e6:.2f}"
@@ -130,26 +130,28 @@ def _tokenising(text: Path, directory: Path, rounds: int) -> dict:
     return rates
 
 
-def _peer(text: Path, directory: Path, processes: int) -> int:
-    """Tokenise as transformers' run_clm.py does, a process a core; returns the tokens, one end-of-text a document."""
+def _peer(text: Path, directory: Path, processes: int) -> tuple[int, float]:
+    """Tokenise as transformers' run_clm.py does, a process a core; returns the tokens, one end-of-text a document, and
+    the seconds, without those of the imports."""
     code = (
-        "import sys, datasets; from recipe.data.tokenizer import hf_tokenizer\n"
+        "import sys, time, datasets; from recipe.data.tokenizer import hf_tokenizer\n"
         "datasets.disable_caching(); datasets.disable_progress_bars(); tokenizer = hf_tokenizer()\n"
-        "tokenizer.model_max_length = 10**9\n"
+        "tokenizer.model_max_length = 10**9; start = time.perf_counter()\n"
         "rows = datasets.load_dataset('json', data_files=sys.argv[1], split='train', cache_dir=sys.argv[2])\n"
         "n = int(sys.argv[3])\n"
         "out = rows.map(lambda b: {'ids': tokenizer(b['text'])['input_ids']}, batched=True, remove_columns=['text'],\n"
         "               num_proc=n if n > 1 else None, load_from_cache_file=False)\n"
-        "import pyarrow.compute as pc\n"
+        "seconds = time.perf_counter() - start; import pyarrow.compute as pc\n"
         "lengths = pc.list_value_length(out.data['ids'])\n"
-        "print(pc.sum(lengths).as_py() + pc.sum(pc.greater(lengths, 0)).as_py())"
+        "print(pc.sum(lengths).as_py() + pc.sum(pc.greater(lengths, 0)).as_py(), seconds)"
     )
     command = [sys.executable, "-c", code, str(text), str(directory / "cache"), str(processes)]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     if ran.returncode:
         raise UserError(f"datasets.map failed: {ran.stderr.strip().splitlines()[-1]}")
-    return int(ran.stdout.split()[-1])
+    tokens, seconds = ran.stdout.split()[-2:]
+    return int(tokens), float(seconds)
 
 
 def _rows(shards: Path) -> dict:
@@ -207,7 +209,7 @@ def _stream(text: Path, directory: Path) -> dict:
         first = time.perf_counter() - start
         length = 128  # of a sequence, so that a small text has many
         steps = int(1.5 * tokens) // (8 * length)
-        with closing(StreamedSource(out, length, 8, 1, rank=0, steps=steps, say=print)) as source:
+        with closing(StreamedSource(out, length, 8, 1, rank=0, first_step=0, steps=steps, say=print)) as source:
             for step in range(steps):
                 source.rows(step, 0, 8)
     finally:

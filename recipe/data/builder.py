@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import sys
 import threading
 import time
@@ -17,12 +17,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from recipe.config import DataConfig, UserError
+from recipe.data.hub import DOWNLOADS
 from recipe.data.makers import HubMaker, Maker, TextMaker
-from recipe.data.prepare import alone_in
 from recipe.data.select import SEEN
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest
 from recipe.data.status import POLL, Status, directory_bytes, read_json, reader_path
+from recipe.data.writer import shard_name
 
 FAILED = 3  # exit code of an error that another attempt would meet again; it is in the status
 
@@ -47,32 +50,35 @@ class Room:
                 return None
             low = 0
         here = {i for i, entry in enumerate(train) if (self.out / entry["file"]).exists()}
-        ahead = []
+        ahead, number = [], None
         for sequence in range(low, low + (n or len(train) + 1)):
-            number = sequence % n if n else sequence
-            if number not in here:
+            if last is not None and sequence > last:
                 break
-            ahead.append(number)
-        else:
-            return None
-        if last is not None and sequence > last:
-            return None
-        if n is None and low > len(train):
-            raise AssertionError(f"a reader is at shard {low} of {len(train)}")
-        need = size_of(number) + self.reserve()
+            if (i := sequence % n if n else sequence) not in here:
+                number = i
+                break
+            ahead.append(i)
+        spare = here - set(ahead)
+        need = 0 if number is None else size_of(number) + self.reserve()
         while directory_bytes(self.out) + need > self.budget:
-            spare = here - set(ahead)
             if not spare:
+                if number is not None and not ahead:
+                    taken = f"{directory_bytes(self.out) / 1e9:.3g} of the {self.budget / 1e9:.3g} GB of the budget"
+                    raise UserError(
+                        f"{self.out}: the next shard needs {need / 1e9:.3g} GB, and {taken} are taken; raise "
+                        "disk_budget_gb, or free some disk"
+                    )
                 return None
-            oldest = max(spare, key=lambda i: (low - i) % n if n else (i < low, abs(low - i)))
-            (self.out / train[oldest]["file"]).unlink()
-            here.remove(oldest)
+            # the one that is needed again last; in a first epoch, of which nobody knows the end, the oldest
+            victim = max(spare, key=lambda i: (i - low) % n if n else (i < low, abs(low - i)))
+            (self.out / train[victim]["file"]).unlink()
+            spare.remove(victim)
         return number
 
     def reserve(self) -> int:
         """Bytes beside the shards that making one may take for a while: the files that are replaced, a journal."""
-        kept = sum(p.stat().st_size for p in (self.out / MANIFEST, self.out / SEEN) if p.exists())
-        return 2 * kept + (1 << 13)
+        manifest, seen = (p.stat().st_size if p.exists() else 0 for p in (self.out / MANIFEST, self.out / SEEN))
+        return 2 * manifest + seen + seen // 8 + (1 << 13)
 
     def _span(self) -> tuple[int | None, int | None]:
         """The shard, counted over all epochs, that the last reader is at, None until all of them have said; and the
@@ -80,43 +86,60 @@ class Room:
         readers = [read_json(reader_path(self.out, rank)) for rank in range(self.readers)]
         if not all(readers):
             return None, None
-        lasts = [reader["last"] for reader in readers]
-        return min(reader["shard"] for reader in readers), None if None in lasts else max(lasts)
+        ends = np.cumsum([(e["tokens"] - 1) // readers[0]["sequence_length"] for e in self.manifest.of("train")])
+        windows, known = readers[0]["windows"], int(ends[-1]) if len(ends) else 0
+        last = None
+        if self.manifest.complete or windows <= known:
+            epoch, window = divmod(windows - 1, max(1, known))
+            last = epoch * len(ends) + int(np.searchsorted(ends, window, side="right"))
+        return min(reader["shard"] for reader in readers), last
 
 
 def build(data: DataConfig, readers: int, budget: int, commit: str | None, status: Status) -> None:
     """Make shards until the process is ended. Raises UserError."""
     out = Path(data.data)
     status.set(state="starting", pid=os.getpid(), error=None)
-    with alone_in(out):
-        maker_type = HubMaker if data.source.startswith("hf://") else TextMaker
-        maker = maker_type(data, out, commit, status)
-        status.set(version=maker.manifest.source)
-        for part in out.glob("*.part"):
-            part.unlink()
-        room = Room(out, maker.manifest, readers, budget)
-        maker.validation()
-        _check_budget(maker, room, data)
-        status.set(opened=True)
-        while True:
-            number = room.wanted(maker.size_of)
-            if number is None:
-                status.set(now=False, state="waiting for the readers")
-                time.sleep(POLL)
-                continue
-            status.set(state="starting", split="train", shard=number)
-            maker.make(number)
-            status.set(state="made", split="train", shard=number, bytes=directory_bytes(out))
+    if Manifest.load(out) is None and list(out.glob("*.bin")):
+        raise UserError(f"{out} holds shards of another program; stream into another directory")
+    maker_type = HubMaker if data.source.startswith("hf://") else TextMaker
+    maker = maker_type(data, out, commit, status)
+    status.set(version=maker.manifest.source)
+    _sweep(out, maker.manifest)
+    room = Room(out, maker.manifest, readers, budget)
+    _check_budget(maker, room, data)
+    maker.validation()
+    _check_budget(maker, room, data)
+    status.set(opened=True)
+    made = 0
+    while True:
+        number = room.wanted(maker.size_of)
+        if number is None:
+            status.set(now=False, state="waiting for the readers")
+            time.sleep(POLL)
+            continue
+        status.set(state="starting", split="train", shard=number)
+        maker.make(number)
+        made += 1
+        status.set(state="made", split="train", shard=number, made=made)
+
+
+def _sweep(out: Path, manifest: Manifest) -> None:
+    """Delete what a killed builder left: open shards, downloads, a shard that it had not entered into the manifest."""
+    known = {entry["file"] for entry in manifest.shards}
+    for path in out.glob("*.part"):
+        path.unlink()
+    for split in ("train", "val"):
+        path = out / shard_name(split, len(manifest.of(split)))
+        if path.name not in known:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(out / DOWNLOADS, ignore_errors=True)
 
 
 def _check_budget(maker: Maker, room: Room, data: DataConfig) -> None:
-    held = sum(HEADER_BYTES + e["tokens"] * DTYPE.itemsize for e in maker.manifest.of("val"))
-    train = maker.manifest.of("train")
-    if isinstance(maker, HubMaker):
-        largest = max((maker.size_of(i) for i in range(len(train))), default=0)
-    else:
-        largest = HEADER_BYTES + maker.options.shard_tokens * DTYPE.itemsize
-    rest = sum(p.stat().st_size for p in room.out.iterdir() if p.is_file() and p.suffix != ".bin")
+    sizes = {e["file"]: HEADER_BYTES + e["tokens"] * DTYPE.itemsize for e in maker.manifest.shards}
+    held = sum(sizes[e["file"]] for e in maker.manifest.of("val"))
+    largest = maker.largest()
+    rest = directory_bytes(room.out) - sum(size for name, size in sizes.items() if (room.out / name).exists())
     if (least := held + 2 * largest + rest + room.reserve()) > room.budget:
         raise UserError(
             f"disk_budget_gb {data.disk_budget_gb:g}: {room.budget / 1e9:.3g} GB are too few for the validation shards "
@@ -126,7 +149,6 @@ def _check_budget(maker: Maker, room: Room, data: DataConfig) -> None:
 
 def main() -> int:
     job = json.loads(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the trainer decides what it means
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):
         os.nice(10)  # the step comes first

@@ -92,6 +92,8 @@ def _cut(text: str) -> int:
 def open_files(source: str, text_column: str) -> TextFiles | None:
     """The documents of a file, a glob or a directory; None where no such file exists. Raises UserError for files of
     other kinds."""
+    if not source:  # Path("") would be the working directory
+        return None
     path = Path(source)
     if path.is_dir():
         paths = [Path(p) for p in sorted(glob.glob(f"{glob.escape(source)}/**", recursive=True))]

@@ -75,6 +75,7 @@ class HubText:
     ):
         self.source, self.name, self.split, self.revision, self.text_column = source, name, split, revision, text_column
         self.commit: str | None = None
+        self._files: list[Callable] | None = None
         self._retries = Retries(f"--source {source}", say)
 
     def __str__(self) -> str:
@@ -116,14 +117,23 @@ class HubText:
         datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
         for what in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
             setattr(datasets.config, f"STREAMING_{what}_RETRY_INTERVAL", 0)
-        rows = datasets.load_dataset(self.source, self.name, split=self.split, revision=self.commit, streaming=True)
-        rows = rows.reshard()  # by row groups of parquet: to start again need not read the file up to there
-        if stream:
-            rows.load_state_dict(stream["state"])
-        for index, row in enumerate(rows, stream["document"] if stream else 0):
-            yield index, row, stream
-            if (index + 1) % _STATE_EVERY == 0:
-                stream = {"document": index + 1, "state": rows.state_dict()}
+        if self._files is None:
+            rows = datasets.load_dataset(self.source, self.name, split=self.split, revision=self.commit, streaming=True)
+            self._files = [partial(rows.shard, rows.num_shards, i) for i in range(rows.num_shards)]
+        index, start = (stream["document"], stream["state"]) if stream else (0, {"file": 0, "within": None})
+        for number in range(start["file"], len(self._files)):
+            # By row groups of parquet: to start again need not read the file up to there. A file at a time, for all of
+            # them would be opened first.
+            rows = self._files[number]().reshard()
+            if start["within"]:
+                rows.load_state_dict(start["within"])
+            for row in rows:
+                yield index, row, stream
+                index += 1
+                if index % _STATE_EVERY == 0:
+                    stream = {"document": index, "state": {"file": number, "within": rows.state_dict()}}
+            start = {"file": number + 1, "within": None}
+            stream = {"document": index, "state": start}
 
 
 class HubShards:
@@ -155,7 +165,7 @@ class HubShards:
 
         with _hub_errors(self._retries.source):
             tree = HfApi().list_repo_tree(self.repo, repo_type="dataset", revision=self.commit, recursive=True)
-            files = [f for f in tree if isinstance(f, RepoFile) and fnmatch.fnmatch(f.path, self.pattern)]
+            files = [f for f in tree if isinstance(f, RepoFile) and _matches(f.path, self.pattern)]
         entries = []
         for f in sorted(files, key=lambda f: f.path):
             entries.append(
@@ -169,8 +179,10 @@ class HubShards:
             )
         if not entries:
             raise UserError(f"data {self.uri}: no file of the data set matches {self.pattern}")
-        if len({e["file"] for e in entries}) < len(entries):
-            raise UserError(f"data {self.uri}: two files have the same name in different folders; narrow the pattern")
+        if len({Path(e["path"]).parent for e in entries}) > 1:
+            raise UserError(f"data {self.uri}: the files that match are in several folders; narrow the pattern to one")
+        if all(e["split"] == "val" for e in entries):
+            raise UserError(f"data {self.uri}: only validation files match {self.pattern}; widen the pattern")
         return entries
 
     def download(self, entry: dict, path: Path) -> None:
@@ -194,6 +206,12 @@ class HubShards:
         self._retries.success()
         move(got, path)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """As in a shell, * stays within a folder."""
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def commit_of(repo: str, revision: str | None, retries: Retries) -> str:

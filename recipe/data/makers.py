@@ -29,6 +29,10 @@ class Maker(Protocol):
         """Bytes of training shard `number`."""
         ...
 
+    def largest(self) -> int:
+        """Bytes of the largest training shard that may come."""
+        ...
+
     def make(self, number: int) -> None:
         """Make training shard `number`, or find that the source ends before it."""
         ...
@@ -43,7 +47,8 @@ def _adopt(out: Path, wanted: dict) -> None:
         check_same(out, before, wanted)
     except UserError:  # shards made another way; that they are the same ones, the reader sees to
         return
-    if here is None or len(here.shards) < len(before.shards):
+    same = here and (here.source, here.options) == (before.source, before.options)
+    if not here or not here.shards or (same and len(here.shards) < len(before.shards)):
         before.save(out)
 
 
@@ -89,6 +94,9 @@ class TextMaker:
             else shard_sizes(number, self.options.shard_tokens, self.options.first_shard_tokens)
         )
         return HEADER_BYTES + tokens * DTYPE.itemsize
+
+    def largest(self) -> int:
+        return HEADER_BYTES + self.options.shard_tokens * DTYPE.itemsize
 
     def make(self, number: int) -> None:
         train = self.manifest.of("train")
@@ -196,6 +204,9 @@ class HubMaker:
 
     def size_of(self, number: int) -> int:
         return HEADER_BYTES + self.manifest.of("train")[number]["tokens"] * DTYPE.itemsize
+
+    def largest(self) -> int:
+        return max(self.size_of(i) for i in range(len(self.manifest.of("train"))))
 
     def make(self, number: int) -> None:
         self._fetch(self.manifest.of("train")[number])

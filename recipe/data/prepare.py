@@ -138,15 +138,16 @@ def prepare_for_training(data: DataConfig, say: Callable[[str], None] = print) -
 
 
 @contextmanager
-def alone_in(out: Path) -> Iterator[None]:
-    """Two preparations would mix their tokens in the open shards. The lock goes with its process, however that ends."""
+def alone_in(out: Path) -> Iterator[int]:
+    """Two preparations would mix their tokens in the open shards. The lock goes with its process, and those it gave the
+    file descriptor to, however they end."""
     directory = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield directory
     except BlockingIOError:
         raise UserError(
-            f"{out}: another process is preparing this directory; wait for it, or give another --out"
+            f"{out}: another process is making shards in this directory; wait for it, or give another directory"
         ) from None
     finally:
         os.close(directory)

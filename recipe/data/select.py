@@ -137,7 +137,9 @@ class Shuffled:
         for document in self.text.documents(start, inner):
             if document.index < self.begin:
                 if document.place >= first:
-                    yield document
+                    inner = document.stream
+                    stream = {"document": inner["document"], "state": inner} if inner else None
+                    yield Document(document.index, document.place, document.chunks, stream)
                 continue
             if end is None:
                 end = max(start, self.begin) + self.buffer

@@ -77,8 +77,12 @@ class LocalSource:
 
     def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
-        g = step * self.batch_size + np.arange(lo, hi, dtype=np.int64)  # (N,) windows since the run's start
-        return self._gather(g // self.windows, g % self.windows, permuted=True)
+        return self._windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))
+
+    def _windows_at(self, g: np.ndarray) -> np.ndarray:
+        """Windows by their number since the run's start, (N,) -> (N, T + 1)."""
+        n = max(1, self.windows)
+        return self._gather(g // n, g % n, permuted=True)
 
     def validation_rows(self, lo: int, hi: int) -> np.ndarray:
         """Windows [lo, hi) in plain order, shape (hi - lo, T + 1), int64; hi is at most `windows`."""
@@ -108,6 +112,11 @@ class LocalSource:
         if s not in self._open:
             self._verify(s).result()
             tokens = read_shard(self.shards[s].path)
+            if len(tokens) != self.shards[s].tokens:
+                raise UserError(
+                    f"{self.shards[s].path}: holds {len(tokens)} tokens and not {self.shards[s].tokens}, as a shard of "
+                    "its size with a header would; was it changed, or made by nanoGPT?"
+                )
             if len(self._open) == 4:  # a mapping holds a file descriptor, and a thousand shards are no rarity
                 del self._open[next(iter(self._open))]
             T = self.sequence_length
@@ -196,10 +205,14 @@ def check_data(train: list[Shard], val: list[Shard], sequence_length: int, batch
     LocalSource(val, sequence_length, batch_size, seed=0)
     windows = LocalSource(train, sequence_length, batch_size, seed=0).windows
     if batch_size > windows:
-        raise UserError(
-            f"total_batch_tokens {batch_size * sequence_length} takes {batch_size} sequences a step, the training data "
-            f"have {windows} in all; lower total_batch_tokens (or the number of processes), or prepare more text"
-        )
+        raise UserError(too_large(batch_size, sequence_length, windows))
+
+
+def too_large(batch_size: int, sequence_length: int, windows: int) -> str:
+    return (
+        f"total_batch_tokens {batch_size * sequence_length} takes {batch_size} sequences a step, the training data "
+        f"have {windows} in all; lower total_batch_tokens (or the number of processes), or prepare more text"
+    )
 
 
 def check_disjoint(train: list[Shard], val: list[Shard]) -> None:
@@ -216,6 +229,8 @@ def check_disjoint(train: list[Shard], val: list[Shard]) -> None:
 def _same_tokens(a: Shard, b: Shard) -> bool:
     if a.sha256 and b.sha256:
         return a.sha256 == b.sha256
+    if not (a.path.exists() and b.path.exists()):  # of a stream
+        return False
     x, y = read_shard(a.path), read_shard(b.path)
     # the beginnings settle it for all but equal files, and reading a thousand whole shards would take minutes
     return np.array_equal(x[:4096], y[:4096]) and np.array_equal(x, y)

@@ -11,14 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 from recipe.config import ROOT, DataConfig, UserError
 from recipe.data.builder import FAILED
+from recipe.data.prepare import alone_in
 from recipe.data.shards import MANIFEST, Manifest, Shard
-from recipe.data.source import LocalSource
+from recipe.data.source import LocalSource, too_large
 from recipe.data.status import EARLIER, POLL, STATUS, read_json, reader_path, write_json
 
 LOG = "builder.log"
@@ -36,19 +38,20 @@ class Builder:
     """
 
     def __init__(self, data: DataConfig, readers: int, commit: str | None, earlier: dict | None):
-        """`readers` processes of this machine will read; `earlier` is the manifest that a checkpoint kept."""
+        """`readers` processes of this machine will read; `earlier` is the manifest that a checkpoint kept. Raises
+        UserError where another process uses the directory."""
         self.out = Path(data.data)
         self.out.mkdir(parents=True, exist_ok=True)
+        self._closing, self._lock = threading.Event(), ExitStack()
+        self._lock_file = self._lock.enter_context(alone_in(self.out))
         for leftover in [self.out / STATUS, self.out / EARLIER, *self.out.glob(".reader-*")]:
             leftover.unlink(missing_ok=True)
         if earlier:  # for another machine than before, or an emptied disk
             write_json(self.out / EARLIER, earlier)
-        budget = min(int(data.disk_budget_gb * 1e9), _affordable(self.out))
+        self.budget = min(int(data.disk_budget_gb * 1e9), _affordable(self.out))
         self._job = json.dumps(
-            {"data": dataclasses.asdict(data), "readers": readers, "budget": budget, "commit": commit}
+            {"data": dataclasses.asdict(data), "readers": readers, "budget": self.budget, "commit": commit}
         )
-        self.budget = budget
-        self._closing = threading.Event()
         self._process = self._start()
         self._watch = threading.Thread(target=self._keep_alive, name="builder", daemon=True)
         self._watch.start()
@@ -58,37 +61,38 @@ class Builder:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with open(self.out / LOG, "ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path}
-            )
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
+                pass_fds=[self._lock_file],  # nobody else comes in while it is on its way out
+            )  # fmt: skip
 
     def _keep_alive(self) -> None:
-        deaths, shards_then, made, since = 0, -1, None, time.monotonic()
+        deaths, sign, since = 0, None, time.monotonic()
         while not self._closing.wait(POLL):
-            status = read_json(self.out / STATUS)
-            if (sign := status.get("time")) != made:
-                made, since = sign, time.monotonic()
-            code = self._process.poll()
-            if code is None and time.monotonic() - since > _STALLED:
-                self._process.kill()
-                code = self._process.wait()
-            if code is None:
-                continue
-            if code == FAILED:
-                return  # the cause is in the status
-            manifest = Manifest.load(self.out)
-            shards = len(manifest.shards) if manifest else 0
-            deaths, shards_then = deaths + 1 if shards == shards_then else 1, shards
-            cause = f"killed by signal {-code}" if code < 0 else self._last_words()
-            if deaths > _RESTARTS:
-                error = f"the process that makes the shards in {self.out} died {deaths} times: {cause}"
-                write_json(self.out / STATUS, {"error": f"{error}; see {self.out / LOG}", "time": time.time()})
-                return
-            write_json(
-                self.out / STATUS,
-                {"time": time.time(), "message_time": time.time(),
-                 "message": f"the process that makes the shards died ({cause}); started again"},
-            )  # fmt: skip
-            self._process, since = self._start(), time.monotonic()
+            try:
+                status = read_json(self.out / STATUS)
+                if status.get("made"):
+                    deaths = 0
+                if status.get("time") != sign:
+                    sign, since = status.get("time"), time.monotonic()
+                if (code := self._process.poll()) is None and time.monotonic() - since > _STALLED:
+                    self._process.kill()
+                    code = self._process.wait()
+                if code is None:
+                    continue
+                if code == FAILED:
+                    return  # the cause is in the status
+                cause = f"killed by signal {-code}" if code < 0 else self._last_words()
+                deaths += 1
+                if deaths > _RESTARTS:
+                    error = f"the process that makes the shards in {self.out} died {deaths} times: {cause}"
+                    write_json(self.out / STATUS, {"error": f"{error}; see {self.out / LOG}", "time": time.time()})
+                    return
+                message = f"the process that makes the shards died ({cause}); started again"
+                write_json(self.out / STATUS, {"message": message, "message_time": time.time(), "time": time.time()})
+                self._process, since = self._start(), time.monotonic()
+            except (OSError, UserError):  # a full disk, no memory for a process: perhaps not for ever
+                self._closing.wait(1)
 
     def _last_words(self) -> str:
         lines = (self.out / LOG).read_text(errors="replace").strip().splitlines()
@@ -103,6 +107,7 @@ class Builder:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._lock.close()
 
 
 def _affordable(out: Path) -> int:
@@ -126,6 +131,9 @@ class Waiting:
             status = read_json(self.out / STATUS)
             if status.get("error"):
                 raise UserError(status["error"])
+            if time.time() - status.get("time", time.time()) > 2 * _STALLED:
+                raise UserError(f"the process that makes the shards in {self.out} gives no sign of life; see "
+                                f"{self.out / LOG}")  # fmt: skip
             if self.stop():
                 raise KeyboardInterrupt
             if self.closed:
@@ -152,8 +160,8 @@ def _doing(status: dict) -> str:
 
 
 class StreamedSource(LocalSource):
-    """LocalSource over shards that come and go, for a run of `steps` optimizer steps. `rank` is this reader's number on
-    its machine."""
+    """LocalSource over shards that come and go, for a run from `first_step` to `steps`. `rank` is this reader's number
+    on its machine."""
 
     def __init__(
         self,
@@ -163,6 +171,7 @@ class StreamedSource(LocalSource):
         seed: int,
         *,
         rank: int,
+        first_step: int,
         steps: int,
         say: Callable[[str], None],
     ):
@@ -171,6 +180,7 @@ class StreamedSource(LocalSource):
         self._seen, self._at = None, -1
         super().__init__([], sequence_length, batch_size, seed)
         self._refresh()
+        self._pass_to(self._shard_of(first_step * batch_size))
 
     def _refresh(self) -> bool:
         """Read the manifest if it has changed."""
@@ -188,20 +198,39 @@ class StreamedSource(LocalSource):
 
     def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64; waits for shards."""
-        last = step * self.batch_size + hi - 1
-        if last >= self.windows and not self.complete:
-            self._refresh()
-        while last >= self.windows and not self.complete:
-            self._pass_to(len(self.shards))  # or earlier, if the stream ends before it
-            number = len(self.shards)
-            self._waiting.until(self._refresh, f"shard {number}")
-        return super().rows(step, lo, hi)
+        wanted = step * self.batch_size + np.arange(lo, hi, dtype=np.int64)  # (N,) windows since the run's start
+        parts = []
+        while True:
+            # Each shard is read before the next is waited for: the builder may delete those that are passed.
+            known = wanted if self.complete else wanted[wanted < self.windows]
+            parts.append(self._windows_at(known))
+            wanted = wanted[len(known) :]
+            if not len(wanted):
+                return np.concatenate(parts)
+            if not self._refresh():
+                number = len(self.shards)
+                self._pass_to(number)  # or to an earlier one of the next epoch, if the stream ends here
+                self._waiting.until(self._refresh, f"shard {number}")
+            if self.complete and self.batch_size > self.windows:
+                raise UserError(too_large(self.batch_size, self.sequence_length, self.windows))
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
         self._pass_to(epoch * len(self.shards) + s if self.complete else s)
-        if s not in self._open:
-            self._waiting.until(self.shards[s].path.exists, f"shard {s}")
-        return super()._windows_of(epoch, s)
+        while True:
+            if s not in self._open and not self.shards[s].path.exists():
+                self._verified.pop(s, None)  # what comes is another file
+                self._waiting.until(self.shards[s].path.exists, f"shard {s}")
+            try:
+                return super()._windows_of(epoch, s)
+            except FileNotFoundError:  # gone again: this reader went back behind what it had passed
+                self._verified.pop(s, None)
+
+    def _shard_of(self, window: int) -> int:
+        """The shard, counted over all epochs, of a window since the run's start; the next one where it is not known."""
+        if window >= self.windows and not self.complete:
+            return len(self.shards)
+        epoch, window = divmod(window, self.windows)
+        return epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1
 
     def _pass_to(self, sequence: int) -> None:
         """Tell the builder that shards before `sequence`, counted over all epochs, may go."""
@@ -212,15 +241,9 @@ class StreamedSource(LocalSource):
             del self._open[s]  # or the disk would still hold it
         for s in [s for s in self._verified if s < here or s > here + 1]:
             del self._verified[s]  # when it comes again, it is another file
-        write_json(reader_path(self.out, self.rank), {"shard": sequence, "last": self._last_shard()})
+        run = {"windows": self.steps * self.batch_size, "sequence_length": self.sequence_length}
+        write_json(reader_path(self.out, self.rank), {"shard": sequence, **run})
         self._at = sequence
-
-    def _last_shard(self) -> int | None:
-        """The last shard of the run, counted over all epochs, where that is known yet."""
-        epoch, window = divmod(self.steps * self.batch_size - 1, max(1, self.windows))
-        if epoch and not self.complete:
-            return None
-        return epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1
 
     def state(self) -> dict:
         """As LocalSource's, and the manifest, from which another machine can build the shards again."""
