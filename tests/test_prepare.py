@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import datasets
@@ -21,11 +22,11 @@ import pytest
 from recipe.config import DataConfig, UserError
 from recipe.data import prepare as module
 from recipe.data import shards
-from recipe.data.documents import Document
+from recipe.data.documents import Document, TextFiles
 from recipe.data.hub import HubText
 from recipe.data.options import PrepareOptions
 from recipe.data.prepare import main, prepare, prepare_for_training
-from recipe.data.select import HeldOut
+from recipe.data.select import Deduplicated, HeldOut
 from recipe.data.shards import Manifest, find_shards, read_shard, unigram_loss
 from recipe.data.tokenizer import END_OF_TEXT, encode
 from tests.conftest import ASSETS, ROOT, SHAKESPEARE
@@ -519,3 +520,56 @@ def test_interrupted_within_the_validation_shards_of_shuffled_documents(tmp_path
         assert Manifest.load(tmp_path / f"again{calls}").shards[-1]["split"] == "val"
         prepare(again, quiet)
         assert contents(tmp_path / f"again{calls}") == contents(tmp_path / "out")
+
+
+class Failing(HubText):
+    """A data set of DOCUMENTS whose connection breaks after some rows, each time it is opened."""
+
+    def __init__(self, breaks, error, say=quiet):
+        super().__init__("a/b", None, "train", None, "text", say)
+        self.breaks, self.error, self._retries.worked = list(breaks), error, True
+
+    def _rows(self, stream):
+        left = self.breaks.pop(0) if self.breaks else 10_000
+        start = stream["document"] if stream else 0
+        for index in range(start, 300):
+            if index - start == left:
+                raise self.error
+            stream = {"document": index, "state": None} if index % 64 == 0 else stream
+            yield index, {"text": DOCUMENTS[index]}, stream
+
+
+def test_a_broken_stream_gives_each_document_once(monkeypatch):
+    waits, said = [], []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    text = Failing([100, 0, 0, 70, 5], ConnectionError("gone"), said.append)
+    assert [d.index for d in text.documents()] == list(range(300))
+    assert waits == [1, 2, 4, 1, 1]  # longer while nothing comes
+    assert said[0] == "--source a/b: ConnectionError: gone; trying again in 1 s from where it stopped"
+    assert [d.index for d in Failing([100, 3], ConnectionError()).documents(90)] == list(range(90, 300))
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(ValueError("not parquet"), 4), (PermissionError("no"), 10_000)])
+def test_patience_ends(monkeypatch, error, attempts):
+    clock = [0.0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    text = Failing([0] * 10_000, error)
+    with pytest.raises(UserError, match=rf"--source a/b: .*{type(error).__name__}: {error}"):
+        next(text.documents())
+    assert clock[0] <= 960
+    assert 10_000 - len(text.breaks) <= attempts
+
+
+def test_duplicates_are_told_by_who_has_not_read_what_came_before(tmp_path):
+    source = TextFiles([write_jsonl(tmp_path / "d.jsonl", REPEATED)], "text")
+    whole = [d.index for d in Deduplicated(source, tmp_path / "a.sqlite").documents()]
+    assert [i for i in range(len(REPEATED)) if i not in whole] == [
+        i for i, d in enumerate(REPEATED) if d in REPEATED[:i]
+    ]
+    for first in (30, 120, 193):
+        late = Deduplicated(source, tmp_path / f"{first}.sqlite")
+        assert [d.index for d in late.documents(first)] == [i for i in whole if i >= first]
+        late.commit()
+        again = Deduplicated(source, tmp_path / f"{first}.sqlite")
+        assert [d.index for d in again.documents(10)] == [i for i in whole if i >= 10]

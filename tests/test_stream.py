@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,12 +104,15 @@ def test_streamed_is_prepared_within_the_budget(prepared, tmp_path):
         while not done.wait(0.01):
             most[0] = max(most[0], directory_bytes(tmp_path / "s"))
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     with streaming(data) as s:
         steps = int(2.5 * expected.windows / BATCH)
         for step in range(steps):
             assert np.array_equal(s.sources[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
+            if step % 50 == 0 and os.path.exists("/proc/self/maps"):  # what is deleted must not be held open
+                maps = Path("/proc/self/maps").read_text().splitlines()
+                assert not [line for line in maps if str(s.out) in line and "(deleted)" in line]
         done.set()
         watcher.join()
         assert s.sources[0].state()["shards"] == expected.state()["shards"]
@@ -153,7 +157,7 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
             fast.rows(step, 0, BATCH // 2)
         reached = threading.Event()
         far = int(expected._starts[7]) // BATCH
-        thread = threading.Thread(target=lambda: (fast.rows(far, 0, BATCH // 2), reached.set()))
+        thread = threading.Thread(target=lambda: (fast.rows(far, 0, BATCH // 2), reached.set()), daemon=True)
         thread.start()
         assert not reached.wait(2)  # there is no room for what it wants while the other is at the first shard
         assert (s.out / "train_000000.bin").exists()
@@ -302,7 +306,7 @@ def files_made(out):
                 with suppress(FileNotFoundError):
                     seen.add((path.name, path.stat().st_ino, path.stat().st_mtime_ns))
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
 
     def stop():
@@ -387,3 +391,15 @@ def test_another_runs_directory_is_left_alone(prepared, tmp_path):
     ):
         pass
     assert Manifest.load(tmp_path / "s") == before
+
+
+def test_a_shard_that_comes_out_otherwise_is_refused(prepared, tmp_path):
+    manifest = dataclasses.asdict(prepared.manifest)
+    manifest["shards"][4]["sha256"] = "0" * 64
+    data = at(prepared, tmp_path / "s")
+    step = int(local(prepared)._starts[3]) // BATCH + 1
+    with (
+        streaming(data, earlier=manifest, first=step) as s,
+        pytest.raises(UserError, match="built again, it is not what"),
+    ):
+        s.sources[0].rows(step, 0, BATCH)

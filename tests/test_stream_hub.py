@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 
 import numpy as np
@@ -206,3 +207,18 @@ def test_training_does_not_notice(prepared, hub, tmp_path):  # noqa: F811
     assert not (tmp_path / "e" / "train_000000.bin").exists()  # only what was needed was built
     for path in [p for p in tmp_path.rglob("*") if p.is_file() and hub.root not in p.parents]:
         assert b"canary" not in path.read_bytes(), path
+
+
+def test_7_a_training_shard_that_is_a_validation_shard(prepared, hub, tmp_path):  # noqa: F811
+    same = hub.root / "a" / "same"
+    same.mkdir()
+    for name in ("a_train_0.bin", "a_val_0.bin"):
+        shutil.copy(prepared.out / "train_000003.bin", same / name)
+    env = {name: os.environ[name] for name in (*hub.environment, "HF_TOKEN")}
+    settings = TINY | {"data": tmp_path / "s", "source": "hf://datasets/a/same/*.bin", "output_dir": tmp_path / "run"}
+    result = run_train(*flags(**settings), env=env)
+    assert result.returncode == 2
+    assert re.search(
+        r"^error: .*a_train_0\.bin \(training\) and .*a_val_0\.bin \(validation\) hold", result.stderr, re.M
+    )
+    assert "Traceback" not in result.stderr

@@ -201,7 +201,7 @@ def _stream(text: Path, directory: Path) -> dict:
 
     start = time.perf_counter()
     builder = Builder(data, 1, None, None)
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         waiting = Waiting(out, print)
