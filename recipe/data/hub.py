@@ -55,7 +55,7 @@ class Retries:
         spoilt = isinstance(error, ValueError) and not passing and self._failures >= _SPOILT  # of Arrow, too
         patience = PATIENCE if self.worked else _FIRST_PATIENCE
         if hopeless or spoilt or time.monotonic() - self._since > patience:
-            raise _user_error(self.source, error) from None
+            raise _user_error(self.source, error, self.worked) from None
         wait = min(_LONGEST_WAIT, max(after, 2 ** (self._failures - 1)))
         self.say(f"{self.source}: {_reason(error)}; trying again in {wait:.0f} s from where it stopped")
         time.sleep(wait)
@@ -263,8 +263,12 @@ def _reason(error: Exception) -> str:
     return f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
 
 
-def _user_error(source: str, error: Exception) -> UserError:
-    """One sentence of whatever the Hub's libraries raise (some dozens of types)."""
+def _user_error(source: str, error: Exception, worked: bool = False) -> UserError:
+    """One sentence of whatever the Hub's libraries raise (some dozens of types); `worked` says that they did before."""
+    if worked:
+        return UserError(
+            f"{source}: the Hub, which answered before, says {_reason(error)}; the same command goes on from there"
+        )
     if "scripts are no longer supported" in str(error):
         return UserError(
             f"{source}: this data set is a script that wants to run on your machine, which is refused; "

@@ -72,7 +72,7 @@ class TextMaker:
         self.manifest = open_manifest(self.options, self.text, out)
         self.selection = Selection(self.options, self.text, out, heard=lambda: status.set(now=False))
         self.out, self.status = out, status
-        self._at: int | str | None = None  # what `_pieces` gives next: a number, "val", or nothing useful
+        self._at: int | None = None  # the training shard that `_pieces` gives next
         self._pieces, self._rest, self._last = None, None, -1
 
     def validation(self) -> None:
