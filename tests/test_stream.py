@@ -84,7 +84,8 @@ def at(prepared, out, **changes):
 
 
 def pid_of(out):
-    return read_json(out / STATUS)["pid"]
+    """Of the builder; of the next one, where it has just died."""
+    return module.Waiting(out, quiet).until(lambda: read_json(out / STATUS).get("pid"), "the builder")
 
 
 def test_the_shards_grow(prepared):

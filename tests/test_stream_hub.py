@@ -54,9 +54,9 @@ def shards_from_hub(prepared, out, **changes):  # noqa: F811
 
 FAULTS = [
     Fault(path="*.parquet", method="GET", status=429, headers={"Retry-After": "1"}, skip=4),
-    Fault(path="*.parquet", method="GET", status=500, skip=7),
-    Fault(path="*.parquet", method="GET", kind="reset", after=5000, skip=12),
-    Fault(path="*.parquet", method="GET", kind="stall", after=3000, skip=18),
+    Fault(path="*.parquet", method="GET", status=500, skip=2),
+    Fault(path="*.parquet", method="GET", kind="reset", after=5000, skip=2),
+    Fault(path="*.parquet", method="GET", kind="stall", after=3000, skip=2),
     Fault(path="*/api/datasets/*", status=503, skip=1),  # this one and the next the libraries do not try again
     Fault(path="*/README.md", kind="reset"),
 ]
