@@ -16,6 +16,8 @@ from typing import Literal
 import yaml
 from transformers import HfArgumentParser
 
+from recipe.catalog import DATASETS, names_a_data_set, resolve
+
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
 
@@ -26,15 +28,6 @@ class UserError(ValueError):
 
 def _opt(default, help: str):
     return field(default=default, metadata={"help": help})
-
-
-# What `data` may be called for short: (Hub data set, subset).
-DATASETS = {
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
-    "openwebtext": ("Skylion007/openwebtext", ""),
-    "tinystories": ("roneneldan/TinyStories", ""),
-}
 
 
 @dataclass(frozen=True)
@@ -146,6 +139,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
     path = _resolve(parser.parse_known_args(argv)[0].config)
     recipe = _yaml_argv(path)
     _parse(parser, recipe, f"{path}: ")
+    flags = {word.partition("=")[0] for word in argv}
+    if "--data" in flags and names_a_data_set(parser.parse_known_args(argv)[0].data):
+        # another data set: what the recipe says of its own is not said of this one
+        recipe = [word for word in recipe if word.partition("=")[0] not in ("--source", "--name", "--revision")]
     parts = _parse(parser, [*recipe, *argv], "")
     return _validated(_with_defaults(Config(*parts), path))
 
@@ -196,29 +193,13 @@ def _with_defaults(config: Config, path: Path) -> Config:
     name = config.run.run_name or path.stem
     output_dir = config.run.output_dir or f"runs/{name}"
     run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
-    data = _resolved(config.data)
+    data = config.data
+    if not data.source and names_a_data_set(data.data):
+        directory, source, subset = resolve(data.data, data.name)
+        data = dataclasses.replace(data, data=directory, source=source, name=subset)
     if data.source and not Path(data.source).exists() and (ROOT / data.source).exists():
         data = dataclasses.replace(data, source=str(ROOT / data.source))  # text that ships, from anywhere
     return dataclasses.replace(config, run=run, data=data)
-
-
-def _resolved(data: DataConfig) -> DataConfig:
-    """`data` as a directory of shards and the `source` they come from, where it names a data set instead."""
-    if data.source or not data.data or Path(data.data).exists():
-        return data
-    if data.data in DATASETS:
-        source, name = DATASETS[data.data]
-        name = data.name or name
-    elif data.data.startswith("hf://"):
-        source, name = data.data, ""
-    elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", data.data) and not data.data.endswith(".bin"):
-        source, name = data.data, data.name
-    else:
-        return data
-    repository = source.removeprefix("hf://datasets/").split("/")[1].split("@")[0]
-    return dataclasses.replace(
-        data, data="-".join(filter(None, (f"data/{repository}", name))), source=source, name=name
-    )
 
 
 def _validated(config: Config) -> Config:

@@ -193,3 +193,18 @@ def test_streaming_needs_a_source(tmp_path):
     (tmp_path / "shards").mkdir()
     for data in (tmp_path / "shards", tmp_path / "*.bin"):
         assert "names no text" in refused("--data", str(data), "--source", "", "--streaming", "true")
+
+
+def test_another_data_set_on_the_command_line_is_not_made_of_the_recipes_text(tmp_path):
+    data = parse_config(["--data=fineweb-edu"]).data  # the default recipe names its own source
+    assert (data.data, data.source) == ("data/fineweb-edu-sample-10BT", "HuggingFaceFW/fineweb-edu")
+    data = parse_config(["--data", "HuggingFaceFW/fineweb-edu", "--name", "sample-10BT", "--streaming", "true"]).data
+    assert (data.data, data.name) == ("data/fineweb-edu-sample-10BT", "sample-10BT")
+    data = parse_config(["--config", "gpt2-xl", "--data", "tinystories"]).data
+    assert (data.data, data.name) == ("data/TinyStories", "")
+    for directory in ("data/mine", str(tmp_path / "mine")):  # a directory: there the recipe's text is prepared
+        data = parse_config([f"--data={directory}"]).data
+        assert data.data == directory
+        assert data.source.endswith("tiny_shakespeare.txt")
+    data = parse_config(["--data=fineweb", "--source=a/b"]).data
+    assert (data.data, data.source) == ("fineweb", "a/b")
