@@ -61,7 +61,24 @@ class Retries:
         time.sleep(wait)
 
 
-class HubText:
+class _Pinned:
+    """A data set repository that is read at the commit with which the reading began."""
+
+    repo: str
+    revision: str | None
+    commit: str | None = None
+    _retries: Retries
+
+    def pin(self, earlier: dict | None) -> dict:
+        """The commit to read, of the `earlier` manifest's source or else the newest of `revision`."""
+        if earlier:
+            self.commit, self._retries.worked = earlier["commit"], True
+        elif not self.commit:
+            self.commit = commit_of(self.repo, self.revision, self._retries)
+        return {"commit": self.commit}
+
+
+class HubText(_Pinned):
     """A data set on the Hub, streamed; pinned to the commit that its preparation began with."""
 
     def __init__(
@@ -74,7 +91,7 @@ class HubText:
         say: Callable[[str], None] = print,
     ):
         self.source, self.name, self.split, self.revision, self.text_column = source, name, split, revision, text_column
-        self.commit: str | None = None
+        self.repo = source
         self._files: list[Callable] | None = None
         self._retries = Retries(f"--source {source}", say)
 
@@ -84,14 +101,6 @@ class HubText:
     def identity(self) -> dict:
         fields = ("source", "name", "split", "revision", "text_column")
         return {field: getattr(self, field) for field in fields}
-
-    def pin(self, earlier: dict | None) -> dict:
-        """The commit to read, of the `earlier` manifest's source or else the newest of `revision`."""
-        if earlier:
-            self.commit, self._retries.worked = earlier["commit"], True
-        elif not self.commit:
-            self.commit = commit_of(self.source, self.revision, self._retries)
-        return {"commit": self.commit}
 
     def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
         """Each document once, whatever happens to the connection."""
@@ -136,7 +145,7 @@ class HubText:
             stream = {"document": index, "state": start}
 
 
-class HubShards:
+class HubShards(_Pinned):
     """Token shards in a data set repository: hf://datasets/ORG/NAME[@REVISION]/PATTERN."""
 
     _URI = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/(.+)")
@@ -145,18 +154,10 @@ class HubShards:
         if not (match := self._URI.fullmatch(uri)):
             raise UserError(f"data {uri}: expected hf://datasets/ORG/NAME/PATTERN, such as hf://datasets/a/b/*.bin")
         self.uri, (self.repo, self.revision, self.pattern) = uri, match.groups()
-        self.commit: str | None = None
         self._retries = Retries(f"data {uri}", say)
 
     def identity(self) -> dict:
         return {"uri": self.uri}
-
-    def pin(self, earlier: dict | None) -> dict:
-        if earlier:
-            self.commit, self._retries.worked = earlier["commit"], True
-        elif not self.commit:
-            self.commit = commit_of(self.repo, self.revision, self._retries)
-        return {"commit": self.commit}
 
     def entries(self) -> list[dict]:
         """The manifest's entries, {file, split, tokens, sha256, path}, in the order of the names. Raises UserError."""
