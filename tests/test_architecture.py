@@ -14,6 +14,7 @@ FILES = sorted([*RECIPE.rglob("*.py"), *(ROOT / "eval").rglob("*.py")])
 ALLOWED = {
     "catalog": set(),
     "config": {"catalog"},
+    "faults": set(),
     "loss": set(),
     "model": {"config", "loss"},
     "optim": {"config"},
