@@ -9,24 +9,34 @@
 
 Nothing here depends on the engine or on how many processes there were, and nothing is pickled. A checkpoint is
 written under a temporary name, flushed to the disk and renamed: what bears its final name is whole.
+
+    python -m recipe.checkpoint list runs/shakespeare
+    python -m recipe.checkpoint verify runs/shakespeare/step_00000500
 """
 
+import argparse
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
+from recipe import faults
 from recipe.config import UserError
 
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY, _DELETING = ".saving-", ".deleting-"
+_NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
+_OTHER_FILES = 16_000_000  # bytes, at most, beside the tensors: tokenizer, configuration, the loop's state
 
 
 @dataclass(frozen=True)
@@ -44,53 +54,109 @@ def save_checkpoint(
     weights: dict[str, torch.Tensor],
     moments: dict[str, torch.Tensor],
     state: dict,
-    write_model_files: Callable[[Path], None],
+    model_files: dict[str, bytes],
 ) -> Path:
-    """Commits `run`/step_XXXXXXXX and returns it. Call on one process; OSError leaves earlier checkpoints untouched.
+    """Commits `run`/step_XXXXXXXX and returns it. Call on one process, with fp32 tensors on the CPU that nobody changes
+    meanwhile. OSError, also for too little room, leaves earlier checkpoints untouched and nothing of this one.
 
-    `write_model_files(directory)` adds what `transformers` needs beside the weights: config and tokenizer.
+    `model_files` is what `transformers` needs beside the weights, config and tokenizer: {file name: content}.
     """
     final = run / f"step_{step:08d}"
     temporary = run / f"{_TEMPORARY}{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    faults.at("save.begin")
+    _sweep(run)
+    run.mkdir(parents=True, exist_ok=True)
+    _check_room(run, weights, moments)
     try:
-        write_model_files(temporary)
-        manifest = {p.name: _entry(p.read_bytes()) for p in sorted(temporary.iterdir())}
-        files = {
-            "model.safetensors": lambda: save(_on_cpu(weights), metadata={"format": "pt"}),
-            "optimizer.safetensors": lambda: save(_on_cpu(moments)),
-            "trainer_state.json": lambda: json.dumps(state | {"step": step}, indent=2).encode(),
-        }
-        for name, content in files.items():
-            data = content()
-            manifest[name] = _entry(data)  # from memory: what is on the disk is judged by what was meant
-            (temporary / name).write_bytes(data)
-        (temporary / "manifest.json").write_text(json.dumps({"files": manifest}, indent=2))
-        for path in temporary.iterdir():
-            _fsync(path)
+        temporary.mkdir()
+        files = {name: [content] for name, content in model_files.items()}
+        files["model.safetensors"] = safetensors_parts(weights, {"format": "pt"})
+        files["optimizer.safetensors"] = safetensors_parts(moments)
+        files["trainer_state.json"] = _halves(json.dumps(state | {"step": step}, indent=2))
+        manifest = {name: _write(temporary / name, parts) for name, parts in files.items()}
+        _write(temporary / "manifest.json", _halves(json.dumps({"files": manifest}, indent=2)))
         _fsync(temporary)
+        faults.at("save.rename.before")
         if final.exists():  # damaged, and passed over at resume: the same step, made again
             final.rename(run / f"{_DELETING}{final.name}")
         temporary.rename(final)
         _fsync(run)
+        faults.at("save.rename.after")
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 
 
-def prune(run: Path, keep_last: int, milestone_every: int) -> list[Path]:
-    """Deletes all but the newest `keep_last` checkpoints and those at multiples of `milestone_every` (0: none)."""
-    old = checkpoints(run)[:-keep_last]
+def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> list:
+    """A safetensors file of fp32 tensors in memory as buffers to be written one after the other; the same bytes as
+    safetensors' own `save`, which would hold them all a second time.
+
+    The format: the header's length as 8 bytes, little-endian; the header, JSON; the tensors, at the offsets it names
+    (https://huggingface.co/docs/safetensors).
+    """
+    header: dict = {"__metadata__": metadata} if metadata else {}
+    arrays, end = [], 0
+    for name, tensor in sorted(tensors.items()):
+        array = tensor.contiguous().numpy()
+        assert array.dtype == "<f4", f"{name} is {array.dtype}"
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [start, end]}
+        arrays.append(memoryview(array.reshape(-1)).cast("B"))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *arrays]
+
+
+def _write(path: Path, parts: list) -> dict:
+    """Writes a file and brings it to the disk; its entry in the manifest, reckoned from what was meant to be written
+    and not from what can be read back."""
+    faults.at(f"save.{path.name}.before")
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as f:
+        for number, part in enumerate(parts):
+            if number == len(parts) // 2:
+                f.flush()
+                faults.at(f"save.{path.name}.during")
+            f.write(part)
+            digest.update(part)
+            size += len(part)
+        f.flush()
+        os.fsync(f.fileno())
+    faults.at(f"save.{path.name}.after")
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _halves(text: str) -> list[bytes]:
+    data = text.encode()
+    return [data[: len(data) // 2], data[len(data) // 2 :]]
+
+
+def _check_room(run: Path, *tensors: dict[str, torch.Tensor]) -> None:
+    """Before hours are spent on filling a disk that will not hold it. Raises OSError."""
+    needed = sum(t.nbytes for part in tensors for t in part.values()) + _OTHER_FILES
+    if (free := shutil.disk_usage(run).free) < needed:
+        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free", str(run))
+
+
+def prune(run: Path, newest: int, keep_last: int, milestone_every: int) -> list[Path]:
+    """Deletes all but the `keep_last` checkpoints up to step `newest`, which was just committed, and those at multiples
+    of `milestone_every` (0: none). What claims to be newer is damaged, or the run would have gone on from there: it
+    stays, and does not count."""
+    old = [p for p in checkpoints(run) if step_of(p) <= newest][:-keep_last]
     old = [p for p in old if not (milestone_every and step_of(p) % milestone_every == 0)]
     for path in old:
         # Renamed first, so that a deletion cut short leaves nothing that looks like a checkpoint.
         doomed = path.rename(run / f"{_DELETING}{path.name}")
+        faults.at("save.prune")
         shutil.rmtree(doomed)
+    return old
+
+
+def _sweep(run: Path) -> None:
+    """Deletes what a save or a deletion that was cut short has left."""
     for leftover in [*run.glob(f"{_DELETING}*"), *run.glob(f"{_TEMPORARY}*")]:
         shutil.rmtree(leftover, ignore_errors=True)
-    return old
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -114,18 +180,24 @@ def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:
 def verify(path: Path) -> list[str]:
     """What is wrong with a checkpoint, file by file; empty if nothing is. Reads every byte."""
     try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        listed = json.loads((path / "manifest.json").read_text())["files"]
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return [f"manifest.json unreadable ({e})"]
-    problems = []
-    for name, expected in files.items():
+    problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
+    for name, (size, sha256) in files.items():
         file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes, {expected['bytes']} were written")
-        elif _sha256(file) != expected["sha256"]:
-            problems.append(f"{name} does not have the checksum it was written with")
+        try:
+            if file.parent != path or file.is_symlink():
+                problems.append(f"{name} is not a file of this directory")
+            elif not file.is_file():
+                problems.append(f"{name} is missing")
+            elif file.stat().st_size != size:
+                problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
+            elif _sha256(file) != sha256:
+                problems.append(f"{name} does not have the checksum it was written with")
+        except (OSError, ValueError) as e:
+            problems.append(f"{name} cannot be read ({e})")
     return problems
 
 
@@ -166,14 +238,6 @@ def move_aside(run: Path) -> Path:
     return run.rename(run.with_name(f"{run.name}.old-{n}"))
 
 
-def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-
-
-def _entry(data: bytes) -> dict:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as f:
@@ -188,3 +252,38 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit code: 0 all is whole, 1 something is damaged, 2 nothing is there."""
+    parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description="Checkpoints of a run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    verifying = commands.add_parser("verify", help="read every byte and compare it with what was written")
+    verifying.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a run for all of its checkpoints")
+    listing = commands.add_parser("list", help="a run's checkpoints, oldest first, verified")
+    listing.add_argument("path", type=Path, metavar="RUN")
+    args = parser.parse_args(argv)
+    found = checkpoints(args.path)
+    if args.command == "verify" and (not found or (args.path / "manifest.json").exists()):
+        found = [args.path]
+    if not found or not args.path.is_dir():
+        print(f"error: {args.path}: no checkpoint there; name a run, such as runs/shakespeare", file=sys.stderr)
+        return 2
+    damaged = 0
+    for path in found:
+        problems = verify(path)
+        damaged += bool(problems)
+        files = [p.stat() for p in path.iterdir()]
+        size = sum(f.st_size for f in files)
+        if args.command == "list":
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+            print(f"{path}  {size / 1e6:,.1f} MB  {when}  {'DAMAGED: ' + problems[0] if problems else 'whole'}")
+        elif problems:
+            print("\n".join(f"{path}: {problem}" for problem in problems))
+        else:
+            print(f"{path}: whole, {len(files)} files, {size / 1e6:,.1f} MB")
+    return 1 if damaged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -79,6 +79,11 @@ class OptimizerConfig:
     beta2: float = _opt(0.95, "AdamW's second-moment decay")
     adam_eps: float = _opt(1e-8, "AdamW's epsilon")
     max_grad_norm: float = _opt(1.0, "clip the global gradient norm to this (0: measure it, never clip)")
+    skip_loss_z: float = _opt(
+        0.0, "leave out steps whose loss is so many standard deviations above the last 128 (0: no limit)"
+    )
+    skip_grad_z: float = _opt(0.0, "the same of the gradient norm")
+    max_skipped_steps: int = _opt(20, "end after so many steps in a row left out for these or a gradient not finite")
 
 
 @dataclass(frozen=True)
@@ -212,12 +217,12 @@ def _validated(config: Config) -> Config:
     for name, value in config.flat().items():
         require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
     for name in ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "max_steps", "total_batch_tokens",
-                 "micro_batch_size", "log_every", "eval_tokens", "keep_last", "shard_tokens",
+                 "micro_batch_size", "log_every", "eval_tokens", "keep_last", "max_skipped_steps", "shard_tokens",
                  "first_shard_tokens"):  # fmt: skip
         require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
     for name in ("loss_chunk_size", "eval_every", "save_every", "milestone_every", "sample_every", "hellaswag_every",
-                 "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "val_documents",
-                 "shuffle_buffer"):  # fmt: skip
+                 "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "skip_loss_z", "skip_grad_z",
+                 "seed", "val_documents", "shuffle_buffer"):  # fmt: skip
         require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
     require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
     for name in ("dropout", "beta1", "beta2", "val_fraction"):

@@ -7,15 +7,11 @@ silently and wrongly (unconnected processes, a model without its wrapper) is ref
 
 import os
 import resource
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,9 +27,12 @@ from accelerate.utils import (
 from recipe import device as hardware
 from recipe import optim
 from recipe.config import Batch, UserError
+from recipe.feed import Batches
 from recipe.launch import check_accelerator, check_launch, wants_cpu, wants_deepspeed, wants_xla
+from recipe.stopping import Interrupted, Stop
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
+_POLL = 0.2  # seconds between looks at the signals while a step waits for its data
 _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
@@ -53,6 +52,9 @@ def open_engine(precision: str = "auto", *, tracker: str = "", output_dir: str =
     return engine(precision, tracker=tracker, output_dir=output_dir)
 
 
+Judge = Callable[[torch.Tensor], torch.Tensor]  # gradient norm -> 1.0 to leave the step out, else 0.0; on the device
+
+
 class Engine:
     """Device, processes, precision and the calls whose right form depends on them.
 
@@ -61,6 +63,7 @@ class Engine:
         rank, world: this process among all of them; `is_main` is the one that writes.
         local_rank, local_world: this process among those of its machine.
         devices: that this process feeds: 1, but for a TPU's cores behind one process.
+        stop: what was heard of signals.
         precision: resolved: fp32, tf32, bf16 or fp16.
     """
 
@@ -70,7 +73,6 @@ class Engine:
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
     no_compile = note = ""  # why torch.compile is left out although the recipe asks for it; what else is to be said
     zero_stage = 0
-    _waited = 0.0  # seconds, for batches
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are filled up to these
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
@@ -91,9 +93,9 @@ class Engine:
         check_accelerator(acc, self.supported, self.precision)
         if self.device.type != "xla":
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
-        self._stop = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        self.stop = Stop(speaks=self.is_main)
+        # Of the hosts alone: asking for a signal must not wait for the device.
+        self._hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if self.world > 1 else None
         if self.device.type == "cpu":
             hardware.tune_cpu(local_world=self.local_world)
 
@@ -171,15 +173,25 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def update(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        """Clips, steps and clears the gradients; returns their global norm before clipping, on the device.
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clips, steps and clears the gradients; weights and moments stay as they are if `judge` leaves the step out.
 
-        max_norm 0 measures only.
+        max_norm 0 measures only. Returns the gradients' global norm before clipping and what `judge` made of it, both
+        on the device.
         """
         grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        skip = judge(grad_norm)
+        raw = optimizer.optimizer
+        if scaler := self.accelerator.scaler:  # it leaves out what overflowed; this adds what is left out for a spike
+            for found in scaler._found_inf_per_device(raw).values():
+                found.copy_(torch.maximum(found, skip))
+        else:  # the way of torch's GradScaler to tell a fused optimizer, which then changes nothing
+            raw.grad_scale, raw.found_inf = None, skip
         optimizer.step()
         optimizer.zero_grad()
-        return grad_norm
+        return grad_norm, skip
 
     def autocast(self):
         """Context: the run's arithmetic, for parts of the model called by themselves."""
@@ -195,8 +207,13 @@ class Engine:
     # Weights and optimizer state, whole and by name, whatever the sharding
 
     def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """Weights and AdamW's moments by name on the main process, ({}, {}) elsewhere. A collective call."""
-        return (model.state_dict(), optim.named_moments(model, optimizer)) if self.is_main else ({}, {})
+        """Copies of the weights and AdamW's moments by name, on the CPU of the main process, ({}, {}) elsewhere. A
+        collective call."""
+        if not self.is_main:
+            return {}, {}
+        parts = model.state_dict(), optim.named_moments(model, optimizer)
+        # Copies, on the CPU too: they are written while the next steps change what they were taken from.
+        return tuple({k: v.detach().to("cpu", copy=True).contiguous() for k, v in part.items()} for part in parts)
 
     def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
         """Sets AdamW's state after `steps` optimizer steps from a snapshot's moments; after prepare."""
@@ -213,54 +230,34 @@ class Engine:
         if state and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state)
 
-    # Stopping
+    # Stopping, and batches
 
-    def _on_signal(self, number: int, _frame) -> None:
-        if self._stop and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.is_main and not self._stop:  # os.write: print is not safe in a signal handler
-            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again leaves at once\n")
-        self._stop = True
+    def check_stop(self, waiting: bool = False) -> bool:
+        """Raises Interrupted on all processes if a signal has reached any; returns whether any is `waiting`. A
+        collective call."""
+        self.stop.polled()
+        stop, anyone_waits = self._any_host(self.stop.requested, waiting)
+        if stop:
+            self.stop.leave()
+            raise Interrupted
+        return anyone_waits
 
-    def stop_requested(self, poll: bool) -> bool:
-        """Whether SIGINT or SIGTERM has reached any process. Several processes agree, a collective, where `poll` is
-        true, and go on elsewhere; one process knows at every step."""
-        if self.world == 1:
-            return self._stop
-        return poll and self.anywhere(self._stop)
+    def _any_host(self, *conditions: bool) -> list[bool]:
+        flags = torch.tensor(conditions, dtype=torch.int32)
+        if self._hosts is not None:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self._hosts)
+        return flags.bool().tolist()
 
-    # Batches
+    def batches(self, source, batch: Batch, start: int, stop: int) -> Batches:
+        """This process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64 on the device."""
+        pin = self.device.type == "cuda"
+        return Batches(source, batch, self.rank, start, stop, to_device=self.to_device, pin=pin)
 
-    def batches(self, source, batch: Batch, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """This process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64 on the device.
-
-        One thread reads ahead, so that a shard's first use (when it is verified) and the copy hide behind the step.
-        """
-        cuda = self.device.type == "cuda"
-
-        def load(step: int, micro_step: int) -> torch.Tensor:
-            rows = torch.from_numpy(source.rows(step, *batch.slice(micro_step, self.rank)))
-            return rows.pin_memory() if cuda else rows
-
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-            indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
-            pending = [pool.submit(load, *i) for i in islice(indices, 2)]
-            try:
-                while pending:
-                    asked = time.perf_counter()
-                    rows = pending.pop(0).result()
-                    self._waited += time.perf_counter() - asked
-                    if (following := next(indices, None)) is not None:
-                        pending.append(pool.submit(load, *following))
-                    yield self.to_device(rows)
-            except BaseException:  # the run ends: a load that waits for a shard must not hold it up
-                source.close()
-                raise
-
-    def data_wait(self) -> float:
-        """Seconds that the loop has waited for batches since the last call."""
-        waited, self._waited = self._waited, 0.0
-        return waited
+    def await_step(self, batches: Batches) -> None:
+        """Returns once every process has its data for the next step: none begins one that another cannot finish.
+        Raises Interrupted. A collective call."""
+        while self.check_stop(waiting=not batches.ready(_POLL)):
+            pass
 
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
         """A micro-batch, (micro, ...), on the device, or cut over the devices of this process."""

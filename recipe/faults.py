@@ -42,7 +42,7 @@ POINTS = {
     "save.rename.after": "the checkpoint is committed",
     "save.prune": "an old checkpoint has lost its name, and is about to be deleted",
     "log.write": "before a line of metrics.jsonl",
-    "data.shard": "a shard is half made",
+    "data.shard": "the tokens of a shard are written, its header and its name are not",
     "upload.begin": "a checkpoint is queued, and its upload about to begin",
     "upload.during": "a file of a checkpoint is about to go up",
     "upload.after": "a checkpoint is uploaded, and still in the queue",

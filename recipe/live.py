@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
+from recipe import faults
 from recipe.config import Batch, Config
 from recipe.data import tokenizer
 from recipe.data.source import LocalSource
@@ -20,6 +21,7 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
     """Mean loss in nats a token over the same first eval_tokens of the validation shards, whatever the world size.
 
     Every process runs the same number of batches of one shape: the last ones are filled up with ignored targets.
+    Raises Interrupted.
     """
     length = config.data.sequence_length
     windows = min(source.windows, max(1, config.run.eval_tokens // length))
@@ -35,6 +37,8 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
             real = torch.from_numpy(source.validation_rows(lo, min(lo + batch.micro, windows)))
             rows[: len(real)], targets[: len(real)] = real, real[:, 1:]
         count = (targets != IGNORE_INDEX).sum().view(1) / length  # (1,) sequences
+        faults.at("evaluate.validation")
+        engine.check_stop()
         loss = model(engine.to_device(rows[:, :-1]), engine.to_device(targets))
         total += torch.stack((loss.float(), torch.ones_like(total[0]))) * count.to(engine.device)
         engine.flush()
@@ -44,13 +48,20 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
 
 
 def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Callable[[str], None]) -> dict:
-    """HellaSwag of the live model over all processes: accuracies both ways, as columns of metrics.jsonl."""
+    """HellaSwag of the live model over all processes: accuracies both ways, as columns of metrics.jsonl. Raises
+    Interrupted."""
     from eval.hellaswag import score_hellaswag
 
     # Body and head apart: only the endings' positions ever become logits.
     with eager(engine, model) as live, engine.autocast():
+
+        def body(ids: torch.Tensor) -> torch.Tensor:  # as often on every process
+            faults.at("evaluate.hellaswag")
+            engine.check_stop()
+            return live.transformer(ids)
+
         counts = score_hellaswag(
-            live.transformer, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
+            body, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
             device=live.head_weight.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
             head=live.head, multiples=engine.eval_multiples,
         )  # fmt: skip

@@ -4,11 +4,14 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+from recipe import faults
 
 
 class Throughput:
@@ -42,52 +45,74 @@ class Throughput:
 
 
 class RunningLoss:
-    """Mean of the losses since the last reading, kept on the device: adding to it never waits for the device."""
+    """Mean of the losses since the last reading, kept on the device: adding to it never waits for the device.
+
+    Attributes:
+        step: loss of the step that is being taken, (), as far as its micro-batches are done.
+    """
 
     def __init__(self, device: torch.device, state: dict | None = None):
         state = state or {"sum": 0.0, "count": 0}
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        self.sum = torch.full((), state["sum"], dtype=dtype, device=device)
-        self.count = state["count"]
+        self._dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self.step = torch.zeros((), dtype=self._dtype, device=device)
+        self._sum = torch.full((), state["sum"], dtype=self._dtype, device=device)
+        self._count = torch.full((), float(state["count"]), dtype=torch.float32, device=device)
 
-    def add(self, loss: torch.Tensor, *, last_of_step: bool) -> None:
+    def add(self, loss: torch.Tensor) -> None:
         """Adds a micro-batch's share of its step's loss."""
-        self.sum += loss
-        self.count += last_of_step
+        self.step += loss
+
+    def end_step(self, skipped: torch.Tensor) -> None:
+        """Takes the step's loss into the mean, unless the step was left out: `skipped` is 1.0 or 0.0, on the device."""
+        skipped = skipped.to(self._sum.device)
+        self._sum += torch.where(skipped > 0, torch.zeros_like(self.step), self.step)
+        self._count += 1 - skipped
+        self.step.zero_()
 
     def state(self, reduce) -> dict:
         """For the checkpoint; `reduce` averages a tensor over processes (collective; waits for the device)."""
-        return {"sum": reduce(self.sum).item(), "count": self.count}
+        return {"sum": reduce(self._sum).item(), "count": int(self._count.item())}
 
     def read(self, reduce) -> float:
         state = self.state(reduce)
-        self.sum.zero_()
-        self.count = 0
+        self._sum.zero_()
+        self._count.zero_()
         return state["sum"] / state["count"] if state["count"] else math.nan
 
 
 class MetricsLog:
     """metrics.jsonl: one JSON object a logged step, flushed line by line; main process only.
 
-    A resumed run drops the lines from `first_step` on, which it is about to write again.
+    A resumed run drops the lines from `first_step` on, which it is about to write again. A line that cannot be written,
+    on a full disk, waits for the next one.
     """
 
-    def __init__(self, path: Path, first_step: int):
+    def __init__(self, path: Path, first_step: int, say: Callable[[str], None] = print):
+        self._say, self._unwritten = say, b""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if line["step"] < first_step]
+        kept = [line for line in read_metrics(path) if line["step"] < first_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         temporary.replace(path)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict) -> None:
         # JSON has no NaN; a reader of the file must not need a special case for it.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
+        waiting, self._unwritten = self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
+        try:
+            faults.at("log.write")
+            while self._unwritten:  # a nearly full disk takes a part of it
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not waiting:
+                self._say(
+                    f"WARNING    {self._file.name} cannot be written ({error.strerror}); its lines wait in memory"
+                )
 
 
-def _lines(path: Path) -> list[dict]:
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl, as far as they are whole."""
     if not path.exists():
         return []
     lines = []
@@ -114,14 +139,17 @@ class Progress:
     def advance(self, tokens: int) -> None:
         self.bar.update(tokens)
 
-    def report(self, record: dict) -> None:
-        """Shows a record of metrics.jsonl."""
+    def report(self, record: dict, warning: str = "") -> None:
+        """Shows a record of metrics.jsonl, and a warning that must not scroll away."""
         losses = {"loss": record["loss"], "val": record["val_loss"]}
         losses = {k: v for k, v in losses.items() if v is not None}
         waiting = [f"{wait:.0%} waiting for data"] if (wait := record.get("data_wait") or 0) > 0.01 else []
         if self.terminal:
             self._postfix |= {k: f"{v:.3f}" for k, v in losses.items()} | {"lr": f"{record['learning_rate']:.1e}"}
             self._postfix |= {"data": waiting[0]} if waiting else {}
+            self._postfix |= {"skipped": skipped} if (skipped := record.get("skipped_steps")) else {}
+            self._postfix.pop("WARNING", None)
+            self._postfix |= {"WARNING": warning} if warning else {}
             self.bar.set_postfix(self._postfix)
         elif self.show:
             parts = [f"step {record['step']}", f"{100 * record['tokens'] / self.bar.total:.0f} %"]
@@ -132,6 +160,8 @@ class Progress:
             if record["mfu"]:
                 parts.append(f"MFU {100 * record['mfu']:.1f} %")
             parts += waiting
+            parts += [f"{skipped} steps skipped"] if (skipped := record.get("skipped_steps")) else []
+            parts += [f"WARNING: {warning}"] if warning else []
             print("  ".join(parts), flush=True)
 
     def say(self, text: str) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 from transformers import GPT2Config
@@ -18,6 +19,7 @@ from recipe.data.source import LocalSource, check_data, check_disjoint
 from recipe.data.status import STATUS, read_json
 from recipe.data.stream import Builder, StreamedSource, Waiting
 from recipe.engine import Engine
+from recipe.lock import LOCK, RunLock
 from recipe.model import GPT2LMHeadModel
 
 
@@ -53,7 +55,7 @@ def _open_stream(
     data, out = config.data, Path(config.data.data)
     earlier = checkpoint.state["data"].get("manifest") if checkpoint else None
     aloud = _above_the_bar if engine.local_rank == 0 else say  # each machine has a stream of its own
-    waiting, error, version = Waiting(out, aloud, lambda: engine.stop_requested(poll=False)), "", {}
+    waiting, error, version = Waiting(out, aloud), "", {}
 
     def start(commit: str | None) -> dict:
         builder = Builder(data, engine.local_world, commit, earlier)
@@ -102,14 +104,26 @@ def _above_the_bar(line: str) -> None:
     sys.stdout.flush()
 
 
-def find_checkpoint(config: Config, engine: Engine, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint of this run, chosen and verified by the main process for all of them."""
-    run_dir, chosen = Path(config.run.output_dir), None
+def find_checkpoint(
+    config: Config, engine: Engine, say: Callable[[str], None], closing: ExitStack
+) -> Checkpoint | None:
+    """The newest whole checkpoint of this run, chosen and verified by the main process for all of them, in a directory
+    that is this run's alone until `closing`. Raises UserError."""
+    run_dir, chosen, error = Path(config.run.output_dir), None, ""
     if engine.is_main:
-        if config.run.fresh and run_dir.exists():
-            say(f"fresh      the earlier run is kept in {move_aside(run_dir)}")
-        chosen = newest_valid(run_dir, say)
-    chosen = engine.from_main(chosen)
+        try:
+            lock = RunLock(run_dir, say)
+            if config.run.fresh and any(p.name != LOCK for p in run_dir.iterdir()):
+                say(f"fresh      the earlier run is kept in {move_aside(run_dir)}")
+                lock.release()
+                lock = RunLock(run_dir, say)
+            closing.callback(lock.release)
+            chosen = newest_valid(run_dir, say)
+        except (UserError, OSError) as e:
+            error = str(e)
+    chosen, error = engine.from_main((chosen, error))
+    if error:
+        raise UserError(error)
     if chosen is None:
         return None
     if engine.anywhere(not chosen.exists()):
@@ -146,9 +160,9 @@ def build_model(config: Config, engine: Engine, *, resuming: bool) -> GPT2LMHead
     return model
 
 
-def model_files(model: GPT2LMHeadModel) -> Callable[[Path], None]:
-    def write(directory: Path) -> None:
-        model.save_config(directory)
-        tokenizer.save_tokenizer(directory)
-
-    return write
+def model_files(model: GPT2LMHeadModel) -> dict[str, bytes]:
+    """What transformers needs beside the weights, by file name: configuration and tokenizer."""
+    with TemporaryDirectory() as directory:
+        model.save_config(Path(directory))
+        tokenizer.save_tokenizer(Path(directory))
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}

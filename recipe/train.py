@@ -4,34 +4,42 @@
 """
 
 import math
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the engine hears it: imports take seconds, and tell no more
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipe import optim
-from recipe.checkpoint import Checkpoint, prune, save_checkpoint
+from recipe import faults, optim
+from recipe.checkpoint import Checkpoint
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
 from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
+from recipe.guard import WAY_OUT, Guard
 from recipe.launch import speaks
 from recipe.live import hellaswag, sample, validate
-from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput
+from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput, read_metrics
 from recipe.model import GPT2LMHeadModel
 from recipe.plan import describe, flops_per_token, si
+from recipe.saver import Saver
 from recipe.start import build_model, find_checkpoint, model_files, open_data
+from recipe.stopping import Interrupted
 
+NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
 STOPPED = 75  # EX_TEMPFAIL: to be run again
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a training from the command line; returns the exit code: 0 done, 2 a mistake of the user's, 75 stopped by
-    a signal with a checkpoint, 130 left at once."""
+    """Runs a training from the command line; returns the exit code: 0 done, 2 a mistake of the user's, 74 the last
+    checkpoint could not be written, 75 stopped by a signal with nothing lost; a second Ctrl-C ends it with 130."""
     try:
         config = parse_config(argv)
         engine = open_engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
@@ -45,9 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if speaks():
-            print("\ninterrupted at once; the same command, without --fresh, goes on from the last checkpoint if there "
-                  "is one", file=sys.stderr)  # fmt: skip
-        return 130
+            print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)
+        return STOPPED
 
 
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
@@ -56,14 +63,19 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     announce(config, batch, engine, say)
     if config.run.dry_run:
         return 0
-    checkpoint = find_checkpoint(config, engine, say)
-    if checkpoint and checkpoint.step >= config.optimizer.max_steps:
-        say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
-        return 0
     with ExitStack() as closing:  # what works in the background ends with the run
+        checkpoint = find_checkpoint(config, engine, say, closing)
+        if checkpoint and checkpoint.step >= config.optimizer.max_steps and engine.from_main(has_finished(config)):
+            say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
+            return 0
         source, validation = open_data(config, batch, engine, checkpoint, say, closing)
+        faults.at("start.model")
         model = build_model(config, engine, resuming=checkpoint is not None)
-        val_loss = train(config, batch, engine, model, source, validation, checkpoint)
+        val_loss, saved = train(config, batch, engine, model, source, validation, checkpoint, closing)
+    if not saved:
+        say(f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
+            "same command, without --fresh, goes on from the checkpoint before it")  # fmt: skip
+        return NOT_SAVED
     if val_loss is None:
         say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
         return STOPPED
@@ -80,9 +92,10 @@ def train(
     source: LocalSource,
     validation: LocalSource,
     checkpoint: Checkpoint | None,
-) -> float | None:
-    """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token,
-    or None where SIGINT or SIGTERM stopped it, with a checkpoint, before the end."""
+    closing: ExitStack,
+) -> tuple[float | None, bool]:
+    """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token, None
+    where a signal stopped it before the end, and whether the last checkpoint was written."""
     opt, run = config.optimizer, config.run
     run_dir = Path(run.output_dir)
     state = checkpoint.state if checkpoint else {}
@@ -101,20 +114,27 @@ def train(
         engine.load_scaler_state(state["grad_scaler"])
 
     running_loss = RunningLoss(engine.device, state.get("running_loss"))
+    guard = Guard(engine.device, opt, state.get("guard"))
     throughput = Throughput(state.get("seconds", 0.0))
-    log = MetricsLog(run_dir / "metrics.jsonl", step) if engine.is_main else None
     progress = Progress(opt.max_steps * opt.total_batch_tokens, step * opt.total_batch_tokens, show=engine.is_main)
+    log = MetricsLog(run_dir / "metrics.jsonl", step, progress.say) if engine.is_main else None
+    saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say) if engine.is_main else None
+    files = model_files(raw_model) if engine.is_main else {}
     flops = flops_per_token(config.model, config.data.sequence_length)
     engine.start_tracker("gpt2-recipe", run.run_name, config.flat())
     batches = engine.batches(source, batch, step, opt.max_steps)
-    start, logged_at = step, step
+    saved_at, logged_at = step, step
     unwritten = state.get("record")  # of the step that was saved: its line is written after its evaluations
-    grad_norm, val_loss = None, None
+    grad_norm, val_loss, stopping = None, None, False
+    closing.callback(batches.close)
+    if saver:
+        closing.callback(saver.finish)
+    faults.in_gradients(raw_model)
+    faults.at("step.compile")
     model.train()
 
     while True:
         last = step == opt.max_steps
-        stopping = not last and engine.stop_requested(poll=step % run.log_every == 0)
 
         def due(every: int, step=step, last=last) -> bool:
             return last or (every > 0 and step % every == 0)
@@ -130,92 +150,104 @@ def train(
                 seconds = throughput.window()
                 rate = (step - logged_at) * opt.total_batch_tokens / seconds
                 record["tokens_per_second"] = rate
-                record["data_wait"] = engine.data_wait() / seconds
+                record["data_wait"] = batches.waited() / seconds
                 record["mfu"] = rate * flops / (engine.peak_flops * engine.world) if engine.peak_flops else None
-                check_finite(step, record["loss"], None if engine.scaler_state() else record["grad_norm"])
+                record["skipped_steps"] = guard.check(step)
                 logged_at = step
 
-        # once in a while: a checkpoint, committed before anything that could fail takes its time
-        if step > start and (stopping or due(run.save_every)):
-            so_far = running_loss.state(engine.mean)  # waits for the device
-            check_finite(step, so_far["sum"], None if engine.scaler_state() else grad_norm.item())
+        # once in a while: a checkpoint. Not while steps are left out: the weights are those of one that was kept.
+        if step > saved_at and (stopping or last or (due(run.save_every) and not guard.in_a_row)):
+            since = time.monotonic()
             with throughput.paused():
                 state = {
                     "config": config.flat(),
                     "tokens": step * opt.total_batch_tokens,
                     "seconds": throughput.seconds,
                     "record": record,
-                    "running_loss": so_far,
+                    "running_loss": running_loss.state(engine.mean),
+                    "guard": guard.state(),
                     "optimizer_steps": optim.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),
                     "data": source.state(),
                 }
                 weights, moments = engine.snapshot(raw_model, optimizer)
-                if engine.is_main:
-                    path = save_checkpoint(run_dir, step, weights, moments, state, model_files(raw_model))
-                    prune(run_dir, run.keep_last, run.milestone_every)
-                    progress.say(f"step {step}: saved {path}")
-                engine.barrier()
+                if saver:
+                    saver.save(step, weights, moments, state, files, since=since, pruning=not guard.in_a_row)
+                saved_at = step
         if stopping:  # what else was due at this step, a resumed run does
             val_loss = None
             break
 
-        # once in a while: validation loss, HellaSwag, a sample, all on the live model
-        if due(run.eval_every):
-            with throughput.paused():
-                val_loss = record["val_loss"] = validate(config, batch, engine, model, validation)
-        if run.hellaswag_every and due(run.hellaswag_every) and step > 0:
-            with throughput.paused():
-                record = record or new_record(step, opt)
-                record |= hellaswag(config, engine, raw_model, progress.say)
-        if run.sample_every and due(run.sample_every) and step > 0:
-            with throughput.paused():
-                progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
+        try:
+            # once in a while: validation loss, HellaSwag, a sample, all on the live model
+            if due(run.eval_every):
+                with throughput.paused():
+                    val_loss = record["val_loss"] = validate(config, batch, engine, model, validation)
+                if not math.isfinite(val_loss):
+                    raise UserError(
+                        f"the validation loss at step {step} is {val_loss}: the weights are spoilt. {WAY_OUT}"
+                    )
+            if run.hellaswag_every and due(run.hellaswag_every) and step > 0:
+                with throughput.paused():
+                    record = record or new_record(step, opt)
+                    record |= hellaswag(config, engine, raw_model, progress.say)
+            if run.sample_every and due(run.sample_every) and step > 0:
+                with throughput.paused():
+                    progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
 
-        if record is not None:
-            record["seconds"] = round(throughput.seconds, 3)
-            record["peak_memory_bytes"] = engine.peak_memory()
-            record |= engine.counters()
-            if log:
-                log.write(record)
-            progress.report(record)
-            engine.track(record, step)
-        if last:
-            break
+            if record is not None:
+                record["seconds"] = round(throughput.seconds, 3)
+                record["peak_memory_bytes"] = engine.peak_memory()
+                record |= engine.counters()
+                if log:
+                    log.write(record)
+                progress.report(record, saver.failed if saver else "")
+                engine.track(record, step)
+            if last:
+                break
+            engine.await_step(batches)
+        except Interrupted:  # here, between two steps: all processes have agreed
+            stopping, unwritten = True, record
+            continue
 
         # a single training step
         optim.set_lr(optimizer, optim.lr_at(step, opt))
         if config.model.dropout:
             # A pure function of (seed, step, rank): a resumed run draws what an uninterrupted one would have drawn.
             engine.seed(((run.seed * 1_000_003 + step) * 65_537 + engine.rank) % 2**63)
+        faults.at("step.begin")
         for micro_step in range(batch.accumulation):
             rows = next(batches)  # (micro, T + 1)
-            last_micro_step = micro_step == batch.accumulation - 1
-            with engine.micro_step(model, last=last_micro_step):
-                loss = model(rows[:, :-1], rows[:, 1:]) / batch.accumulation
+            with engine.micro_step(model, last=micro_step == batch.accumulation - 1):
+                loss = faults.of("step.loss", model(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
                 engine.backward(loss)
-                running_loss.add(loss.detach(), last_of_step=last_micro_step)
-        grad_norm = engine.update(model, optimizer, opt.max_grad_norm)
+                running_loss.add(loss.detach())
+            faults.at("step.micro")
+        loss = engine.mean(running_loss.step) if guard.needs_loss else running_loss.step
+        grad_norm, skipped = engine.update(model, optimizer, opt.max_grad_norm, partial(guard.judge, loss))
+        running_loss.end_step(skipped)
+        engine.flush()
         step += 1
+        faults.at("step.end")
+        engine.stop.begin()  # there is progress that a signal must not cost
         progress.advance(opt.total_batch_tokens)
 
+    engine.stop.leave()
+    saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
     progress.close()
-    return val_loss
+    return val_loss, saved
 
 
-def check_finite(step: int, loss: float, grad_norm: float | None) -> None:
-    """Ends a run that has come to nothing before it is saved; grad_norm None where a loss scaler deals with overflows.
-
-    Both are means or norms over all processes, so that all of them end.
-    """
-    if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
-        raise UserError(f"the loss or its gradient is not finite at step {step}; nothing was saved since the last "
-                        "checkpoint. Lower learning_rate or lengthen warmup_steps, and go on from there")  # fmt: skip
+def has_finished(config: Config) -> bool:
+    """Whether a run whose last step is saved was also evaluated at it, or is longer than the configuration asks for."""
+    lines, last = read_metrics(Path(config.run.output_dir) / "metrics.jsonl"), config.optimizer.max_steps
+    return bool(lines) and (lines[-1]["step"] > last or lines[-1].get("val_loss") is not None)
 
 
 def new_record(step: int, opt: OptimizerConfig) -> dict:
     """A line of metrics.jsonl; null is what was not measured at this step."""
-    unknown = dict.fromkeys(("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait"))
+    unknown = dict.fromkeys(("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait",
+                             "skipped_steps"))  # fmt: skip
     return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": optim.lr_at(step, opt)}
 
 

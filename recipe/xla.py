@@ -34,7 +34,7 @@ from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import Batch, UserError
-from recipe.engine import Engine
+from recipe.engine import Engine, Judge
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
@@ -148,12 +148,21 @@ class XlaEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def update(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        skip = judge(grad_norm)
+        changed = [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
+        before = [
+            tensor.detach().clone() for tensor in changed
+        ]  # of the record only: in the program, nothing is copied
         optimizer.step()
+        with torch.no_grad():
+            for tensor, old in zip(changed, before, strict=True):
+                tensor.copy_(torch.where(skip > 0, old, tensor))
         optimizer.zero_grad(set_to_none=not self._accumulates)
-        self.flush()
-        return grad_norm
+        return grad_norm, skip
 
     def autocast(self):
         return torch.autocast("xla", torch.bfloat16) if self.precision == "bf16" else nullcontext()
@@ -172,10 +181,6 @@ class XlaEngine(Engine):
             xs.mark_sharding(t, self.mesh, (None,) * t.ndim)
 
     # Weights and optimizer state
-
-    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        weights, moments = super().snapshot(model, optimizer)
-        return {k: v.cpu() for k, v in weights.items()}, {k: v.cpu() for k, v in moments.items()}
 
     def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
         super().load_moments(model, optimizer, moments, steps)
@@ -215,8 +220,11 @@ class XlaEngine(Engine):
         if self._pod:
             torch.distributed.barrier()
 
-    def stop_requested(self, poll: bool) -> bool:
-        return poll and self.anywhere(self._stop) if self._pod else self._stop
+    def _any_host(self, *conditions: bool) -> list[bool]:
+        flags = torch.tensor(conditions, dtype=torch.int32)
+        if self._pod:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        return flags.bool().tolist()
 
     def anywhere(self, condition: bool) -> bool:
         if not self._pod:

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from recipe import device as hardware
 from recipe.config import ROOT, Batch, UserError
-from recipe.engine import TIMEOUT, Engine
+from recipe.engine import TIMEOUT, Engine, Judge
 from recipe.launch import wants_cpu
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -127,12 +127,10 @@ class ZeroEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
-    def update(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        model.step()  # clips by its configuration, steps, clears
-        if model.skipped_steps and self.precision != "fp16":
-            # DeepSpeed leaves out a step that is not finite without a word; the next logged one must see it.
-            return torch.tensor(float("inf"))
-        return torch.as_tensor(model.get_global_grad_norm())
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._zero.step(judge)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -230,6 +228,45 @@ class _Internals:
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def step(self, judge: Judge) -> tuple[torch.Tensor, torch.Tensor]:
+        """DeepSpeed's step, which clips by its configuration and clears, with `judge` between the norm and the rest: a
+        norm of -1 is DeepSpeed's own sign of one that is not finite, and of a step to leave out."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        verdict: list[torch.Tensor] = []
+
+        def judged(norm: torch.Tensor) -> bool:
+            norm = torch.as_tensor(norm, dtype=torch.float32)
+            norm = torch.where(norm < 0, float("inf"), norm) / self.optimizer.loss_scale
+            verdict.extend((norm, judge(norm)))
+            return bool(verdict[1])
+
+        # Set on the object, over the class's method, and taken away again.
+        if self.stage == 3:
+            name, whole = "_get_norm_groups", self.optimizer._get_norm_groups
+
+            def norm_groups():
+                groups = whole()
+                skip = judged(combine_grad_norm_groups(groups))
+                return [torch.full_like(g, -1) for g in groups] if skip else groups
+
+        else:
+            name, whole = "scaled_global_norm", self.optimizer.scaled_global_norm
+
+            def norm_groups():
+                norm = whole()
+                return torch.full_like(norm, -1) if judged(norm) else norm
+
+        setattr(self.optimizer, name, norm_groups)
+        try:
+            self.engine.step()
+        finally:
+            delattr(self.optimizer, name)
+        if not verdict:  # it saw an overflow of fp16, and asked for no norm
+            norm = torch.tensor(float("inf"))
+            return norm, judge(norm)
+        return verdict[0], verdict[1]
 
     def get(self, p: torch.nn.Parameter, key: str = "") -> torch.Tensor:
         """The whole fp32 weight (key "") or moment of `p`, on every process. A collective call."""

@@ -96,7 +96,10 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(shards, tmp
     run = tmp_path / "run"
     assert run_train(*tiny(shards, run, max_steps=4, warmup_steps=0)).returncode == 0
     broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "save_every": 1, "log_every": 5}
-    assert "is not finite at step" in refused(*tiny(shards, run, **broken))
+    assert "the validation loss at step 10 is nan: the weights are spoilt" in refused(*tiny(shards, run, **broken))
+    broken["max_skipped_steps"] = 3
+    assert "5 steps in a row, by step 10, were left out" in refused(*tiny(shards, run, **broken))
+    assert (run / "step_00000004").is_dir()
     for checkpoint in run.glob("step_*"):
         assert all(t.isfinite().all() for t in load_file(checkpoint / "model.safetensors").values()), checkpoint
 

@@ -5,21 +5,19 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save as save_tensors
 
 from recipe import checkpoint as ckpt
+from recipe import faults
 from recipe.config import UserError
 from recipe.export import export
 
 
-def write_model_files(directory):
-    (directory / "config.json").write_text("{}")
-
-
-def save(run, step, **options):
+def save(run, step):
     weights = {"a.weight": torch.arange(6.0).view(2, 3) + step}
     moments = {"exp_avg.a.weight": torch.ones(2, 3), "exp_avg_sq.a.weight": torch.ones(2, 3)}
     state = {"config": {"n_layer": 2, "learning_rate": 1e-3}}
-    return ckpt.save_checkpoint(run, step, weights, moments, state, options.get("files", write_model_files))
+    return ckpt.save_checkpoint(run, step, weights, moments, state, {"config.json": b"{}"})
 
 
 def test_round_trip(tmp_path):
@@ -60,17 +58,81 @@ def test_a_bit_flipped_in_the_manifest_itself_never_passes_a_bad_file(tmp_path):
     assert ckpt.verify(path) == ["model.safetensors does not have the checksum it was written with"]
 
 
-def test_a_save_that_fails_leaves_the_earlier_ones_and_no_trace(tmp_path):
+def test_the_tensors_are_in_the_bytes_that_safetensors_writes():
+    tensors = {
+        "b": torch.randn(3, 4),
+        "a.weight": torch.randn(2, 3).t(),
+        "é": torch.randn(()),
+        "none": torch.zeros(0, 2),
+    }
+    contiguous = {k: v.contiguous() for k, v in tensors.items()}
+    assert b"".join(ckpt.safetensors_parts(tensors, {"format": "pt"})) == save_tensors(contiguous, {"format": "pt"})
+    assert b"".join(ckpt.safetensors_parts({})) == save_tensors({})
+
+
+@pytest.mark.parametrize("point", ["save.begin", "save.optimizer.safetensors.during", "save.manifest.json.after",
+                                   "save.rename.before"])  # fmt: skip
+def test_a_save_that_fails_leaves_the_earlier_ones_and_no_trace(tmp_path, monkeypatch, point):
     save(tmp_path, 1)
-
-    def full(directory):
-        (directory / "config.json").write_text("{")
-        raise OSError(28, "No space left on device")
-
+    monkeypatch.setattr(faults, "_FAULTS", faults._parse(f"enospc@{point}", "0"))
     with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 2, files=full)
+        save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     assert ckpt.newest_valid(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_a_save_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(OSError, match=r"a checkpoint takes 0.016 GB, 0.001 GB are free"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_what_is_newer_than_the_step_just_saved_is_damaged_and_never_counts(tmp_path):
+    """Resumed from 10 because 20 is damaged: the save of 12 must not prune 10 and 12 for the sake of 20."""
+    for step in (5, 10, 20):
+        save(tmp_path, step)
+    (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 12)
+    assert [p.name for p in ckpt.prune(tmp_path, 12, keep_last=1, milestone_every=0)] == [
+        "step_00000005",
+        "step_00000010",
+    ]
+    assert ckpt.newest_valid(tmp_path, lambda line: None) == tmp_path / "step_00000012"
+    save(tmp_path, 20)  # made again, in the place of the damaged one
+    assert ckpt.verify(tmp_path / "step_00000020") == []
+
+
+def test_a_manifest_that_points_elsewhere_is_damage(tmp_path):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (tmp_path / "config.json").write_bytes(b"{}")
+    for name in ("../config.json", str(tmp_path / "config.json")):
+        changed = {"files": manifest["files"] | {name: manifest["files"]["config.json"]}}
+        (path / "manifest.json").write_text(json.dumps(changed))
+        assert ckpt.verify(path) == [f"{name} is not a file of this directory"]
+    del manifest["files"]["optimizer.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert ckpt.verify(path) == ["manifest.json does not list optimizer.safetensors"]
+
+
+def test_the_command_lists_and_verifies(tmp_path, capsys):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "config.json").write_bytes(b"[]")
+    assert ckpt.main(["list", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [f"{tmp_path}/step_0000000{n}" for n in (1, 2)]
+    assert lines[0].endswith("whole")
+    assert lines[1].endswith("DAMAGED: config.json does not have the checksum it was written with")
+    assert ckpt.main(["verify", str(tmp_path / "step_00000001")]) == 0
+    assert "whole, 5 files" in capsys.readouterr().out
+    assert ckpt.main(["verify", str(tmp_path)]) == 1
+    assert "step_00000002: config.json does not have" in capsys.readouterr().out
+    (tmp_path / "step_00000001" / "manifest.json").unlink()
+    assert ckpt.main(["verify", str(tmp_path / "step_00000001")]) == 1
+    assert ckpt.main(["list", str(tmp_path / "nothing")]) == 2
 
 
 def test_a_leftover_of_a_killed_save_is_no_checkpoint_and_is_swept_away(tmp_path):
@@ -78,7 +140,7 @@ def test_a_leftover_of_a_killed_save_is_no_checkpoint_and_is_swept_away(tmp_path
     leftover = tmp_path / ".saving-step_00000002"
     shutil.copytree(tmp_path / "step_00000001", leftover)
     assert ckpt.newest_valid(tmp_path) == tmp_path / "step_00000001"
-    ckpt.prune(tmp_path, keep_last=1, milestone_every=0)
+    save(tmp_path, 3)
     assert not leftover.exists()
 
 

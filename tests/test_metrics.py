@@ -11,20 +11,40 @@ import termios
 
 import torch
 
-from recipe.metrics import MetricsLog, RunningLoss, Throughput
+from recipe import faults
+from recipe.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
 from tests.conftest import ROOT, TINY, flags
 
 
 def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoint():
+    def step(running: RunningLoss, *shares: float, skipped: float = 0.0) -> None:
+        for share in shares:
+            running.add(torch.tensor(share))
+        running.end_step(torch.tensor(skipped))
+
     loss = RunningLoss(torch.device("cpu"))
-    for value in (1.0, 2.0, 6.0):  # two micro-batches' shares, then one
-        loss.add(torch.tensor(value), last_of_step=value != 1.0)
+    step(loss, 1.0, 2.0)  # two micro-batches' shares
+    step(loss, 6.0)
+    step(loss, 1.0, float("nan"), skipped=1.0)  # a step that was left out does not count
     again = RunningLoss(torch.device("cpu"), json.loads(json.dumps(loss.state(lambda t: t))))
     for restored in (loss, again):
-        restored.add(torch.tensor(3.0), last_of_step=True)
+        step(restored, 3.0)
         assert restored.read(lambda t: t) == 4.0
-    loss.add(torch.tensor(5.0), last_of_step=True)
+    step(loss, 5.0)
     assert loss.read(lambda t: t) == 5.0
+
+
+def test_a_line_that_cannot_be_written_waits_for_the_next(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(faults, "_FAULTS", faults._parse("enospc@log.write:2-3", "0"))
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, said.append)
+    for n in range(5):
+        log.write({"step": n})
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(
+            range(n + 1) if n in (0, 3, 4) else [0]
+        )
+    assert len(said) == 1
+    assert "cannot be written (No space left on device)" in said[0]
 
 
 def test_throughput_leaves_pauses_out(monkeypatch):

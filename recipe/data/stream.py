@@ -117,10 +117,10 @@ def _affordable(out: Path) -> int:
 
 
 class Waiting:
-    """Waits for the builder, saying what it does; ends with its error, or when the run ends or `stop` says so."""
+    """Waits for the builder, saying what it does; ends with its error, or when the run ends."""
 
-    def __init__(self, out: Path, say: Callable[[str], None], stop: Callable[[], bool] = lambda: False):
-        self.out, self.say, self.stop, self.closed = out, say, stop, False
+    def __init__(self, out: Path, say: Callable[[str], None]):
+        self.out, self.say, self.closed = out, say, False
         self._heard = 0.0
 
     def until(self, ready: Callable[[], object], what: str):
@@ -134,8 +134,6 @@ class Waiting:
             if time.time() - status.get("time", time.time()) > 2 * _STALLED:
                 raise UserError(f"the process that makes the shards in {self.out} gives no sign of life; see "
                                 f"{self.out / LOG}")  # fmt: skip
-            if self.stop():
-                raise KeyboardInterrupt
             if self.closed:
                 raise UserError("the run ended while it waited for data")
             if status.get("message_time", 0) > self._heard:

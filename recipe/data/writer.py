@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recipe import faults
 from recipe.config import UserError
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest, finish_shard
 
@@ -45,6 +46,7 @@ class OpenShard:
     def commit(self, path: Path) -> str:
         """Give the shard its header, bring it to the disk and to `path`; returns its SHA-256."""
         self.close()
+        faults.at("data.shard")
         return finish_shard(self.path, path, self.filled)
 
 

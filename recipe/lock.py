@@ -1,0 +1,93 @@
+"""One run a directory: a lock that its owner's death opens."""
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from recipe.config import UserError
+
+LOCK = ".lock"
+_BEAT = 5.0  # seconds between signs of life
+_DEAD = 15.0  # seconds without one after which another machine's run is taken for dead
+
+
+class RunLock:
+    """Held from `RunLock(run, say)` to `release`, or to the process's end, however it comes.
+
+    The file system's own lock tells the living from the dead on one machine, and on most file systems that several
+    share. Where it does not reach other machines, the owner's signs of life in the file do.
+    """
+
+    def __init__(self, run: Path, say: Callable[[str], None]):
+        """Raises UserError, naming the owner, where another process has it."""
+        run.mkdir(parents=True, exist_ok=True)
+        self._path = run / LOCK
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # Of the process: unlike flock's, it does not pass to children, who might outlive it.
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = self._read()
+            os.close(self._fd)
+            raise UserError(_taken(run, owner)) from None
+        earlier = self._read()
+        if earlier:
+            self._see_whether_it_lives(run, earlier, say)
+            say(f"lock       taken over from {_described(earlier)}, which ended without releasing it")
+        self._released = threading.Event()
+        self._write()
+        self._beating = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._beating.start()
+
+    def _see_whether_it_lives(self, run: Path, earlier: dict, say: Callable[[str], None]) -> None:
+        if earlier.get("host") == socket.gethostname():
+            return  # its lock would have held
+        say(f"lock       {_described(earlier)} had this directory; waiting {_DEAD:.0f} s for a sign of life")
+        deadline = time.monotonic() + _DEAD
+        while time.monotonic() < deadline:
+            time.sleep(1)
+            if (now := self._read()) != earlier:
+                os.close(self._fd)
+                raise UserError(_taken(run, now))
+
+    def _read(self) -> dict:
+        try:
+            value = json.loads(os.pread(self._fd, 4096, 0))
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _write(self) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "alive": time.time()}
+        content = json.dumps(owner).encode()
+        os.pwrite(self._fd, content.ljust(256), 0)  # always as long: nobody reads half of it and half of the last
+
+    def _beat(self) -> None:
+        while not self._released.wait(_BEAT):
+            try:
+                self._write()
+            except OSError:  # of a full disk, say: the lock itself holds
+                continue
+
+    def release(self) -> None:
+        self._released.set()
+        self._beating.join()
+        try:
+            os.ftruncate(self._fd, 0)
+        finally:
+            os.close(self._fd)
+
+
+def _described(owner: dict) -> str:
+    if not owner:
+        return "unknown"
+    return f"process {owner.get('pid')} on {owner.get('host')}"
+
+
+def _taken(run: Path, owner: dict) -> str:
+    return f"{run}: another run writes there ({_described(owner)}); wait for it, or choose another output_dir"

@@ -1,0 +1,95 @@
+"""Checkpoints written in the background, so that training waits for the copy of the weights only."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from recipe.checkpoint import checkpoints, prune, save_checkpoint
+
+_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at a last checkpoint, a minute in all
+
+
+class Saver:
+    """Writes one checkpoint at a time, in a thread, and prunes the older ones; of the main process.
+
+    A save that fails leaves the run as it was: it is said, shown in every line until one succeeds, and the next save is
+    the next attempt.
+
+    Attributes:
+        failed: why the last save failed, for the progress line; empty if it did not.
+    """
+
+    def __init__(self, run: Path, keep_last: int, milestone_every: int, say: Callable[[str], None],
+                 committed: Callable[[Path], None] = lambda path: None):  # fmt: skip
+        """`committed(path)` is called for each checkpoint, in the thread, before older ones are pruned."""
+        self.run, self.keep_last, self.milestone_every = run, keep_last, milestone_every
+        self.failed = ""
+        self._say, self._committed = say, committed
+        self._thread: threading.Thread | None = None
+        self._job: Callable[[], None] | None = None
+
+    def save(self, step: int, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], state: dict,
+             files: dict[str, bytes], *, since: float, pruning: bool = True) -> None:  # fmt: skip
+        """Starts writing, after the save before it. The tensors are this object's from now on; `since` is when the loop
+        stopped for this, of time.monotonic, for the time it is told to have waited. `pruning` false keeps all older
+        checkpoints, for a run in trouble."""
+        self.finish()
+        state = copy.deepcopy(state)
+
+        def job() -> None:
+            begun = time.monotonic()
+            try:
+                path = save_checkpoint(self.run, step, weights, moments, state, files)
+            except OSError as error:
+                self.failed = f"step {step} not saved"
+                self._warn(f"step {step}: NOT SAVED: {error.strerror or error}")
+                return
+            self.failed, self._job = "", None
+            seconds, size = time.monotonic() - begun, sum(p.stat().st_size for p in path.iterdir())
+            self._say(f"step {step}: saved {path}, {size / 1e6:,.0f} MB in {seconds:.1f} s, "
+                      f"training waited {waited:.2f} s")  # fmt: skip
+            try:
+                self._committed(path)
+                if pruning:
+                    prune(self.run, step, self.keep_last, self.milestone_every)
+            except OSError as error:
+                self._say(f"warning    older checkpoints could not be deleted: {error}")
+
+        self._job = job
+        waited = time.monotonic() - since
+        self._start()
+
+    def _start(self) -> None:
+        # A daemon: who leaves at once, with a second Ctrl-C, does not wait for it.
+        self._thread = threading.Thread(target=self._job, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _warn(self, line: str) -> None:
+        kept = checkpoints(self.run)
+        newest = f"{kept[-1].name} is the newest" if kept else "there is no"
+        self._say(f"{line}\nWARNING    training goes on, and the next save is the next attempt; until then {newest} "
+                  f"checkpoint in {self.run}")  # fmt: skip
+
+    def finish(self) -> bool:
+        """Waits for the save under way; whether the last one was committed."""
+        if self._thread:
+            self._thread.join()
+        return not self.failed
+
+    def conclude(self, enough: Callable[[], bool]) -> bool:
+        """The same for the run's last save, which is tried again for a minute, or until `enough()`."""
+        for pause in _PAUSES:
+            if self.finish() or self._job is None:
+                break
+            until = time.monotonic() + pause
+            while time.monotonic() < until and not enough():
+                time.sleep(0.1)
+            if enough() and pause != _PAUSES[0]:
+                break
+            self._say(f"trying again to save into {self.run}")
+            self._start()
+        return self.finish()
