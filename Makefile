@@ -14,6 +14,9 @@ ARGS ?=
 # Of the tests: processes that run them, of pytest-xdist, one a core up to four.
 WORKERS ?= logical
 
+# Seconds that torchrun leaves a run to save itself when it is to stop; its own 30 are too few for a large model.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
+
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.

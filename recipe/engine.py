@@ -125,6 +125,12 @@ class Engine:
         return self.device.type.upper()
 
     @property
+    def launcher_patience(self) -> float | None:
+        """Seconds after which torchrun, told to stop, kills its processes; None where there is none."""
+        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+        return limit if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    @property
     def idle_gpus(self) -> int:
         """GPUs of this machine that the launch leaves unused."""
         return max(0, torch.cuda.device_count() - self.local_world) if self.device.type == "cuda" else 0
@@ -232,11 +238,11 @@ class Engine:
 
     # Stopping, and batches
 
-    def check_stop(self, waiting: bool = False) -> bool:
-        """Raises Interrupted on all processes if a signal has reached any; returns whether any is `waiting`. A
-        collective call."""
+    def check_stop(self, waiting: bool = False, failed: bool = False) -> bool:
+        """Raises Interrupted on all processes if a signal has reached any, or any has `failed`; returns whether any is
+        `waiting`. A collective call."""
         self.stop.polled()
-        stop, anyone_waits = self._any_host(self.stop.requested, waiting)
+        stop, anyone_waits = self._any_host(self.stop.requested or failed, waiting)
         if stop:
             self.stop.leave()
             raise Interrupted
@@ -255,8 +261,8 @@ class Engine:
 
     def await_step(self, batches: Batches) -> None:
         """Returns once every process has its data for the next step: none begins one that another cannot finish.
-        Raises Interrupted. A collective call."""
-        while self.check_stop(waiting=not batches.ready(_POLL)):
+        Raises Interrupted, also where there will be none. A collective call."""
+        while self.check_stop(waiting=not batches.ready(_POLL), failed=batches.error() is not None):
             pass
 
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
 
 import torch
 
-from recipe.config import Batch
+from recipe.config import Batch, UserError
 from recipe.data.source import TokenSource
 
 
@@ -40,13 +41,21 @@ class Batches:
 
     def ready(self, seconds: float) -> bool:
         """Whether the next step's micro-batches are all there, after so many seconds at most."""
-        wanted = [f for f, _ in zip(self._pending, range(self._batch.accumulation), strict=False)]
+        wanted = self._next_step()
         if all(f.done() for f in wanted):
             return True
         asked = time.perf_counter()
         missing = wait(wanted, timeout=seconds).not_done
         self._waited += time.perf_counter() - asked
         return not missing
+
+    def error(self) -> UserError | None:
+        """What the reading of the next step has failed with."""
+        errors = (f.exception() for f in self._next_step() if f.done() and not f.cancelled())
+        return next((e for e in errors if e), None)
+
+    def _next_step(self) -> list[Future]:
+        return list(islice(self._pending, self._batch.accumulation))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self

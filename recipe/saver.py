@@ -24,10 +24,12 @@ class Saver:
     """
 
     def __init__(self, run: Path, keep_last: int, milestone_every: int, say: Callable[[str], None],
-                 committed: Callable[[Path], None] = lambda path: None):  # fmt: skip
-        """`committed(path)` is called for each checkpoint, in the thread, before older ones are pruned."""
+                 committed: Callable[[Path], None] = lambda path: None,
+                 patience: float | None = None):  # fmt: skip
+        """`committed(path)` is called for each checkpoint, in the thread, before older ones are pruned; `patience` is
+        how many seconds the launcher gives a run that is to stop."""
         self.run, self.keep_last, self.milestone_every = run, keep_last, milestone_every
-        self.failed = ""
+        self.failed, self._patience = "", patience
         self._say, self._committed = say, committed
         self._thread: threading.Thread | None = None
         self._job: Callable[[], None] | None = None
@@ -44,14 +46,18 @@ class Saver:
             begun = time.monotonic()
             try:
                 path = save_checkpoint(self.run, step, weights, moments, state, files)
-            except OSError as error:
+            except Exception as error:  # the run goes on, whatever it is
                 self.failed = f"step {step} not saved"
-                self._warn(f"step {step}: NOT SAVED: {error.strerror or error}")
+                self._warn(f"step {step}: NOT SAVED: {getattr(error, 'strerror', None) or repr(error)}")
                 return
             self.failed, self._job = "", None
             seconds, size = time.monotonic() - begun, sum(p.stat().st_size for p in path.iterdir())
             self._say(f"step {step}: saved {path}, {size / 1e6:,.0f} MB in {seconds:.1f} s, "
                       f"training waited {waited:.2f} s")  # fmt: skip
+            if self._patience and seconds > 0.7 * self._patience:
+                self._say(f"note       a stop takes as long, and the launcher kills after {self._patience:.0f} s: "
+                          "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 before accelerate launch")  # fmt: skip
+                self._patience = None  # once
             try:
                 self._committed(path)
                 if pruning:

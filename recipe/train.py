@@ -118,7 +118,9 @@ def train(
     throughput = Throughput(state.get("seconds", 0.0))
     progress = Progress(opt.max_steps * opt.total_batch_tokens, step * opt.total_batch_tokens, show=engine.is_main)
     log = MetricsLog(run_dir / "metrics.jsonl", step, progress.say) if engine.is_main else None
-    saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say) if engine.is_main else None
+    saver = None
+    if engine.is_main:
+        saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, patience=engine.launcher_patience)
     files = model_files(raw_model) if engine.is_main else {}
     flops = flops_per_token(config.model, config.data.sequence_length)
     engine.start_tracker("gpt2-recipe", run.run_name, config.flat())
@@ -235,6 +237,8 @@ def train(
     engine.stop.leave()
     saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
     progress.close()
+    if engine.anywhere(batches.error() is not None):  # saved all the same
+        raise batches.error() or UserError("the data of another process have ended; what it says is the cause")
     return val_loss, saved
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from recipe.checkpoint import checkpoints, verify
 from recipe.data.prepare import PrepareOptions, prepare
 from recipe.data.shards import write_shard
 from tests.conftest import SHAKESPEARE, TINY, flags, metrics, run_train
@@ -55,6 +56,19 @@ def test_data(shards, tmp_path):
     write_shard(other / "x_train_0.bin", np.arange(20, dtype=np.uint16))
     assert "20 tokens, fewer than one sequence" in refused(*tiny(other, tmp_path / "run"))
     assert all(line["step"] == 0 for line in metrics(tmp_path / "run"))  # found before a step was taken
+
+
+def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(tmp_path):
+    """The second of the shards is found out when it is reached; there is a checkpoint of the step before."""
+    text, data, run = tmp_path / "text.txt", tmp_path / "data", tmp_path / "run"
+    text.write_text(SHAKESPEARE.read_text()[:60_000])
+    prepare(PrepareOptions(source=str(text), out=str(data), val_fraction=0.2, first_shard_tokens=2000))
+    content = bytearray((data / "train_000001.bin").read_bytes())
+    content[3000] ^= 1
+    (data / "train_000001.bin").write_bytes(content)
+    assert "train_000001.bin: SHA-256" in refused(*tiny(data, run, max_steps=20, save_every=0))
+    assert [p.name for p in checkpoints(run)] == ["step_00000007"]
+    assert verify(run / "step_00000007") == []
 
 
 def test_a_hub_data_set_that_is_not_prepared_names_the_command(tmp_path):

@@ -189,6 +189,17 @@ def test_a_killed_builder_is_started_again_and_nothing_is_lost(prepared, tmp_pat
     assert any("died (killed by signal 9); started again" in line for line in said)
 
 
+def test_a_full_disk_is_waited_for(prepared, tmp_path, monkeypatch):
+    """Twice, at the validation shard and at the second for training."""
+    monkeypatch.setenv("RECIPE_FAULT", "enospc@data.shard:1,enospc@data.shard:4")
+    said, expected = [], local(prepared)
+    with streaming(at(prepared, tmp_path / "s"), say=said.append) as s:
+        for step in range(0, expected.windows // BATCH, 20):
+            assert np.array_equal(s.sources[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
+    assert any("No space left on device; trying again in 5 s, free some disk" in line for line in said)
+    assert not list((tmp_path / "s").glob("*.part"))
+
+
 def test_a_builder_that_keeps_dying_is_an_error_with_its_cause(prepared, tmp_path, monkeypatch):
     def start(self):
         with open(self.out / module.LOG, "ab") as log:

@@ -7,6 +7,7 @@ input does, that is with the process that started it, however that ends.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,13 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from recipe.config import DataConfig, UserError
-from recipe.data.hub import DOWNLOADS
+from recipe.data.hub import DOWNLOADS, PATIENCE
 from recipe.data.makers import HubMaker, Maker, TextMaker
 from recipe.data.select import SEEN
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest
 from recipe.data.status import POLL, Status, directory_bytes, read_json, reader_path
 from recipe.data.writer import shard_name
 
+_FULL = 5.0  # seconds between attempts on a full disk
 FAILED = 3  # exit code of an error that another attempt would meet again; it is in the status
 
 
@@ -154,12 +156,23 @@ def main() -> int:
         os.nice(10)  # the step comes first
     data = DataConfig(**job["data"])
     status = Status(Path(data.data))
-    try:
-        build(data, job["readers"], job["budget"], job["commit"], status)
-    except (UserError, OSError) as error:
-        status.set(error=str(error) if isinstance(error, UserError) else f"{data.data}: {error}")
-        return FAILED
-    return 0
+    full_since, tried = 0.0, float("-inf")
+    while True:
+        try:
+            build(data, job["readers"], job["budget"], job["commit"], status)
+        except UserError as error:
+            status.set(error=str(error))
+            return FAILED
+        except OSError as error:
+            now = time.monotonic()
+            full_since = now if now - tried > 6 * _FULL else full_since  # a shard was made in between
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or now - full_since > PATIENCE:
+                status.set(error=f"{data.data}: {error}")
+                return FAILED
+            with suppress(OSError):
+                status.say(f"{data.data}: {error.strerror}; trying again in {_FULL:.0f} s, free some disk")
+            time.sleep(_FULL)
+            tried = time.monotonic()
 
 
 def _end_with_parent() -> None:
