@@ -6,6 +6,7 @@ seen from inside a process, as a JSON line from each.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -17,6 +18,7 @@ from transformers import GPT2Config
 from recipe import device, optim
 from recipe.config import Batch, OptimizerConfig
 from recipe.engine import open_engine
+from recipe.guard import Guard
 from recipe.model import GPT2LMHeadModel
 
 precision, mode = sys.argv[1:]
@@ -57,13 +59,26 @@ result = {
 }
 
 
-def step(factor: float = 1.0) -> float:
-    """The gradient norm of a step whose loss is multiplied by `factor`."""
+guard = Guard(engine.device, OptimizerConfig())
+
+
+def step(factor: float = 1.0, judge=None) -> float:
+    """The gradient norm of a step whose loss is multiplied by `factor`; what is not finite is left out, or what `judge`
+    says."""
     for micro_step in range(batch.accumulation):
         rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
         with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
             engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation)
-    return engine.update(wrapped, optimizer, 1.0).item()
+    return engine.update(wrapped, optimizer, 1.0, judge or partial(guard.judge, torch.zeros(())))[0].item()
+
+
+def everything() -> dict:
+    weights, moments = engine.snapshot(model, optimizer)
+    return weights | moments | {"steps": torch.tensor(optim.steps_taken(optimizer))}
+
+
+def changes(before: dict) -> int:
+    return sum(not torch.equal(before[k], v) for k, v in everything().items())
 
 
 norms = [step() for _ in range(3)]
@@ -76,7 +91,12 @@ result |= {
     "scaler": engine.scaler_state(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
 }
-result["norms_after_overflow"] = [step(float("inf")), step()]
+before = everything()
+result["norm_of_overflow"], result["changed_by_overflow"] = step(float("inf")), changes(before)
+# A spike is left out in the same way, although all of it is finite.
+result["norm_of_spike"], result["changed_by_spike"] = step(judge=lambda norm: torch.ones(())), changes(before)
+result["norm_after"], result["changed_after"] = step(), changes(before)
+result["skipped"] = guard.check(0)
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
 engine.barrier()

@@ -1,11 +1,14 @@
 """The TPU engine within this process, on four devices of XLA's CPU client."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from recipe import optim
 from recipe.config import Batch, OptimizerConfig, UserError
+from recipe.guard import Guard
 from tests.conftest import EQUAL, flags
 
 
@@ -22,9 +25,10 @@ class Toy(torch.nn.Module):
         return (x @ self.weight + 0 * self.unused.sum() - 1).square().mean()
 
 
-def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step: None):
+def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step: None, judge=None):
     """Trains as the loop does; the learning rates are `rates`."""
     engine.place(module, compile=False)
+    guard = Guard(engine.device, config)
     optimizer = optim.make_optimizer(module, config, **engine.optimizer_options)
     batch = Batch(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
     module, optimizer = engine.prepare(module, optimizer, batch, config.max_grad_norm)
@@ -33,7 +37,8 @@ def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step
         for micro_step in range(accumulation):
             with engine.micro_step(module, last=micro_step == accumulation - 1):
                 engine.backward(module(engine.to_device(rows)) / accumulation)
-        engine.update(module, optimizer, config.max_grad_norm)
+        engine.update(module, optimizer, config.max_grad_norm, judge or partial(guard.judge, torch.zeros(())))
+        engine.flush()
         each(step)
     return module, optimizer
 
