@@ -5,25 +5,20 @@ hardware (processes, machines, sharding) is not here: that is Accelerate's file.
 """
 
 import dataclasses
-import difflib
 import math
+import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from transformers import HfArgumentParser
-
 from recipe.catalog import DATASETS, names_a_data_set, resolve
+from recipe.cli import Parser, UserError, yaml_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
-
-
-class UserError(ValueError):
-    """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
 
 
 def _opt(default, help: str):
@@ -125,43 +120,27 @@ class Config:
         return {k: v for part in dataclasses.asdict(self).values() for k, v in part.items()}
 
 
+_PATHS = ("data", "val_data", "source", "init_from", "output_dir")
 _PARTS = (ModelConfig, DataConfig, OptimizerConfig, RunConfig)
 FIELDS = {f.name: f for part in _PARTS for f in dataclasses.fields(part)}
-
-
-class _Parser(HfArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
     """The run's configuration from `--config FILE` and flags. Raises UserError for whatever is wrong with them."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(_PARTS, description="Train GPT-2.", allow_abbrev=False)
+    parser = Parser(_PARTS, description="Train GPT-2.", allow_abbrev=False)
     if {"-h", "--help"} & set(argv):
         parser.print_help()
         raise SystemExit(0)
     path = _resolve(parser.parse_known_args(argv)[0].config)
-    recipe = _yaml_argv(path)
-    _parse(parser, recipe, f"{path}: ")
+    recipe = yaml_flags(path, FIELDS.keys() - {"config"})
+    parser.parse(recipe, f"{path}: ")
     flags = {word.partition("=")[0] for word in argv}
     if "--data" in flags and names_a_data_set(parser.parse_known_args(argv)[0].data):
         # another data set: what the recipe says of its own is not said of this one
         recipe = [word for word in recipe if word.partition("=")[0] not in ("--source", "--name", "--revision")]
-    parts = _parse(parser, [*recipe, *argv], "")
+    parts = parser.parse([*recipe, *argv])
     return _validated(_with_defaults(Config(*parts), path))
-
-
-def _parse(parser: _Parser, argv: list[str], origin: str) -> tuple:
-    try:
-        *parts, unknown = parser.parse_args_into_dataclasses(
-            args=argv, return_remaining_strings=True, look_for_args_file=False
-        )
-    except UserError as e:
-        raise UserError(f"{origin}{e}") from None
-    if unknown:
-        raise UserError(f"{origin}unknown {unknown[0]!r}{_nearest(unknown[0].lstrip('-').split('=')[0])}")
-    return tuple(parts)
 
 
 def _resolve(config: str) -> Path:
@@ -171,27 +150,6 @@ def _resolve(config: str) -> Path:
             return path
     shipped = ", ".join(sorted(p.stem for p in DEFAULT_RECIPE.parent.glob("*.yaml")))
     raise UserError(f"--config {config}: no such file; recipe/configs/ has {shipped}")
-
-
-def _yaml_argv(path: Path) -> list[str]:
-    """The YAML as flags, so that both ways in are checked and converted by the same parser."""
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as e:
-        raise UserError(f"{path}: not valid YAML: {str(e).splitlines()[0]}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
-    for key, value in values.items():
-        if key not in FIELDS or key == "config":
-            raise UserError(f"{path}: unknown key {key!r}{_nearest(str(key))}")
-        if isinstance(value, (dict, list)):
-            raise UserError(f"{path}: {key} takes one value, found a {type(value).__name__}")
-    return [f"--{key}={'' if value is None else value}" for key, value in values.items()]
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name, FIELDS, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "; --help lists the fields"
 
 
 def _with_defaults(config: Config, path: Path) -> Config:
@@ -204,7 +162,12 @@ def _with_defaults(config: Config, path: Path) -> Config:
         data = dataclasses.replace(data, data=directory, source=source, name=subset)
     if data.source and not Path(data.source).exists() and (ROOT / data.source).exists():
         data = dataclasses.replace(data, source=str(ROOT / data.source))  # text that ships, from anywhere
-    return dataclasses.replace(config, run=run, data=data)
+    return Config(*map(_with_home, (config.model, data, config.optimizer, run)))
+
+
+def _with_home(part):
+    """~ as the shell writes it out, which in --data=~/shards it does not; what a run has written down holds it too."""
+    return dataclasses.replace(part, **{k: os.path.expanduser(v) for k, v in vars(part).items() if k in _PATHS})
 
 
 def _validated(config: Config) -> Config:
@@ -227,7 +190,11 @@ def _validated(config: Config) -> Config:
     require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
     for name in ("dropout", "beta1", "beta2", "val_fraction"):
         require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")
-    require(model.n_embd % model.n_head == 0, f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}")
+    require(
+        model.n_embd % model.n_head == 0,
+        f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}; nearest valid n_embd: "
+        + _listed((max(2, model.n_embd // model.n_head) + k) * model.n_head for k in (-1, 0, 1)),
+    )
     require(
         data.sequence_length <= model.n_positions,
         f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
@@ -239,6 +206,12 @@ def _validated(config: Config) -> Config:
         opt.warmup_steps < opt.max_steps,
         f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
     )
+    for name in _PATHS:  # a directory of that name would be made
+        value = config.flat()[name]
+        require(
+            "://" not in value or (name in ("data", "source") and value.startswith("hf://")),
+            f"{name} {value} is a URL, which is not read; download it and give the path, or name a Hub repository",
+        )
     require(bool(data.data), "data is empty; give a directory of shards or a glob of .bin files")
     names_text = bool(data.source) and not set("*?[") & set(data.data)
     require(names_text or not data.streaming, f"streaming, but {data.data} names no text: give a data set or a source")
@@ -246,11 +219,11 @@ def _validated(config: Config) -> Config:
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
     )
-    require(
-        opt.total_batch_tokens % data.sequence_length == 0,
-        f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "
-        f"nearest valid: {_nearest_multiples(opt.total_batch_tokens, data.sequence_length)}",
-    )
+    if opt.total_batch_tokens % data.sequence_length:
+        raise UserError(
+            f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "
+            f"nearest valid: {_nearest_batches(config, int(os.environ.get('WORLD_SIZE', 1)))}"
+        )
     return config
 
 
@@ -282,7 +255,7 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
     opt, length = config.optimizer, config.data.sequence_length
     sequences = opt.total_batch_tokens // length
     replicas = world * devices
-    micro = min(opt.micro_batch_size, max(1, sequences // replicas))
+    micro = _micro(config, sequences, replicas)
     accumulation, rest = divmod(sequences, replicas * micro)
     if rest:
         unit = replicas * micro * length
@@ -291,14 +264,26 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of {replicas} {noun}{ending} x "
             f"micro_batch_size {micro} x sequence_length {length} = {unit}; "
-            f"nearest valid: {_nearest_multiples(opt.total_batch_tokens, unit)}"
+            f"nearest valid: {_nearest_batches(config, replicas)}"
         )
     return Batch(sequences, world, micro * devices, accumulation, devices)
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
-    centre = max(2, round(value / unit))
-    return ", ".join(str(k * unit) for k in (centre - 1, centre, centre + 1))
+def _micro(config: Config, sequences: int, replicas: int) -> int:
+    return min(config.optimizer.micro_batch_size, max(1, sequences // replicas))
+
+
+def _nearest_batches(config: Config, replicas: int) -> str:
+    """The three nearest total_batch_tokens that divide, and for which nothing else is wrong afterwards."""
+    value, length = config.optimizer.total_batch_tokens, config.data.sequence_length
+    centre, reach = value // length, 3 * replicas * config.optimizer.micro_batch_size
+    near = range(max(1, centre - reach), centre + reach + 1)
+    valid = [n * length for n in near if n % (replicas * _micro(config, n, replicas)) == 0]
+    return _listed(sorted(sorted(valid, key=lambda tokens: abs(tokens - value))[:3]))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 if __name__ == "__main__":  # for the Makefile, which samples from the run that it has just made

@@ -13,7 +13,9 @@ FILES = sorted([*RECIPE.rglob("*.py"), *(ROOT / "eval").rglob("*.py")])
 # What each module of recipe/ may import of recipe/; a key may be a package. `train` is imported by nothing.
 ALLOWED = {
     "catalog": set(),
-    "config": {"catalog"},
+    "redact": set(),
+    "cli": {"redact"},
+    "config": {"catalog", "cli"},
     "faults": set(),
     "loss": set(),
     "model": {"config", "loss"},
@@ -25,7 +27,7 @@ ALLOWED = {
     "guard": {"config"},
     "stopping": set(),
     "feed": {"config", "data"},
-    "data": {"config", "data", "faults"},
+    "data": {"cli", "config", "data", "faults", "redact"},
     "device": {"config"},
     "launch": {"config"},
     "engine": {"config", "device", "feed", "launch", "optim", "stopping", "xla", "zero"},
@@ -33,26 +35,15 @@ ALLOWED = {
     "zero": {"config", "device", "engine", "launch"},
     "plan": {"config", "data"},
     "live": {"config", "data", "engine", "faults", "loss", "model"},
-    "start": {"config", "data", "engine", "checkpoint", "lock", "model"},
-    "export": {"config", "checkpoint"},
-    "train": {
-        "config",
-        "data",
-        "engine",
-        "faults",
-        "guard",
-        "launch",
-        "checkpoint",
-        "model",
-        "live",
-        "saver",
-        "start",
-        "stopping",
-        "optim",
-        "metrics",
-        "plan",
-    },
-}
+    "rundir": {"checkpoint", "config", "lock"},
+    "outbox": {"data"},
+    "upload": {"faults", "outbox", "redact"},
+    "push": {"checkpoint", "config", "outbox", "upload"},
+    "start": {"config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
+    "export": {"config", "checkpoint", "outbox", "push", "upload"},
+    "train": {"config", "data", "engine", "faults", "guard", "launch", "checkpoint", "model", "live", "push", "redact",
+              "saver", "start", "stopping", "optim", "metrics", "plan"},
+}  # fmt: skip
 
 
 def imports(path) -> set[str]:

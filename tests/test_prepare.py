@@ -408,10 +408,8 @@ def test_the_command_in_this_process(tmp_path, capsys):
         assert main(["--source", str(source), "--out", str(out)]) == 2
         err = capsys.readouterr().err
         assert re.search(message, err)
-    with pytest.raises(SystemExit) as stop:
-        main(["--source", "x", "--out", "y", "--shard_size", "5"])
-    assert stop.value.code == 2
-    assert "unrecognized arguments: --shard_size" in capsys.readouterr().err
+    assert main(["--source", "x", "--out", "y", "--shard_token", "5"]) == 2
+    assert "error: unknown '--shard_token'; did you mean 'shard_tokens'?" in capsys.readouterr().err
 
 
 def test_workers_of_either_kind_give_the_same_bytes(reference, tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 from recipe.config import UserError
 from recipe.data.documents import Document, text_chunks, text_of
 from recipe.data.shards import DTYPE, HEADER_BYTES, file_sha256, move
+from recipe.redact import redact
 
 PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run
 _FIRST_PATIENCE = 60  # the same before anything has been read
@@ -260,7 +261,7 @@ def _is_lost_connection(error: Exception) -> bool:
 
 def _reason(error: Exception) -> str:
     status, _ = _response(error)
-    text = (str(error).strip().splitlines() or [""])[0][:200]
+    text = redact((str(error).strip().splitlines() or [""])[0])[:200]  # redacted first: a cut secret has no shape
     return f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from recipe.cli import Parser
 from recipe.config import UserError, parse_config
 from recipe.data.documents import Text, TextFiles
 from recipe.data.options import PrepareOptions, check_same, flags, options_of
@@ -29,6 +30,7 @@ from recipe.data.select import HELD_OUT, SEEN
 from recipe.data.shards import DTYPE, START, Manifest
 from recipe.data.tokenise import Selection, tokenised
 from recipe.data.writer import ShardWriter
+from recipe.redact import guard, redact
 
 if TYPE_CHECKING:
     from recipe.config import DataConfig
@@ -36,20 +38,18 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code: 0 done, 2 a mistake of the user's."""
-    from transformers import HfArgumentParser
-
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(PrepareOptions, description="Text or a Hub data set -> token shards.", allow_abbrev=False)
+    parser = Parser(PrepareOptions, description="Text or a Hub data set -> token shards.", allow_abbrev=False)
     parser.epilog = "--config RECIPE.yaml stands for the source and all else that a recipe says of its data."
     try:
         if "--config" in argv:
             at = argv.index("--config")
             wanted = vars(options_of(parse_config(argv[at : at + 2]).data))
             argv[at : at + 2] = flags({k: v for k, v in wanted.items() if v is not None})
-        options = PrepareOptions(**vars(parser.parse_args(argv)))
+        (options,) = parser.parse(argv)
         prepare(options)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on after the last finished shard", file=sys.stderr)
@@ -220,4 +220,5 @@ def _write_single(text: Text, writer: ShardWriter, options: PrepareOptions, bar:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(main())

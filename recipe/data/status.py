@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from recipe.redact import redacted
+
 STATUS = ".builder.json"
 EARLIER = ".checkpoint.json"  # the manifest that the checkpoint kept from which the run goes on
 POLL = 0.1  # seconds
@@ -35,9 +37,9 @@ class Status:
 
 
 def write_json(path: Path, values: dict) -> None:
-    """All or nothing, and not waiting for the disk."""
+    """All or nothing, not waiting for the disk, and without what is secret."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(values))
+    temporary.write_text(json.dumps(redacted(values)))
     os.replace(temporary, path)
 
 

@@ -1,0 +1,69 @@
+"""Words of the command line and of a YAML, made into dataclasses: what is unknown is refused, and never quoted."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser
+
+from recipe.redact import looks_secret
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
+
+
+class Parser(HfArgumentParser):
+    """Of a word that it does not know it says the name, not the value: that may be a secret in the wrong place."""
+
+    def error(self, message: str):
+        raise UserError(re.sub(r"(ignored explicit argument) .*", r"\1", message))
+
+    def parse(self, argv: list[str], origin: str = "") -> tuple:
+        """A dataclass of each type. Raises UserError, which begins with `origin`."""
+        try:
+            *parts, unknown = self.parse_args_into_dataclasses(
+                args=argv, return_remaining_strings=True, look_for_args_file=False
+            )
+        except UserError as e:
+            raise UserError(f"{origin}{e}") from None
+        if not unknown:
+            return tuple(parts)
+        if not unknown[0].startswith("--"):
+            before = [word.partition("=")[0] for word in argv[: argv.index(unknown[0])] if word.startswith("--")]
+            after = f" after {before[-1]}" if before else ""
+            raise UserError(f"{origin}a word{after} that belongs to no field; a field and its value are --NAME VALUE")
+        name = unknown[0].partition("=")[0]
+        fields = {field.name for part in self.dataclass_types for field in dataclasses.fields(part)}
+        raise UserError(f"{origin}unknown {name!r}{_nearest(name.lstrip('-'), fields)}")
+
+
+def yaml_flags(path: Path, fields: Iterable[str]) -> list[str]:
+    """The YAML as flags, so that both ways in are checked and converted by the same parser. Raises UserError."""
+    try:
+        values = yaml.safe_load(path.read_bytes()) or {}
+    except yaml.YAMLError as e:  # whose own words quote the file
+        at = getattr(e, "problem_mark", None)
+        where = f"not valid YAML, line {at.line + 1}" if at else "not valid YAML in UTF-8"
+        raise UserError(f"{path}: {where}; expected `key: value` lines") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
+    for key, value in values.items():
+        if key not in fields:
+            raise UserError(f"{path}: unknown key {key!r}{_nearest(str(key), fields)}")
+        if isinstance(value, (dict, list)):
+            raise UserError(f"{path}: {key} takes one value, found a {type(value).__name__}")
+    return [f"--{key}={'' if value is None else value}" for key, value in values.items()]
+
+
+def _nearest(name: str, fields: Iterable[str]) -> str:
+    secret = looks_secret(name)
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.8 if secret else 0.6)
+    if secret and not close:
+        return "; a secret belongs in the environment, as HF_TOKEN or WANDB_API_KEY"
+    return f"; did you mean {close[0]!r}?" if close else "; --help lists the fields"
