@@ -57,7 +57,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     [
         (np.arange(1000, dtype="<i4").tobytes(), "bare tokens of 4 bytes each"),
         (np.array([4711, 1, 10] + [0] * 253, "<i4").tobytes() + bytes(20), "magic number 4711, expected 20240520"),
-        (np.arange(1, 1000, dtype=">u2").tobytes(), "not a token shard"),
+        (np.arange(1, 1000, dtype=">u2").tobytes(), "bare tokens in big-endian order"),
         (np.array([20240801, 7, 10] + [0] * 253, "<i4").tobytes() + bytes(40), "Llama 3 format with uint32"),
         (np.array([20240520, 1, 10] + [0] * 253, ">i4").tobytes() + bytes(20), "big-endian"),
         (b"PAR1" + b"\xff" * 2000, "not a token shard"),

@@ -99,17 +99,28 @@ def open_files(source: str, text_column: str) -> TextFiles | None:
         paths = [Path(p) for p in sorted(glob.glob(f"{glob.escape(source)}/**", recursive=True))]
         paths = [p for p in paths if p.is_file() and _suffix(p) in _SUFFIXES]
         if not paths:
+            if scripts := sorted(path.glob("*.py")):
+                raise UserError(_script(f"--source {source}: {scripts[0].name}"))
             raise UserError(
                 f"--source {source}: no {', '.join(_SUFFIXES)} file (or .gz, .bz2 of them) in this directory"
             )
         return TextFiles(paths, text_column)
     paths = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(source)) if Path(p).is_file()]
     for p in paths:
+        if p.suffix == ".py":
+            raise UserError(_script(f"--source {source}"))
         if _suffix(p) not in _SUFFIXES:
             raise UserError(
                 f"--source: {p} is not {', '.join(_SUFFIXES)}, nor .gz or .bz2 of them; convert it or leave it out"
             )
     return TextFiles(paths, text_column) if paths else None
+
+
+def _script(what: str) -> str:
+    return (
+        f"{what} is a program that would make the text, and is not run: run it yourself where you trust it, and give "
+        f"the {', '.join(_SUFFIXES)} files that it writes"
+    )
 
 
 def names_a_file(source: str) -> bool:

@@ -60,9 +60,7 @@ def read_shard(path: Path) -> np.ndarray:
     if is_headerless(header) and size % DTYPE.itemsize == 0:
         return np.memmap(path, DTYPE, mode="r")
     if len(header) < HEADER_BYTES:
-        raise UserError(
-            f"{path}: {size} bytes, less than a shard's header of {HEADER_BYTES}; prepare it again: {_PREPARE}"
-        )
+        raise UserError(f"{path}: {size} bytes, less than a shard's header; prepare it again: {_PREPARE}")
     magic, version, count = (int(n) for n in np.frombuffer(header, "<i4", 3))
     if magic != MAGIC:
         raise UserError(
@@ -89,7 +87,9 @@ def _what_else(header: bytes) -> str:
     if int(np.frombuffer(header, ">i4", 1)[0]) == MAGIC:
         return "the bytes are in big-endian order"
     words = np.frombuffer(header, DTYPE)
-    if not words[1::2].any() and words.any():
+    if is_headerless(words.byteswap().tobytes()):
+        return "these look like bare tokens in big-endian order"
+    if not words[1::2].any() and words[::2].astype(bool).mean() > 0.6:
         return "these look like bare tokens of 4 bytes each, not uint16"
     return "this is not a token shard"
 
@@ -204,6 +204,10 @@ class Manifest:
     vocab_size: int = VOCAB_SIZE
     end_of_text: int = END_OF_TEXT
     dtype: str = "uint16"
+
+    def __post_init__(self):
+        if away := [e for e in self.shards if e["file"] in ("", "..") or Path(e["file"]).name != e["file"]]:
+            raise UserError(f"shard {away[0]['file']!r} is no name of a file in its directory")
 
     def save(self, directory: Path) -> None:
         with replacing(directory / MANIFEST) as file:
