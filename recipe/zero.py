@@ -5,6 +5,7 @@ precision) is written into its configuration from the recipe before it starts, a
 """
 
 import copy
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,16 @@ from recipe.launch import wants_cpu
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_THE_RECIPES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+# What Accelerate refuses to hear beside a file for DeepSpeed, in words that do not name the one it heard.
+_SAID_IN_BOTH = ("mixed_precision", "zero_stage", "gradient_accumulation_steps", "gradient_clipping",
+                 "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
+                 "offload_param_nvme_path", "zero3_save_16bit_model")  # fmt: skip
 
 
 class ZeroEngine(Engine):
@@ -49,6 +60,7 @@ class ZeroEngine(Engine):
         file = Path(os.environ.get(_CONFIG_FILE, ""))
         if not file.is_file() and (ROOT / file).is_file():
             os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
+        check_files(os.environ.get(_CONFIG_FILE, ""), os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""))
         super().__init__(precision, **options)
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
         # As the file has it: Accelerate and `prepare` write into the other.
@@ -177,6 +189,25 @@ class ZeroEngine(Engine):
             scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
 
 
+def check_files(file: str, accelerates: str) -> None:
+    """Raises UserError where the Accelerate file, whose fields are `accelerates`, says what `file` says too, or where
+    `file` decides what is not about sharding."""
+    twice = [name for name in accelerates.split(",") if name in _SAID_IN_BOTH]
+    if file and twice:
+        raise UserError(
+            f"the Accelerate file says {', '.join(twice)} beside deepspeed_config_file {file}, and would be ignored; "
+            "take it out: sharding is said in that file, precision, accumulation and clipping by the recipe"
+        )
+    if file:
+        try:
+            config = dict(json.loads(Path(file).read_bytes()))
+        except (OSError, ValueError, TypeError) as e:
+            raise UserError(
+                f"deepspeed_config_file {file} cannot be read as JSON ({e}); ds_configs/ has some"
+            ) from None
+        check_sharding_only(config, {}, file)
+
+
 def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
     """Raises UserError where `config`, read from `file`, decides what the recipe does."""
     if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
@@ -186,7 +217,7 @@ def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
             raise UserError(f"{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it "
                             "to \"auto\"")  # fmt: skip
     # Accelerate adds that it does not print, and the two precisions, off.
-    harmless = {"zero_optimization", "steps_per_print", *recipe} | {
+    harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES} | {
         k for k in config if config[k] == {"enabled": False}
     }
     if others := sorted(config.keys() - harmless):
