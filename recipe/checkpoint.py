@@ -143,7 +143,7 @@ def prune(run: Path, newest: int, keep_last: int, milestone_every: int) -> list[
     """Deletes all but the `keep_last` checkpoints up to step `newest`, which was just committed, and those at multiples
     of `milestone_every` (0: none). What claims to be newer is damaged, or the run would have gone on from there: it
     stays, and does not count."""
-    old = [p for p in checkpoints(run) if step_of(p) <= newest][:-keep_last]
+    old = [p for p in checkpoints(run) if step_of(p) <= newest and not p.is_symlink()][:-keep_last]
     old = [p for p in old if not (milestone_every and step_of(p) % milestone_every == 0)]
     for path in old:
         # Renamed first, so that a deletion cut short leaves nothing that looks like a checkpoint.
@@ -179,17 +179,21 @@ def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:
 
 def verify(path: Path) -> list[str]:
     """What is wrong with a checkpoint, file by file; empty if nothing is. Reads every byte."""
+    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+        return ["it is a link out of the run"]
     try:
         listed = json.loads((path / "manifest.json").read_text())["files"]
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return [f"manifest.json unreadable ({e})"]
+    if away := [name for name in files if name in ("", "..") or Path(name).name != name]:
+        return [f"manifest.json names {away[0]!r}, which is not a file of this directory"]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
     for name, (size, sha256) in files.items():
         file = path / name
         try:
-            if file.parent != path or file.is_symlink():
-                problems.append(f"{name} is not a file of this directory")
+            if file.is_symlink():
+                problems.append(f"{name} is a link")
             elif not file.is_file():
                 problems.append(f"{name} is missing")
             elif file.stat().st_size != size:
@@ -219,6 +223,12 @@ def check_same_run(state: dict, config: dict, run: Path) -> list[str]:
     Raises UserError, naming the fields, where architecture, data or batch differ: that is another run.
     """
     before = state["config"]
+    name, now = before.get("run_name"), config.get("run_name")
+    if name and now and name != now:
+        raise UserError(
+            f"{run} holds another run: {name!r}, of {before.get('config')}, and not {now!r}. Choose "
+            f"another output_dir, go on with that run by --run_name {name}, or start over with --fresh"
+        )
 
     def differing(names) -> list[str]:
         return [f"{k} {before[k]!r} -> {config[k]!r}" for k in names if k in before and before[k] != config[k]]

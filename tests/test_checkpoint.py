@@ -112,7 +112,7 @@ def test_a_manifest_that_points_elsewhere_is_damage(tmp_path):
     for name in ("../config.json", str(tmp_path / "config.json")):
         changed = {"files": manifest["files"] | {name: manifest["files"]["config.json"]}}
         (path / "manifest.json").write_text(json.dumps(changed))
-        assert ckpt.verify(path) == [f"{name} is not a file of this directory"]
+        assert ckpt.verify(path) == [f"manifest.json names {name!r}, which is not a file of this directory"]
     del manifest["files"]["optimizer.safetensors"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert ckpt.verify(path) == ["manifest.json does not list optimizer.safetensors"]
