@@ -241,7 +241,9 @@ def _read_safetensors(name_or_path: str) -> dict[str, torch.Tensor]:
         index = cached_file(name_or_path, "model.safetensors.index.json")
     except OSError as e:
         raise UserError(
-            f"{name_or_path}: no model.safetensors (pickled weights are not read; convert them first)"
+            f"{name_or_path}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code "
+            "when they are loaded, and are not read. If you trust it, convert it with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({name_or_path!r}).save_pretrained('converted')"
         ) from e
     names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     return {k: v for name in names for k, v in load_file(cached_file(name_or_path, name)).items()}

@@ -21,6 +21,8 @@ from recipe.data.stream import Builder, StreamedSource, Waiting
 from recipe.engine import Engine
 from recipe.lock import LOCK, RunLock
 from recipe.model import GPT2LMHeadModel
+from recipe.redact import redacted
+from recipe.rundir import refusal
 
 
 def open_data(
@@ -34,8 +36,14 @@ def open_data(
         train, val_shards = _open_stream(config, cut, engine, checkpoint, say, closing)
     else:
         if not data.source.startswith("hf://"):
+            error = ""
             with engine.main_first():
-                prepare_for_training(data, say)
+                try:
+                    prepare_for_training(data, say)
+                except (UserError, OSError) as e:  # raised below, where no other process waits for this one any more
+                    error = str(e)
+            if engine.anywhere(bool(error)):
+                raise UserError(error or "the data could not be prepared on another process, which says why")
         train_shards = find_shards(data.data, "train")
         val_shards = find_shards(data.val_data or data.data, "val")
         check_data(train_shards, val_shards, *cut[:2])
@@ -112,6 +120,8 @@ def find_checkpoint(
     run_dir, chosen, error = Path(config.run.output_dir), None, ""
     if engine.is_main:
         try:
+            if refused := refusal(config):
+                raise UserError(refused)
             lock = RunLock(run_dir, say)
             if config.run.fresh and any(p.name != LOCK for p in run_dir.iterdir()):
                 say(f"fresh      the earlier run is kept in {move_aside(run_dir)}")
@@ -129,7 +139,7 @@ def find_checkpoint(
     if engine.anywhere(not chosen.exists()):
         raise UserError(f"{chosen} is not on every machine: output_dir must be on a file system that all of them see")
     checkpoint = load_checkpoint(chosen)
-    for line in check_same_run(checkpoint.state, config.flat(), run_dir):
+    for line in check_same_run(checkpoint.state, redacted(config.flat()), run_dir):
         say(line)
     if checkpoint.step < config.optimizer.max_steps:
         say(f"resume     from step {checkpoint.step} ({chosen})")
