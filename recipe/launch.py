@@ -1,6 +1,9 @@
 """What the launch asks for, read from the environment, and what is refused before a process group exists."""
 
 import os
+import signal
+import sys
+import time
 from importlib.util import find_spec
 
 import torch
@@ -8,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from recipe.config import UserError
+
+_PATIENCE = 20  # seconds, for processes that start at different times
 
 
 def is_on(name: str, default: str = "") -> bool:
@@ -31,6 +36,24 @@ def wants_xla() -> bool:
 def speaks() -> bool:
     """Whether this process reports errors: one does on each machine, for the machine may be the only one to have it."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def fail(message: str) -> int:
+    """Says `message` on standard error, once a machine, and returns exit code 2; of several processes none returns, but
+    ends with that code.
+
+    The launcher ends all processes as soon as one has ended: that must not be before the first of them has spoken, nor
+    while it is about to. So the others wait to be ended, and one that is not is the only one to know of the mistake.
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several and not speaks():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        time.sleep(_PATIENCE)
+    print(message, file=sys.stderr, flush=True)
+    if several:  # the interpreter's own end would take down a process group that others are still using, and abort
+        sys.stdout.flush()
+        os._exit(2)
+    return 2
 
 
 def check_launch() -> None:

@@ -24,11 +24,13 @@ from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
 from recipe.guard import WAY_OUT, Guard
-from recipe.launch import speaks
+from recipe.launch import fail, speaks
 from recipe.live import hellaswag, sample, validate
 from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput, read_metrics
 from recipe.model import GPT2LMHeadModel
 from recipe.plan import describe, flops_per_token, si
+from recipe.redact import redact, redacted
+from recipe.redact import guard as keep_secrets
 from recipe.saver import Saver
 from recipe.start import build_model, find_checkpoint, model_files, open_data
 from recipe.stopping import Interrupted
@@ -48,9 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         engine.close()
         return code
     except UserError as e:
-        if speaks():
-            print(f"error: {e}", file=sys.stderr)
-        return 2
+        return fail(f"error: {redact(str(e))}")
     except KeyboardInterrupt:
         if speaks():
             print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)
@@ -123,7 +123,7 @@ def train(
         saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, patience=engine.launcher_patience)
     files = model_files(raw_model) if engine.is_main else {}
     flops = flops_per_token(config.model, config.data.sequence_length)
-    engine.start_tracker("gpt2-recipe", run.run_name, config.flat())
+    engine.start_tracker("gpt2-recipe", run.run_name, redacted(config.flat()))
     batches = engine.batches(source, batch, step, opt.max_steps)
     saved_at, logged_at = step, step
     unwritten = state.get("record")  # of the step that was saved: its line is written after its evaluations
@@ -162,7 +162,7 @@ def train(
             since = time.monotonic()
             with throughput.paused():
                 state = {
-                    "config": config.flat(),
+                    "config": redacted(config.flat()),
                     "tokens": step * opt.total_batch_tokens,
                     "seconds": throughput.seconds,
                     "record": record,
@@ -267,7 +267,7 @@ def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], 
     if engine.note:
         say(f"note       {engine.note}")
     if config.run.dry_run:
-        say("\n" + "\n".join(f"{k}: {v!r}" for k, v in config.flat().items()))
+        say("\n" + "\n".join(f"{k}: {v!r}" for k, v in redacted(config.flat()).items()))
 
 
 def conclude(config: Config, val_loss: float, train_shards: list[Shard], val_shards: list[Shard]) -> None:
@@ -281,4 +281,5 @@ def conclude(config: Config, val_loss: float, train_shards: list[Shard], val_sha
 
 
 if __name__ == "__main__":
+    keep_secrets()
     sys.exit(main())
