@@ -1,19 +1,31 @@
 """Mistakes, made on the command line: exit code 2, no traceback, the field or file and the way out.
 
-The messages are tested one by one where they arise; here it is that a user sees them, and only them.
+The table has one entry or more for each of the 25 kinds of mistake that are promised to end so (25, no token to write
+with, is tested where uploads are). They go through main() in this process, which saves the start of one; the tests
+below it start processes, several too.
 """
 
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
 from recipe.checkpoint import checkpoints, verify
 from recipe.data.prepare import PrepareOptions, prepare
 from recipe.data.shards import write_shard
-from tests.conftest import SHAKESPEARE, TINY, flags, metrics, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, run_train
+from tests.hub import Hub
 
 
 def refused(*arguments, processes=1, env=None) -> str:
@@ -29,33 +41,327 @@ def tiny(shards, run, **fields):
     return flags(**(TINY | {"data": shards, "output_dir": run, "max_steps": 6} | fields))
 
 
-def test_configuration():
-    assert "unknown '--learning_rat'; did you mean 'learning_rate'?" in refused("--learning_rat", "1")
-    assert "nearest valid: 896, 1024, 1152" in refused("--total_batch_tokens", "1000")
-    assert "precision fp16 needs a CUDA GPU" in refused("--precision", "fp16", "--dry_run")
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """argv, main -> (exit code, standard output, standard error) of a command in this process, on the CPU. What it
+    changes of the process is put back."""
+    import torch
+    from accelerate.state import AcceleratorState, PartialState
+
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name.endswith("RANK")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+
+    def run(argv, main=None):
+        from recipe import train
+
+        code = (main or train.main)([str(word) for word in argv])
+        return code, *capsys.readouterr()
+
+    capsys.readouterr()
+    yield run
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(matmul)
 
 
-def test_data(shards, tmp_path):
-    message = refused(*tiny(tmp_path / "none", tmp_path / "run", source=""))
-    assert "none: no such directory" in message
-    assert "recipe.data.prepare" in message
-    assert "no .bin file matches" in refused(*tiny(tmp_path / "*.bin", tmp_path / "run"))
+@dataclass
+class Place:
+    """Where a mistake is made: `run` is for the run, `shards` are good ones, `finished` is a run of 20 steps."""
 
-    broken = tmp_path / "broken"
-    shutil.copytree(shards, broken)
-    data = bytearray((broken / "train_000000.bin").read_bytes())
-    data[5000] ^= 1
-    (broken / "train_000000.bin").write_bytes(data)
-    assert "SHA-256" in refused(*tiny(broken, tmp_path / "run"))
+    path: Path
+    shards: Path
+    finished: Path
 
-    other = tmp_path / "tokens"
-    other.mkdir()
-    write_shard(other / "x_train_0.bin", np.full(4000, 50257, np.uint16))
-    write_shard(other / "x_val_0.bin", np.arange(2000, dtype=np.uint16))
-    assert "token 50257 at position 0" in refused(*tiny(other, tmp_path / "run"))
-    write_shard(other / "x_train_0.bin", np.arange(20, dtype=np.uint16))
-    assert "20 tokens, fewer than one sequence" in refused(*tiny(other, tmp_path / "run"))
-    assert all(line["step"] == 0 for line in metrics(tmp_path / "run"))  # found before a step was taken
+    @property
+    def run(self) -> Path:
+        return self.path / "run"
+
+    def train(self, data=None, **fields) -> list[str]:
+        """Flags of a run on `data`, by default the good shards."""
+        return tiny(data or self.shards, self.run, **fields)
+
+    def resume(self, **fields) -> list[str]:
+        """Flags of a run that goes on from a copy of the finished one."""
+        shutil.copytree(self.finished, self.run)
+        return self.train(**({"dropout": 0.1, "max_steps": 24} | fields))
+
+    def prepare(self, source, **fields) -> list[str]:
+        return flags(source=source, out=self.path / "out", **fields)
+
+    def shard(self, tokens, val=None) -> Path:
+        """A directory of a training shard, of tokens or of bytes, and a good validation shard or `val`."""
+        for split, content in (("train", tokens), ("val", np.arange(2000) if val is None else val)):
+            path = self.path / f"x_{split}_0.bin"
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                write_shard(path, np.asarray(content, np.uint16))
+        return self.path
+
+    def file(self, name: str, content: str | bytes) -> Path:
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def changed(self) -> Path:
+        """The good shards, a bit of them flipped."""
+        shutil.copytree(self.shards, self.path / "changed")
+        shard = self.path / "changed" / "train_000000.bin"
+        data = bytearray(shard.read_bytes())
+        data[5000] ^= 1
+        return self.file("changed/train_000000.bin", bytes(data)).parent
+
+    def parquet(self) -> Path:
+        pq.write_table(pa.table({"title": ["a"], "body": ["b"]}), self.path / "a.parquet")
+        return self.path / "a.parquet"
+
+    def linked(self) -> list[str]:
+        """A run by name, where runs/mine leads elsewhere."""
+        (self.path / "runs").mkdir()
+        (self.path / "elsewhere").mkdir()
+        (self.path / "runs" / "mine").symlink_to(self.path / "elsewhere")
+        return [word for word in self.train(run_name="mine") if not word.startswith("--output_dir")]
+
+
+def header(*numbers: int, order: str = "<") -> bytes:
+    return np.array([*numbers] + [0] * (256 - len(numbers)), f"{order}i4").tobytes()
+
+
+GOOD = np.arange(4000, dtype="<u2")
+PREPARE = "python -m recipe.data.prepare"
+LOADER = "import datasets\n\nclass Texts(datasets.GeneratorBasedBuilder):\n    pass\n"
+
+# number, what is wrong, the command's words (those of recipe.data.prepare where they have --out), what the error says
+TABLE = [
+    (1, "empty glob", lambda at: at.train(at.path / "*.bin"), ["*.bin: no such directory, and no .bin file", PREPARE]),
+    (1, "no directory", lambda at: at.train(at.path / "none", source=""), ["none: no such directory", PREPARE]),
+    (2, "wrong magic", lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
+     ["x_train_0.bin: magic number 123, expected 20240520: this is not a token shard", PREPARE]),
+    (3, "count of the header", lambda at: at.train(at.shard(header(20240520, 1, 5000) + GOOD.tobytes())),
+     ["x_train_0.bin: the header says 5000 tokens (10000 bytes), the file has 8000", "cut short", "prepare it again"]),
+    (4, "token outside", lambda at: at.train(at.shard(np.where(GOOD == 77, 50257, GOOD))),
+     ["x_train_0.bin: token 50257 at position 77, GPT-2's vocabulary ends at 50256", PREPARE]),
+    (5, "four bytes", lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())),
+     ["4 bytes each, not uint16", PREPARE]),
+    (5, "four bytes, header", lambda at: at.train(at.shard(header(20240520, 1, 4000) + GOOD.astype("<u4").tobytes())),
+     ["its tokens are 4 bytes each, not uint16", "prepare it again"]),
+    (5, "byte order", lambda at: at.train(at.shard((GOOD + 1).astype(">u2").tobytes())), ["big-endian order", PREPARE]),
+    (5, "byte order, header", lambda at: at.train(at.shard(header(20240520, 1, 4000, order=">") + GOOD.tobytes())),
+     ["the bytes are in big-endian order", PREPARE]),
+    (5, "byte order of tokens", lambda at: at.train(at.shard(header(20240520, 1, 4000) + GOOD.byteswap().tobytes())),
+     ["another tokenizer, type or byte order", PREPARE]),
+    (6, "short shard", lambda at: at.train(at.shard(GOOD[:32])),
+     ["x_train_0.bin: 32 tokens, fewer than one sequence of sequence_length + 1 = 33; lower sequence_length"]),
+    (6, "short validation", lambda at: at.train(at.shard(GOOD, val=GOOD[:32])), ["x_val_0.bin: 32 tokens, fewer than"]),
+    (7, "validation is training", lambda at: at.train(at.shard(GOOD, val=GOOD)),
+     ["x_train_0.bin (training)", "x_val_0.bin (validation) hold the same tokens", "give other files"]),
+    (8, "checksum", lambda at: at.train(at.changed()),
+     ["train_000000.bin: SHA-256", "the manifest says", "delete its directory and prepare it again"]),
+    (9, "no column, JSON", lambda at: at.prepare(at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
+     ["a.jsonl, line 1: no column 'text'; there are: title, body. Choose with --text_column"]),
+    (9, "no column, parquet", lambda at: at.prepare(at.parquet()),
+     ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"]),
+    (9, "no column, training", lambda at: at.train(at.path / "new", source=at.parquet()),
+     ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"]),
+    (10, "script in a directory", lambda at: at.prepare(at.file("texts/texts.py", LOADER).parent),
+     ["texts.py is a program", "is not run: run it yourself where you trust it", ".parquet files that it writes"]),
+    (10, "script", lambda at: at.prepare(at.file("texts.py", LOADER)), ["texts.py is a program", "is not run"]),
+    (11, "more sequences than windows", lambda at: at.train(at.shard(GOOD[:100])),
+     ["total_batch_tokens 256 takes 8 sequences a step, the training data have 3 in all; lower total_batch_tokens"]),
+    (12, "unknown flag", lambda at: at.train(learning_rat=1),
+     ["unknown '--learning_rat'; did you mean 'learning_rate'?"]),
+    (12, "unknown key", lambda at: ["--config", at.file("my.yaml", "data: x\nlearning_rat: 1\n")],
+     ["my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?"]),
+    (12, "unknown flag of prepare", lambda at: at.prepare(SHAKESPEARE, shard_token=9),
+     ["unknown '--shard_token'; did you mean 'shard_tokens'?"]),
+    (12, "YAML in another encoding", lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")],
+     ["my.yaml: not valid YAML in UTF-8"]),
+    (13, "batch and sequence", lambda at: at.train(total_batch_tokens=1000),
+     ["total_batch_tokens 1000 is not a multiple of sequence_length 32; nearest valid: 768, 1024, 1280"]),
+    (13, "batch and micro-batch", lambda at: at.train(total_batch_tokens=9 * 32),
+     ["not a multiple of 1 process x micro_batch_size 8 x sequence_length 32 = 256; nearest valid: 192, 224, 256"]),
+    (14, "long sequences", lambda at: at.train(sequence_length=128),
+     ["sequence_length 128 is longer than n_positions 64; raise n_positions or shorten the sequences"]),
+    (15, "heads", lambda at: at.train(n_embd=33),
+     ["n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30, 32, 34"]),
+    (16, "learning rate 0", lambda at: at.train(learning_rate=0), ["learning_rate is 0.0; it must be above 0"]),
+    (16, "learning rate below 0", lambda at: at.train(learning_rate=-1), ["learning_rate is -1.0; it must be above 0"]),
+    (16, "learning rate NaN", lambda at: at.train(learning_rate="nan"), ["learning_rate is nan; it must be a finite"]),
+    (17, "warm-up", lambda at: at.train(warmup_steps=6), ["warmup_steps 6 leaves nothing of max_steps 6; shorten"]),
+    (18, "fp16", lambda at: at.train(precision="fp16"), ["precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"]),
+    (18, "tf32", lambda at: at.train(precision="tf32"), ["precision tf32 needs an Ampere", "use auto or fp32"]),
+    (21, "architecture", lambda at: at.resume(n_layer=3, n_embd=64),
+     ["run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64. Put those back", "--fresh"]),
+    (22, "another recipe's run", lambda at: at.resume(config="recipe/configs/gpt2.yaml"),
+     ["holds another run: 'shakespeare', of recipe/configs/shakespeare.yaml, and not 'gpt2'", "another output_dir"]),
+    (22, "no run", lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent),
+     ["photos is not a run's: it holds a.jpg. Choose one that is new or empty"]),
+    (22, "no run, --fresh", lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
+     ["photos is not a run's: it holds a.jpg"]),
+    (23, "nanoGPT's checkpoint", lambda at: at.train(output_dir=at.file("nano/ckpt.pt", b"\x80").parent),
+     ["nano holds ckpt.pt: a pickle, which can run any code", "save them as safetensors", "init_from"]),
+    (23, "pickled weights to start from", lambda at: at.train(init_from=pickled(at)),
+     ["old: no model.safetensors; pytorch_model.bin", "pickles, which can run any", ".save_pretrained('converted')"]),
+    (24, "run_name that leaves", lambda at: at.train(run_name="../x"),
+     ["run_name '../x' must be letters", "output_dir"]),
+    (24, "absolute run_name", lambda at: at.train(run_name="/x"), ["run_name '/x' must be letters", "output_dir"]),
+    (24, "run_name that is a link", lambda at: at.linked(),
+     ["run_name mine: runs/mine is a link out of runs/, to", "elsewhere; choose another run_name, or give"]),
+    (24, "shard elsewhere", lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, source=""),
+     ["manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory); delete"]),
+]  # fmt: skip
+
+
+def pickled(at: Place) -> Path:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(at.path / "old")
+    return at.file("old/pytorch_model.bin", b"\x80").parent
+
+
+def manifest(file: str) -> str:
+    shard = {"file": file, "split": "train", "tokens": 10, "sha256": None, "next": {}}
+    return json.dumps({"source": {}, "options": {}, "complete": True, "shards": [shard]})
+
+
+def entry(number: int, name: str):
+    return next(pytest.param(*row, id=f"{row[0]}-{row[1]}") for row in TABLE if row[:2] == (number, name))
+
+
+@pytest.fixture
+def place(shards, whole_run, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return Place(tmp_path, shards, whole_run[0])
+
+
+def main_of(argv: list) -> str:
+    return "recipe.data.prepare" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
+
+
+@pytest.mark.parametrize(("number", "name", "words", "message"), TABLE, ids=lambda v: v if isinstance(v, str) else "")
+def test_bad_input(command, place, monkeypatch, number, name, words, message):
+    from recipe.data import prepare as preparing
+
+    argv = words(place)
+    before = sorted(place.path.rglob("*"))
+    monkeypatch.chdir(place.path if name == "run_name that is a link" else ROOT)
+    code, _, err = command(argv, preparing.main if main_of(argv) == "recipe.data.prepare" else None)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("error: ") == 1
+    assert len(err.strip().splitlines()) <= 2, err
+    for part in message:
+        assert part in err
+    if number >= 12:  # found before anything is written
+        assert sorted(place.path.rglob("*")) == before
+
+
+def test_the_table_is_whole():
+    elsewhere = {19, 20, 25}
+    assert {number for number, *_ in TABLE} | elsewhere == set(range(1, 26))
+
+
+@pytest.mark.parametrize(("number", "name", "words", "message"), [
+    entry(4, "token outside"), entry(9, "no column, parquet"), entry(12, "unknown flag"), entry(22, "no run"),
+])  # fmt: skip
+def test_bad_input_as_a_user_makes_it(place, number, name, words, message):
+    argv = list(map(str, words(place)))
+    result = subprocess.run([sys.executable, "-m", main_of(argv), *argv], cwd=ROOT, env=environment(),
+                            capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) <= 2
+    assert all(part in result.stderr for part in message)
+
+
+def said_once(result, codes: list[str]) -> str:
+    """The one error of a launch, of which the launcher reports the processes' exit codes."""
+    output = result.stdout + result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, output
+    assert result.returncode == 1
+    assert 'train.py", line' not in output  # the launcher's own traceback is none of ours
+    found = [line.split()[2] for line in output.splitlines() if line.strip().startswith("exitcode")]
+    assert found == codes, output
+    return errors[0]
+
+
+@pytest.mark.parametrize(("number", "name", "words", "message"), [
+    entry(8, "checksum"), entry(9, "no column, training"), entry(22, "no run"),
+])  # fmt: skip
+def test_bad_input_of_two_processes(place, number, name, words, message):
+    """Said once, and both end with code 2: when both have met it, when one was to prepare the text for the other, and
+    when one has looked for both."""
+    result = launch("ddp", 2, "recipe/train.py", *words(place))
+    error = said_once(result, ["2", "2"])
+    assert all(part in error for part in message)
+
+
+def test_11_more_processes_than_windows(place):
+    data = place.shard(GOOD[:33], val=GOOD[100:133])  # a window each
+    result = launch("ddp", 2, "recipe/train.py", *place.train(data, total_batch_tokens=64))
+    assert "takes 2 sequences a step, the training data have 1 in all" in said_once(result, ["2", "2"])
+
+
+@pytest.mark.parametrize(("yaml", "changes", "processes", "message"), [
+    ("mixed_precision: fp16\n", {}, 1,  # 19
+     "the Accelerate file says mixed_precision beside deepspeed_config_file {file}, and would be ignored; take it out"),
+    ("deepspeed_config:\n  gradient_accumulation_steps: 4\n  zero_stage: 3\n", {}, 1,  # 19
+     "the Accelerate file says gradient_accumulation_steps, zero_stage beside"),
+    ("", {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 2,  # 20
+     "{file}: optimizer is not about sharding and belongs to the recipe; take it out"),
+], ids=["19-mixed_precision", "19-stage and accumulation", "20-optimizer"])  # fmt: skip
+def test_19_and_20_files_that_disagree(place, yaml, changes, processes, message):
+    shipped = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
+    file = place.file("zero1.json", json.dumps(shipped | changes))
+    text = (ROOT / "accelerate_configs" / "zero1.yaml").read_text().replace("ds_configs/zero1.json", str(file))
+    text = text.replace("deepspeed_config:\n", yaml) if yaml.startswith("deepspeed") else text + yaml
+    result = launch(place.file("zero1.yaml", text), processes, "recipe/train.py", *place.train())
+    assert message.format(file=file) in said_once(result, ["2"] * processes)
+    assert not place.run.exists()
+
+
+def test_10_a_hub_data_set_that_is_a_script(place):
+    (place.path / "hub" / "a" / "texts").mkdir(parents=True)
+    place.file("hub/a/texts/texts.py", LOADER)
+    with Hub(place.path / "hub") as hub:
+        result = subprocess.run([sys.executable, "-m", "recipe.data.prepare", *place.prepare("a/texts")], cwd=ROOT,
+                                env=environment(hub.environment), capture_output=True, text=True)  # fmt: skip
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert "a/texts: this data set is a script that wants to run on your machine, which is refused" in result.stderr
+    assert "refs/convert/parquet" in result.stderr
+
+
+def test_24_a_checkpoint_that_leads_elsewhere_is_passed_over(command, place):
+    argv = place.resume(max_steps=11, eval_every=0)
+    last, outside = place.run / "step_00000020", place.path / "outside"
+    last.rename(outside)
+    last.symlink_to(outside)
+    before = {path: path.read_bytes() for path in outside.iterdir()}
+    listed = json.loads((outside / "manifest.json").read_text())
+    for name in ("../notes.txt", str(place.path / "notes.txt")):  # nor one whose files lie elsewhere, as damaged
+        other = shutil.copytree(outside, place.run / "step_00000019", dirs_exist_ok=True)
+        (other / "manifest.json").write_text(
+            json.dumps({"files": listed["files"] | {name: listed["files"]["config.json"]}})
+        )
+        shutil.copyfile(outside / "config.json", place.path / "notes.txt")
+        from recipe.checkpoint import verify
+
+        assert verify(other) == [f"manifest.json names {name!r}, which is not a file of this directory"]
+    code, out, err = command([*argv, "--keep_last", "1"])
+    assert code == 0, err
+    assert "step_00000020: it is a link out of the run" in out
+    assert "step_00000019: manifest.json names" in out
+    assert "from step 10" in out
+    assert {path: path.read_bytes() for path in outside.iterdir()} == before
 
 
 def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(tmp_path):
