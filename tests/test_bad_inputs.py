@@ -281,7 +281,7 @@ def test_bad_input_as_a_user_makes_it(place, number, name, words, message):
     assert all(part in result.stderr for part in message)
 
 
-def said_once(result, codes: list[str]) -> str:
+def said_once(result, codes: list[str], starting: bool = False) -> str:
     """The one error of a launch, of which the launcher reports the processes' exit codes."""
     output = result.stdout + result.stderr
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -289,7 +289,8 @@ def said_once(result, codes: list[str]) -> str:
     assert result.returncode == 1
     assert 'train.py", line' not in output  # the launcher's own traceback is none of ours
     found = [line.split()[2] for line in output.splitlines() if line.strip().startswith("exitcode")]
-    assert found == codes, output
+    # -15: still starting when the first had found the mistake, which needs no agreement, and the launcher ended all
+    assert found == codes or (starting and sorted(found) == ["-15", "2"]), output
     return errors[0]
 
 
@@ -324,7 +325,7 @@ def test_19_and_20_files_that_disagree(place, yaml, changes, processes, message)
     text = (ROOT / "accelerate_configs" / "zero1.yaml").read_text().replace("ds_configs/zero1.json", str(file))
     text = text.replace("deepspeed_config:\n", yaml) if yaml.startswith("deepspeed") else text + yaml
     result = launch(place.file("zero1.yaml", text), processes, "recipe/train.py", *place.train())
-    assert message.format(file=file) in said_once(result, ["2"] * processes)
+    assert message.format(file=file) in said_once(result, ["2"] * processes, starting=True)
     assert not place.run.exists()
 
 
