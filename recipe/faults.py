@@ -19,8 +19,10 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the process that uploads has no use for it
+    import torch
 
 _FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json")
 
