@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
 from recipe.catalog import DATASETS, names_a_data_set, resolve
 from recipe.cli import Parser, UserError, yaml_flags
 
@@ -99,6 +102,8 @@ class RunConfig:
     save_every: int = _opt(1000, "steps between checkpoints (0: at the end only)")
     keep_last: int = _opt(2, "newest checkpoints kept")
     milestone_every: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
+    push_to_hub: str = _opt("", "ORG/NAME on the Hub to which milestones and the final checkpoint go (empty: none)")
+    hub_private: bool = _opt(False, "push_to_hub makes a private repository, and pushes to no public one")
     sample_every: int = _opt(0, "steps between samples printed from the live model (0: never)")
     sample_prompt: str = _opt("\n", "what a sample during training continues")
     hellaswag_every: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
@@ -219,12 +224,25 @@ def _validated(config: Config) -> Config:
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
     )
+    if run.push_to_hub:
+        check_repo_name(run.push_to_hub, "push_to_hub")
     if opt.total_batch_tokens % data.sequence_length:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "
             f"nearest valid: {_nearest_batches(config, int(os.environ.get('WORLD_SIZE', 1)))}"
         )
     return config
+
+
+def check_repo_name(name: str, field: str) -> None:
+    """Raises UserError where `name` cannot be the ORG/NAME of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+        ok = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) is not None
+    except HFValidationError:
+        ok = False
+    if not ok:
+        raise UserError(f"{field} {name!r} must be ORG/NAME: letters, digits, '.', '_' and '-', with one slash")
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def test_a_recipe_that_cannot_be_read(recipe, text, message):
     ("max_steps", 0, "max_steps is 0"),
     ("eval_every", -1, "eval_every is -1"),
     ("run_name", "../elsewhere", "run_name '../elsewhere' must be letters"),
+    *(("push_to_hub", name, f"push_to_hub '{name}' must be ORG/NAME")
+      for name in ("gpt2", "a/b/c", "/acme/gpt2", "acme/", "../gpt2", "acme/..", "acme/gpt 2", "acmé/gpt2")),
     ("config", "nowhere.yaml", "--config nowhere.yaml: no such file"),
 ])  # fmt: skip
 def test_bad_values_are_refused_with_the_way_out(field, value, message):
