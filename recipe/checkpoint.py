@@ -33,6 +33,8 @@ from safetensors.torch import load_file
 from recipe import faults
 from recipe.config import UserError
 
+# What belongs to the trainer and not to the model; results.json is an evaluation's.
+_TRAINERS_OWN = {"optimizer.safetensors", "trainer_state.json", "manifest.json", "results.json"}
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY, _DELETING = ".saving-", ".deleting-"
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
@@ -166,6 +168,11 @@ def checkpoints(run: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(_NAME.fullmatch(path.name).group(1))
+
+
+def model_only(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint that `from_pretrained` reads."""
+    return sorted(p for p in checkpoint.iterdir() if p.is_file() and p.name not in _TRAINERS_OWN)
 
 
 def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:

@@ -1,0 +1,110 @@
+"""Checkpoints that wait for the Hugging Face Hub: a queue on the disk, which outlives whoever works on it.
+
+RUN/.push/step-005000/           the model's files of a checkpoint, hard links where the disk has them
+RUN/.push/step-005000/push.json  {"repo", "private", "step", "todo": ["step-005000", "main"], "error"}
+RUN/.push/log                    last words of the process that uploads
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipe.data.status import read_json, write_json
+
+QUEUE, LOG, MAIN = ".push", "log", "main"
+_ENTRY, _MAKING, _DONE = "push.json", ".making-", ".done-"
+_POLL = 0.2  # seconds between attempts at the lock
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint that waits: `todo` are the branches it is not on yet, `error` says why it waits for the user."""
+
+    path: Path
+    repo: str
+    private: bool
+    step: int
+    todo: tuple[str, ...]
+    error: str | None = None
+
+    def files(self) -> list[Path]:
+        return sorted(p for p in self.path.iterdir() if p.name not in (_ENTRY, f"{_ENTRY}.tmp"))
+
+    def write(self, directory: Path | None = None) -> Entry:
+        values = {k: v for k, v in dataclasses.asdict(self).items() if k != "path"}
+        write_json((directory or self.path) / _ENTRY, values)
+        return self
+
+    def remove(self) -> None:
+        # Renamed first, so that a deletion cut short leaves nothing that looks like an entry.
+        doomed = self.path.with_name(f"{_DONE}{self.path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(self.path.rename(doomed), ignore_errors=True)
+
+
+def entries(run: Path) -> list[Entry]:
+    """What is queued, the oldest step first."""
+    found = []
+    for path in (run / QUEUE).glob("step-*"):
+        if values := read_json(path / _ENTRY):  # none: it has just been removed
+            found.append(Entry(path, **values | {"todo": tuple(values["todo"])}))
+    return sorted(found, key=lambda e: (e.step, e.path.name))
+
+
+def enqueue(run: Path, files: list[Path], step: int, repo: str, private: bool, todo: list[str]) -> Entry:
+    """Puts `files` into the queue, whole or not at all. Raises OSError."""
+    queue = run / QUEUE
+    queue.mkdir(parents=True, exist_ok=True)
+    name = branch_of(step)
+    temporary = queue / f"{_MAKING}{name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for file in files:
+        try:
+            os.link(file, temporary / file.name)  # costs nothing until the checkpoint is pruned
+        except OSError:
+            shutil.copyfile(file, temporary / file.name)
+    # The same step again, of a resumed run, comes after the one that may be going up right now.
+    numbers = (f"{name}.{n}" if n else name for n in range(1000))
+    path = next(p for p in map(queue.joinpath, numbers) if not p.exists())
+    entry = Entry(path, repo, private, step, tuple(todo)).write(temporary)
+    temporary.rename(path)
+    return entry
+
+
+def sweep(run: Path) -> None:
+    """Deletes what those who were killed left half made or half deleted."""
+    for leftover in [*(run / QUEUE).glob(f"{_MAKING}*"), *(run / QUEUE).glob(f"{_DONE}*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def branch_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+@contextmanager
+def alone(run: Path, patience: float) -> Iterator[None]:
+    """One process at a time empties a queue. The lock goes with its process, however that ends. Raises BlockingIOError
+    where another has it for `patience` seconds more."""
+    (run / QUEUE).mkdir(parents=True, exist_ok=True)
+    directory, deadline = os.open(run / QUEUE, os.O_RDONLY), time.monotonic() + patience
+    try:
+        while True:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL)
+        yield
+    finally:
+        os.close(directory)
