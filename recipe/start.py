@@ -21,6 +21,7 @@ from recipe.data.stream import Builder, StreamedSource, Waiting
 from recipe.engine import Engine
 from recipe.lock import LOCK, RunLock
 from recipe.model import GPT2LMHeadModel
+from recipe.push import Uploads, check_push
 from recipe.redact import redacted
 from recipe.rundir import refusal
 
@@ -110,6 +111,26 @@ def _all_there(data: DataConfig) -> bool:
 def _above_the_bar(line: str) -> None:
     tqdm.write(line)
     sys.stdout.flush()
+
+
+def open_uploads(config: Config, engine: Engine, say: Callable[[str], None], closing: ExitStack) -> Uploads | None:
+    """What pushes checkpoints, on the main process of a run that wants it; ended by `closing`, if it was not before.
+    Raises UserError, on all processes, where the Hub will not let them in."""
+    run, error = config.run, ""
+    if not run.push_to_hub:
+        return None
+    try:
+        if engine.is_main:
+            check_push(run.push_to_hub, run.hub_private, say)
+    except UserError as e:
+        error = str(e)
+    if error := engine.from_main(error):
+        raise UserError(error)
+    if not engine.is_main:
+        return None
+    uploads = Uploads(Path(run.output_dir), run.push_to_hub, run.hub_private, _above_the_bar)
+    closing.callback(uploads.close, wait=False)
+    return uploads
 
 
 def find_checkpoint(
