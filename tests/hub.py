@@ -58,7 +58,8 @@ class Fault:
     "reset": the first `after` bytes of the right answer's body, then the connection is reset.
     "close": the same, but it is closed as if the answer were complete, which clients treat differently.
     "stall": the same, but nothing comes for `seconds` before it is reset.
-    after=None breaks before the status line: the way to break a HEAD, which has no body.
+    after=None breaks before the status line: the way to break a HEAD, which has no body. received=N breaks, or stalls,
+    when so many bytes of the request's body have come, and nothing is answered: an upload that stops in the middle.
     """
 
     path: str = "*"  # fnmatch patterns
@@ -67,6 +68,7 @@ class Fault:
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)
     after: int | None = 0
+    received: int | None = None
     seconds: float = 600
     times: int = 1
     skip: int = 0
@@ -132,7 +134,11 @@ class Hub:
                     return fault
         return None
 
-    def answer(self, url: str, headers, body: bytes) -> Answer:
+    def records(self, path: str) -> bool:
+        """Whether a request goes into `requests`: not what clients look up for their User-Agent."""
+        return path.startswith(("/api/datasets/", "/datasets/"))
+
+    def answer(self, method: str, url: str, headers, body: bytes) -> Answer:
         parts = urlsplit(url)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         given = headers.get("Authorization")
@@ -212,17 +218,23 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.connections.discard(self.connection)
 
     def respond(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = unquote(urlsplit(self.path).path)
         fault = self.hub.fault(self.command, path)
-        status, headers, content = self.hub.answer(self.path, self.headers, body)
-        if fault and fault.kind == "status":
+        length = int(self.headers.get("Content-Length", 0))
+        if fault and fault.received is not None:
+            self.rfile.read(min(length, fault.received))
+            self.hub.requests.append(Request(self.command, path, None, 0))
+            self.break_off(fault)
+            return
+        body = self.rfile.read(length)
+        if fault and fault.kind == "status":  # and nothing is done
             status, headers, content = error(fault.status, *MEANING.get(fault.status, ("", "")), fault.headers)
             fault = None
-        elif fault and fault.after is None:
+        else:
+            status, headers, content = self.hub.answer(self.command, self.path, self.headers, body)
+        if fault and fault.after is None:
             status = 0
-        # Not what clients look up for their User-Agent. Before it is sent: who has the answer finds it recorded.
-        if path.startswith(("/api/datasets/", "/datasets/")):
+        if self.hub.records(path):  # before it is sent: who has the answer finds it recorded
             self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), status))
         if status:
             self.send_response(status)
@@ -234,7 +246,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault:
             self.break_off(fault)
 
-    do_GET = do_HEAD = do_POST = respond
+    do_GET = do_HEAD = do_POST = do_PUT = respond
 
     def break_off(self, fault: Fault):
         # A reset throws away what the other side has not acknowledged yet: leave it the time.
