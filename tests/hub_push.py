@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -46,6 +47,7 @@ class PushHub(Hub):
         }  # fmt: skip
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}  # LFS', by SHA-256
+        self.arrivals: list[tuple[float, str]] = []  # seconds, path
         self._state = threading.Lock()
 
     def __enter__(self):
@@ -60,6 +62,15 @@ class PushHub(Hub):
     def count(self, method: str, part: str) -> int:
         """Requests whose path contains `part`."""
         return sum(r.method == method and part in r.path for r in self.requests)
+
+    def waited(self, part: str) -> float:
+        """Seconds between the first and the second request whose path contains `part`."""
+        first, second = [seconds for seconds, path in self.arrivals if part in path][:2]
+        return second - first
+
+    def fault(self, method: str, path: str):
+        self.arrivals.append((time.monotonic(), path))
+        return super().fault(method, path)
 
     def records(self, path: str) -> bool:
         return "agent-harnesses" not in path

@@ -1,0 +1,404 @@
+"""Checkpoints on the Hub: each on its branch, to the byte, whatever fails; and the training that never hears of it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from recipe import export, push, upload
+from recipe.config import UserError
+from recipe.outbox import QUEUE, alone, entries
+from tests import faults_push as faults
+from tests.conftest import ROOT, TINY, environment, flags
+from tests.faults_push import ALWAYS, BRANCHES, PUSH, REPO, Prepared
+from tests.hub import Fault
+from tests.hub_push import TOKEN, PushHub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub that this process and those it starts talk to, and that waits a tenth of a second instead of a minute."""
+    with PushHub(tmp_path / "hub") as hub:
+        for name, value in faults.variables(hub).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+        monkeypatch.setattr(upload, "_LONGEST_WAIT", 0.1)
+        yield hub
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run's directory with checkpoints of steps 10 and 20: as far as files go."""
+    for step in (10, 20):
+        checkpoint = tmp_path / "run" / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.safetensors").write_bytes(bytes([step]) * 2_000_000)
+        (checkpoint / "config.json").write_text(f'{{"step": {step}}}')
+        for name in ("optimizer.safetensors", "trainer_state.json", "results.json"):
+            (checkpoint / name).write_text("the trainer's own")
+        (checkpoint / "manifest.json").write_text('{"files": {}}')
+    return tmp_path / "run"
+
+
+class Lines(list):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+    def have(self, text: str) -> int:
+        return sum(text in line for line in self)
+
+
+def queue(run: Path) -> None:
+    """Both checkpoints, as a run queues them that cannot upload."""
+    uploads = push.Uploads(run, REPO, False, Lines())
+    uploads.close(wait=False)
+    uploads.add(run / "step_00000010", final=False)
+    uploads.add(run / "step_00000020", final=True)
+
+
+def drain(run: Path, patience: float = 60) -> Lines:
+    """In this process; what it told."""
+    lines = Lines()
+    with upload.hub_client(2):
+        upload.drain(run, lambda event, **v: lines(push.describe({"event": event, **v}, run)), patience)
+    return lines
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def prepared(shards, once) -> Prepared:
+    def make(directory: Path) -> None:
+        directory.mkdir()
+        faults.prepare(directory, shards)
+
+    directory, _ = once("push", make)
+    return Prepared(shards, directory / "plain", directory / "queued")
+
+
+def test_each_milestone_has_its_branch_and_the_last_checkpoint_is_main(prepared, tmp_path):
+    run = tmp_path / "run"
+    with PushHub(tmp_path / "hub") as hub:
+        result = faults.train(prepared.shards, run, faults.variables(hub), **PUSH, save_every=5, keep_last=1,
+                              hub_private=True)  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert faults.missing(hub, run) is None
+        assert hub.repositories[REPO].private
+        for branch in BRANCHES:
+            assert f"{hub.url}/{REPO}/tree/{branch}" in result.stdout
+    assert not entries(run)
+    assert faults.losses(run) == faults.losses(prepared.plain)
+    # A token that a run was given is in nothing that it leaves or says.
+    files = [p for p in run.rglob("*") if p.is_file()]
+    assert len(files) > 10
+    assert not [p for p in files if TOKEN.encode() in p.read_bytes()]
+    assert TOKEN not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("fault", "mode"), [
+    ("403", "training"), ("429", "training"), ("503", "drained"), ("reset", "training"), ("stall", "drained"),
+])  # fmt: skip
+def test_training_does_not_hear_of_a_fault(prepared, tmp_path, fault, mode):
+    assert faults.inject(fault, mode, tmp_path, prepared) is None
+
+
+def test_an_upload_that_is_killed_again_and_again_is_done_by_hand(prepared, tmp_path):
+    run = tmp_path / "run"
+    with PushHub(tmp_path / "hub") as hub:
+        killed = faults.variables(hub) | {"RECIPE_FAULT": "kill@upload.during:2"}
+        result = faults.train(prepared.shards, run, killed, **PUSH)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "the process that uploads died (killed by signal 9); started again" in result.stdout
+        assert "still queued: step-000010, step-000020" in result.stdout
+        assert faults.losses(run) == faults.losses(prepared.plain)
+        result = faults.push(run, faults.variables(hub))
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert faults.missing(hub, run) is None
+
+
+def test_a_trainer_killed_in_the_middle_of_an_upload_takes_the_upload_with_it(prepared, tmp_path):
+    run = tmp_path / "run"
+    with PushHub(tmp_path / "hub") as hub:
+        hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
+        settings = TINY | PUSH | {"data": prepared.shards, "output_dir": run, "max_steps": 100_000, "save_every": 10,
+                                  "milestone_every": 10, "eval_every": 0, "keep_last": 1}  # fmt: skip
+        command = [sys.executable, "recipe/train.py", *flags(**settings)]
+        with open(tmp_path / "output", "w") as output:
+            trainer = subprocess.Popen(command, cwd=ROOT, env=environment(hub.environment), stdout=output)
+        deadline = time.monotonic() + 100
+        while not hub.count("PUT", "/lfs/"):
+            assert trainer.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        trainer.kill()
+        trainer.wait()
+        result = faults.push(run, faults.variables(hub))  # and not: another process is uploading
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert not entries(run)
+        assert faults.missing(hub, run, {"step-000010": 10} | {b: int(b[5:]) for b in hub.repositories[REPO].branches
+                                                               if b != "main"}) is None  # fmt: skip
+
+
+def test_a_run_without_a_token_ends_before_its_first_step(prepared, tmp_path):
+    with PushHub(tmp_path / "hub") as hub:
+        result = faults.train(prepared.shards, tmp_path / "run", hub.environment | {"HF_TOKEN": ""}, **PUSH)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) <= 2
+    assert "push_to_hub acme/gpt2: no token of the Hub is here; log in with `hf auth login`" in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# Before the first step
+
+
+def fine_grained(name: str, *permissions: str) -> dict:
+    scoped = [{"entity": {"type": "user", "name": name}, "permissions": list(permissions)}]
+    return {"accessToken": {"role": "fineGrained", "fineGrained": {"scoped": scoped}}}
+
+
+@pytest.mark.parametrize(("repo", "me", "message"), [
+    ("strangers/gpt2", {}, "alice's, who is no member of strangers; name a repository of alice, acme, museum"),
+    ("museum/gpt2", {}, "alice may only read in museum"),
+    (REPO, {"auth": {"accessToken": {"role": "read"}}}, "the token may not write there; log in"),
+    (REPO, {"auth": fine_grained("acme", "repo.content.read")}, "the token may not write there; log in"),
+    (REPO, {"auth": fine_grained("alice", "repo.write")}, "the token may not write there; log in"),
+])  # fmt: skip
+def test_who_may_not_write_is_told_at_once(hub, repo, me, message):
+    hub.me |= me
+    with pytest.raises(UserError) as refused:
+        push.check_push(repo, False, Lines())
+    assert f"push_to_hub {repo}: " in str(refused.value)
+    assert message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    assert not hub.repositories
+
+
+@pytest.mark.parametrize("path", ["/api/whoami-v2", "/api/repos/create"])
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_hub_that_refuses_the_token_is_the_users_error(hub, path, status):
+    hub.faults.append(Fault(path=path, status=status, times=ALWAYS))
+    with pytest.raises(UserError, match=f"push_to_hub {REPO}: the Hub says HTTP {status}: .*HF_TOKEN"):
+        push.check_push(REPO, False, Lines())
+
+
+def test_who_may_write_gets_a_repository(hub):
+    for me in ({}, {"auth": fine_grained("acme", "repo.write")}, {"auth": {"type": "oauth"}}):
+        hub.me |= me
+        push.check_push(REPO, True, lines := Lines())
+        assert lines == [f"push       to {hub.url}/{REPO}, each checkpoint while the run goes on"]
+    assert hub.repositories[REPO].private
+    hub.repositories[REPO].private = False
+    with pytest.raises(UserError, match="acme/gpt2 is a public repository, and hub_private wants a private one"):
+        push.check_push(REPO, True, Lines())
+
+
+def test_a_hub_that_cannot_be_reached_is_no_error(hub, monkeypatch):
+    monkeypatch.setattr(push, "_CHECK_PATIENCE", 1.5)
+    hub.faults.append(Fault(path="/api/whoami-v2", status=429, headers={"Retry-After": "1"}))
+    push.check_push(REPO, False, lines := Lines())
+    assert lines.have("push       to ")  # it passed soon
+    hub.faults.append(Fault(path="/api/whoami-v2", status=503, times=ALWAYS))
+    push.check_push(REPO, False, lines := Lines())
+    assert lines.have("cannot be reached (HTTP 503: Service Unavailable): checkpoints are queued, and tried again")
+    monkeypatch.setattr(push, "_CHECK_TIMEOUT", 0.5)
+    hub.faults[:] = [Fault(path="/api/whoami-v2", kind="stall", times=ALWAYS)]
+    push.check_push(REPO, False, lines := Lines())
+    assert lines.have("cannot be reached (ReadTimeout")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
+    push.check_push(REPO, False, lines := Lines())
+    assert lines.have("cannot be reached (ConnectError")
+    assert not lines.have("s3cret")
+
+
+# While the run goes on
+
+
+def test_what_is_pruned_is_still_uploaded_and_queueing_takes_no_time(hub, run):
+    hub.faults.append(Fault(path="/api/repos/create", status=500, times=2))
+    expected = {p.name: p.read_bytes() for p in (run / "step_00000010").iterdir() if p.name[0] in "mc"}
+    del expected["manifest.json"]
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    start = time.monotonic()
+    uploads.add(run / "step_00000010", final=False)
+    assert time.monotonic() - start < 0.5
+    (entry,) = entries(run)
+    assert os.path.samefile(entry.path / "model.safetensors", run / "step_00000010" / "model.safetensors")
+    shutil.rmtree(run / "step_00000010")
+    uploads.close(wait=True)
+    assert hub.files(REPO, "step-000010") == expected
+    assert not hub.files(REPO, "main")
+    assert lines.have("HTTP 500: Internal Server Error; trying again in 1 s")
+    assert lines.have(f"upload     step-000010 is at {hub.url}/{REPO}/tree/step-000010")
+    assert not list((run / QUEUE).glob("*step*"))
+
+
+def test_where_links_are_not_possible_files_are_copied(run, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    queue(run)
+    assert [e.todo for e in entries(run)] == [("step-000010",), ("step-000020", "main")]
+    assert (entries(run)[1].path / "model.safetensors").read_bytes() == bytes([20]) * 2_000_000
+
+
+def test_a_full_disk_is_said_and_not_raised(run, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(shutil, "copyfile", refuse)
+    uploads.add(run / "step_00000010", final=False)
+    uploads.close(wait=True)
+    assert lines.have("No space left on device; the training goes on") == 1
+    assert not entries(run)
+
+
+def test_stopping_does_not_wait_and_the_next_one_goes_on(hub, run):
+    hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads.add(run / "step_00000010", final=False)
+    while not hub.count("PUT", "/lfs/"):
+        time.sleep(0.05)
+    start = time.monotonic()
+    uploads.close(wait=False)
+    assert time.monotonic() - start < 3
+    assert lines[-1] == f"upload     still queued: step-000010; {push.push_command(run)} uploads what is left"
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    assert lines == ["upload     still queued from before: step-000010"]
+    uploads.close(wait=True)
+    assert "step-000010" in hub.repositories[REPO].branches
+    assert not entries(run)
+
+
+def test_who_waits_is_let_go(hub, run, monkeypatch):
+    """By `stop`, and by a Hub that fails for too long."""
+    hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads.add(run / "step_00000010", final=False)
+    asked = iter([False, False, True])
+    uploads.close(wait=True, stop=lambda: next(asked))
+    assert lines.have("waiting for step-000010 of acme/gpt2; Ctrl-C leaves it queued")
+    monkeypatch.setattr(push, "PATIENCE", 1)
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    start = time.monotonic()
+    uploads.close(wait=True)
+    assert 1 < time.monotonic() - start < 15
+    assert lines.have("still queued: step-000010;")
+
+
+def test_a_killed_process_is_started_again(hub, run):
+    hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
+    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads.add(run / "step_00000020", final=True)
+    while not hub.count("PUT", "/lfs/"):
+        time.sleep(0.05)
+    os.kill(uploads._process.pid, signal.SIGKILL)
+    uploads.close(wait=True)
+    assert lines.have("died (killed by signal 9); started again") == 1
+    assert hub.files(REPO, "main") == hub.files(REPO, "step-000020") != {}
+
+
+# The queue, drained
+
+
+def test_nothing_is_committed_twice(hub, run):
+    """Not where a commit's answer is lost, and not where a process is killed before it has crossed the entry out."""
+    queue(run)
+    hub.faults.append(Fault(path="*/commit/*", kind="reset", after=None))
+    command = [sys.executable, "-m", "recipe.export", "push", str(run)]
+    killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"RECIPE_FAULT": "kill@upload.after"}, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(entries(run)) == 2
+    drain(run)
+    commits = {b: [c.message for c in commits] for b, commits in hub.repositories[REPO].branches.items()}
+    assert commits == {"main": ["initial", "Step 20"], "step-000010": ["initial", "Step 10"],
+                       "step-000020": ["initial", "Step 20"]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "attempts"), [
+    (Fault(path="*/commit/*", status=409, times=ALWAYS), 5),
+    (Fault(path="*/commit/*", status=400, times=ALWAYS), 1),
+    (Fault(path="*/preupload/*", status=404, times=ALWAYS), 1),
+    (Fault(path="/lfs/*", status=403, times=ALWAYS), 5),  # of the storage, whose links run out
+])  # fmt: skip
+def test_what_will_not_pass_is_left_for_the_user(hub, run, fault, attempts):
+    hub.faults.append(fault)
+    queue(run)
+    entries(run)[1].remove()
+    lines = drain(run)
+    (entry,) = entries(run)
+    assert entry.error.startswith(f"HTTP {fault.status}: ")
+    assert lines.have(f"step-000010 is refused: {entry.error}; it stays queued, {push.push_command(run)} tries") == 1
+    assert hub.count("PUT" if "lfs" in fault.path else "POST", fault.path.strip("*/")) == attempts
+    before = len(hub.requests)
+    drain(run)
+    assert len(hub.requests) == before  # nobody tries again unasked
+
+
+def test_a_step_queued_again_comes_after_the_one_before(hub, run):
+    queue(run)
+    (run / "step_00000010" / "config.json").unlink()  # and not through the link
+    (run / "step_00000010" / "config.json").write_text("another one")
+    queue(run)
+    assert [e.path.name for e in entries(run)] == ["step-000010", "step-000010.1", "step-000020", "step-000020.1"]
+    drain(run)
+    assert hub.files(REPO, "step-000010")["config.json"] == b"another one"
+
+
+def test_what_is_shown_has_no_secrets(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    shown = upload.clean(f"PUT https://user:pass@s3.example/a/b?X-Amz-Signature=1&b=2: no, {TOKEN}")
+    assert shown == "PUT https://s3.example/a/b no, ***"
+
+
+# By hand
+
+
+def test_a_run_that_pushed_nothing_is_pushed_by_name(hub, run, capsys):
+    assert export.main(["push", str(run)]) == 0
+    assert "nothing of" in capsys.readouterr().out
+    assert export.main(["push", str(run), "--repo", REPO, "--private"]) == 0
+    assert set(hub.repositories[REPO].branches) == {"main"}
+    assert hub.files(REPO, "main").keys() == {"config.json", "model.safetensors"}
+    assert hub.files(REPO, "main")["config.json"] == b'{"step": 20}'
+    assert hub.repositories[REPO].private
+    output = capsys.readouterr().out
+    assert f"{run}/step_00000020, to main of {REPO}" in output
+    assert output.endswith("upload     all is up\n")
+
+
+def test_mistakes_of_a_push_by_hand(hub, run, capsys, monkeypatch):
+    def refused(*arguments: str) -> str:
+        assert export.main(["push", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "no such run" in refused(str(run / "nowhere"))
+    assert "--repo '../gpt2' must be ORG/NAME" in refused(str(run), "--repo", "../gpt2")
+    assert "--repo strangers/gpt2: the token is alice's" in refused(str(run), "--repo", "strangers/gpt2")
+    assert not entries(run)
+    with alone(run, 0):
+        assert "its training, or another push, is uploading" in refused(str(run))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(str(run))
+
+
+def test_what_was_refused_is_tried_again_by_hand(hub, run, capsys):
+    queue(run)
+    hub.faults.append(Fault(path="*/commit/*", status=403, times=2))
+    assert export.main(["push", str(run)]) == 1
+    assert f"still queued: step-000010, step-000020; {push.push_command(run)} tries again" in capsys.readouterr().out
+    assert export.main(["push", str(run)]) == 0
+    assert not entries(run)
+    assert set(hub.repositories[REPO].branches) == set(BRANCHES)
