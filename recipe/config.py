@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from recipe.catalog import DATASETS, names_a_data_set, resolve

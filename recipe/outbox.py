@@ -2,6 +2,7 @@
 
 RUN/.push/step-005000/           the model's files of a checkpoint, hard links where the disk has them
 RUN/.push/step-005000/push.json  {"repo", "private", "step", "todo": ["step-005000", "main"], "error"}
+RUN/.push/uploaded.json          {repo: [steps]}
 RUN/.push/log                    last words of the process that uploads
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from recipe.data.status import read_json, write_json
 
 QUEUE, LOG, MAIN = ".push", "log", "main"
+_UPLOADED = "uploaded.json"
 _ENTRY, _MAKING, _DONE = "push.json", ".making-", ".done-"
 _POLL = 0.2  # seconds between attempts at the lock
 
@@ -44,6 +46,9 @@ class Entry:
         return self
 
     def remove(self) -> None:
+        """Of what is up; `is_new` knows of it from now on."""
+        done = read_json(self.path.parent / _UPLOADED)
+        write_json(self.path.parent / _UPLOADED, done | {self.repo: sorted({*done.get(self.repo, []), self.step})})
         # Renamed first, so that a deletion cut short leaves nothing that looks like an entry.
         doomed = self.path.with_name(f"{_DONE}{self.path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -78,6 +83,12 @@ def enqueue(run: Path, files: list[Path], step: int, repo: str, private: bool, t
     entry = Entry(path, repo, private, step, tuple(todo)).write(temporary)
     temporary.rename(path)
     return entry
+
+
+def is_new(run: Path, repo: str, step: int) -> bool:
+    """Whether a step was never queued for `repo`."""
+    queued = {(e.repo, e.step) for e in entries(run)}
+    return (repo, step) not in queued and step not in read_json(run / QUEUE / _UPLOADED).get(repo, [])
 
 
 def sweep(run: Path) -> None:

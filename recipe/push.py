@@ -104,8 +104,10 @@ def _check_rights(me: dict, repo_id: str) -> None:
 class Uploads:
     """The uploads of a run; main process only. Nothing of it raises, nothing of it waits but `close`."""
 
-    def __init__(self, run: Path, repo: str, private: bool, say: Say):
+    def __init__(self, run: Path, repo: str, private: bool, say: Say, *, milestone_every: int = 0, last_step: int = 0):
+        """Checkpoints at multiples of `milestone_every` (0: none) and at `last_step` go up, the last one to main too."""
         self.run, self.repo, self.private, self._say = run, repo, private, say
+        self._milestone_every, self._last_step = milestone_every, last_step
         self._process: subprocess.Popen | None = None
         self._closed = False
         self._unread, self._deaths = b"", 0
@@ -114,9 +116,9 @@ class Uploads:
         self._said: dict[str, tuple[str, float]] = {}  # of each checkpoint, why it failed, and when that was said
         self._guard(self._begin)
 
-    def add(self, checkpoint: Path, final: bool) -> None:
-        """Queues a committed checkpoint for its branch and, being the `final` one, for main."""
-        self._guard(self._add, checkpoint, final)
+    def add(self, checkpoint: Path, again: bool = True) -> None:
+        """Queues a committed checkpoint, if it is one of those that go up; `again` false, if it has not been before."""
+        self._guard(self._add, checkpoint, again)
 
     def report(self) -> None:
         """Says what is new, and starts the process again if it died; call it now and then."""
@@ -169,8 +171,12 @@ class Uploads:
             )  # fmt: skip
         os.set_blocking(self._process.stdout.fileno(), False)
 
-    def _add(self, checkpoint: Path, final: bool) -> None:
+    def _add(self, checkpoint: Path, again: bool) -> None:
         step = step_of(checkpoint)
+        final = step == self._last_step
+        wanted = final or (self._milestone_every > 0 and step % self._milestone_every == 0)
+        if not wanted or not (again or outbox.is_new(self.run, self.repo, step)):
+            return
         todo = [outbox.branch_of(step), *([outbox.MAIN] if final else [])]
         outbox.enqueue(self.run, model_only(checkpoint), step, self.repo, self.private, todo)
 

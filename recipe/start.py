@@ -113,9 +113,12 @@ def _above_the_bar(line: str) -> None:
     sys.stdout.flush()
 
 
-def open_uploads(config: Config, engine: Engine, say: Callable[[str], None], closing: ExitStack) -> Uploads | None:
+def open_uploads(
+    config: Config, engine: Engine, checkpoint: Checkpoint | None, say: Callable[[str], None], closing: ExitStack
+) -> Uploads | None:
     """What pushes checkpoints, on the main process of a run that wants it; ended by `closing`, if it was not before.
-    Raises UserError, on all processes, where the Hub will not let them in."""
+    The `checkpoint` that the run goes on from is queued if a kill came between it and the queue. Raises UserError, on
+    all processes, where the Hub will not let them in."""
     run, error = config.run, ""
     if not run.push_to_hub:
         return None
@@ -128,8 +131,13 @@ def open_uploads(config: Config, engine: Engine, say: Callable[[str], None], clo
         raise UserError(error)
     if not engine.is_main:
         return None
-    uploads = Uploads(Path(run.output_dir), run.push_to_hub, run.hub_private, _above_the_bar)
+    uploads = Uploads(
+        Path(run.output_dir), run.push_to_hub, run.hub_private, _above_the_bar,
+        milestone_every=run.milestone_every, last_step=config.optimizer.max_steps,
+    )  # fmt: skip
     closing.callback(uploads.close, wait=False)
+    if checkpoint:
+        uploads.add(checkpoint.path, again=False)
     return uploads
 
 

@@ -51,6 +51,10 @@ class Stop:
         now = time.monotonic()
         self._longest, self._polled = max(self._longest, now - self._polled), now
 
+    def leaves(self) -> bool:
+        """Whether a signal has come."""
+        return self.requested
+
     def leave(self) -> None:
         """The loop stops: what is left to do takes its time."""
         self._leaving = True

@@ -29,10 +29,11 @@ from recipe.live import hellaswag, sample, validate
 from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput, read_metrics
 from recipe.model import GPT2LMHeadModel
 from recipe.plan import describe, flops_per_token, si
-from recipe.redact import redact, redacted
+from recipe.push import Uploads
 from recipe.redact import guard as keep_secrets
+from recipe.redact import redact, redacted
 from recipe.saver import Saver
-from recipe.start import build_model, find_checkpoint, model_files, open_data
+from recipe.start import build_model, find_checkpoint, model_files, open_data, open_uploads
 from recipe.stopping import Interrupted
 
 NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
@@ -65,13 +66,18 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
         return 0
     with ExitStack() as closing:  # what works in the background ends with the run
         checkpoint = find_checkpoint(config, engine, say, closing)
+        uploads = open_uploads(config, engine, checkpoint, say, closing)
         if checkpoint and checkpoint.step >= config.optimizer.max_steps and engine.from_main(has_finished(config)):
             say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
+            if uploads:
+                uploads.close(wait=True, stop=engine.stop.leaves)
             return 0
         source, validation = open_data(config, batch, engine, checkpoint, say, closing)
         faults.at("start.model")
         model = build_model(config, engine, resuming=checkpoint is not None)
-        val_loss, saved = train(config, batch, engine, model, source, validation, checkpoint, closing)
+        val_loss, saved = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
+        if uploads and saved and val_loss is not None:
+            uploads.close(wait=True, stop=engine.stop.leaves)
     if not saved:
         say(f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
             "same command, without --fresh, goes on from the checkpoint before it")  # fmt: skip
@@ -92,6 +98,7 @@ def train(
     source: LocalSource,
     validation: LocalSource,
     checkpoint: Checkpoint | None,
+    uploads: Uploads | None,
     closing: ExitStack,
 ) -> tuple[float | None, bool]:
     """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token, None
@@ -120,7 +127,8 @@ def train(
     log = MetricsLog(run_dir / "metrics.jsonl", step, progress.say) if engine.is_main else None
     saver = None
     if engine.is_main:
-        saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, patience=engine.launcher_patience)
+        add = uploads.add if uploads else lambda path: None
+        saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, add, engine.launcher_patience)
     files = model_files(raw_model) if engine.is_main else {}
     flops = flops_per_token(config.model, config.data.sequence_length)
     engine.start_tracker("gpt2-recipe", run.run_name, redacted(config.flat()))
@@ -205,6 +213,8 @@ def train(
                     log.write(record)
                 progress.report(record, saver.failed if saver else "")
                 engine.track(record, step)
+                if uploads:
+                    uploads.report()
             if last:
                 break
             engine.await_step(batches)

@@ -59,10 +59,10 @@ class Lines(list):
 
 def queue(run: Path) -> None:
     """Both checkpoints, as a run queues them that cannot upload."""
-    uploads = push.Uploads(run, REPO, False, Lines())
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
     uploads.close(wait=False)
-    uploads.add(run / "step_00000010", final=False)
-    uploads.add(run / "step_00000020", final=True)
+    uploads.add(run / "step_00000010")
+    uploads.add(run / "step_00000020")
 
 
 def drain(run: Path, patience: float = 60) -> Lines:
@@ -227,9 +227,9 @@ def test_what_is_pruned_is_still_uploaded_and_queueing_takes_no_time(hub, run):
     hub.faults.append(Fault(path="/api/repos/create", status=500, times=2))
     expected = {p.name: p.read_bytes() for p in (run / "step_00000010").iterdir() if p.name[0] in "mc"}
     del expected["manifest.json"]
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
     start = time.monotonic()
-    uploads.add(run / "step_00000010", final=False)
+    uploads.add(run / "step_00000010")
     assert time.monotonic() - start < 0.5
     (entry,) = entries(run)
     assert os.path.samefile(entry.path / "model.safetensors", run / "step_00000010" / "model.safetensors")
@@ -256,10 +256,10 @@ def test_a_full_disk_is_said_and_not_raised(run, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(shutil, "copyfile", refuse)
-    uploads.add(run / "step_00000010", final=False)
+    uploads.add(run / "step_00000010")
     uploads.close(wait=True)
     assert lines.have("No space left on device; the training goes on") == 1
     assert not entries(run)
@@ -267,15 +267,15 @@ def test_a_full_disk_is_said_and_not_raised(run, monkeypatch):
 
 def test_stopping_does_not_wait_and_the_next_one_goes_on(hub, run):
     hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
-    uploads.add(run / "step_00000010", final=False)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads.add(run / "step_00000010")
     while not hub.count("PUT", "/lfs/"):
         time.sleep(0.05)
     start = time.monotonic()
     uploads.close(wait=False)
     assert time.monotonic() - start < 3
     assert lines[-1] == f"upload     still queued: step-000010; {push.push_command(run)} uploads what is left"
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
     assert lines == ["upload     still queued from before: step-000010"]
     uploads.close(wait=True)
     assert "step-000010" in hub.repositories[REPO].branches
@@ -285,13 +285,13 @@ def test_stopping_does_not_wait_and_the_next_one_goes_on(hub, run):
 def test_who_waits_is_let_go(hub, run, monkeypatch):
     """By `stop`, and by a Hub that fails for too long."""
     hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
-    uploads.add(run / "step_00000010", final=False)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads.add(run / "step_00000010")
     asked = iter([False, False, True])
     uploads.close(wait=True, stop=lambda: next(asked))
     assert lines.have("waiting for step-000010 of acme/gpt2; Ctrl-C leaves it queued")
     monkeypatch.setattr(push, "PATIENCE", 1)
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
     start = time.monotonic()
     uploads.close(wait=True)
     assert 1 < time.monotonic() - start < 15
@@ -300,8 +300,8 @@ def test_who_waits_is_let_go(hub, run, monkeypatch):
 
 def test_a_killed_process_is_started_again(hub, run):
     hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
-    uploads = push.Uploads(run, REPO, False, lines := Lines())
-    uploads.add(run / "step_00000020", final=True)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads.add(run / "step_00000020")
     while not hub.count("PUT", "/lfs/"):
         time.sleep(0.05)
     os.kill(uploads._process.pid, signal.SIGKILL)
