@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from recipe.config import UserError
@@ -77,10 +78,12 @@ class RunLock:
     def release(self) -> None:
         self._released.set()
         self._beating.join()
-        try:
+        with suppress(OSError):  # of a full disk, say
             os.ftruncate(self._fd, 0)
-        finally:
-            os.close(self._fd)
+            if os.listdir(self._path.parent) == [LOCK]:  # the run never began
+                self._path.unlink()
+                self._path.parent.rmdir()
+        os.close(self._fd)
 
 
 def _described(owner: dict) -> str:

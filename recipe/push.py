@@ -104,8 +104,8 @@ def _check_rights(me: dict, repo_id: str) -> None:
 class Uploads:
     """The uploads of a run; main process only. Nothing of it raises, nothing of it waits but `close`."""
 
-    def __init__(self, run: Path, repo: str, private: bool, say: Say, *, milestone_every: int = 0, last_step: int = 0):
-        """Checkpoints at multiples of `milestone_every` (0: none) and at `last_step` go up, the last one to main too."""
+    def __init__(self, run: Path, repo: str, private: bool, say: Say, *, milestone_every: int, last_step: int):
+        """Checkpoints at multiples of `milestone_every` (0: none) and at `last_step` go up; the latter to main too."""
         self.run, self.repo, self.private, self._say = run, repo, private, say
         self._milestone_every, self._last_step = milestone_every, last_step
         self._process: subprocess.Popen | None = None
@@ -117,7 +117,7 @@ class Uploads:
         self._guard(self._begin)
 
     def add(self, checkpoint: Path, again: bool = True) -> None:
-        """Queues a committed checkpoint, if it is one of those that go up; `again` false, if it has not been before."""
+        """Queues a committed checkpoint, if it is to go up; `again` false: if it was not queued before."""
         self._guard(self._add, checkpoint, again)
 
     def report(self) -> None:

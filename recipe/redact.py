@@ -64,7 +64,7 @@ def redacted(values: dict) -> dict:
     return {key: within(value) for key, value in values.items()}
 
 
-def guard() -> None:
+def keep_secrets() -> None:
     """From here on redacts what this process logs, and the tracebacks that end it or a thread of it."""
     make = logging.getLogRecordFactory()
 

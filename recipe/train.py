@@ -30,8 +30,7 @@ from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput, read_m
 from recipe.model import GPT2LMHeadModel
 from recipe.plan import describe, flops_per_token, si
 from recipe.push import Uploads
-from recipe.redact import guard as keep_secrets
-from recipe.redact import redact, redacted
+from recipe.redact import keep_secrets, redact, redacted
 from recipe.saver import Saver
 from recipe.start import build_model, find_checkpoint, model_files, open_data, open_uploads
 from recipe.stopping import Interrupted

@@ -77,5 +77,11 @@ def test_the_owner_shows_that_it_lives(tmp_path, monkeypatch):
     assert first["pid"] == os.getpid()
     time.sleep(0.5)
     assert json.loads((tmp_path / LOCK).read_text())["alive"] > first["alive"]
+    (tmp_path / "metrics.jsonl").touch()
     lock.release()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_run_that_was_refused_leaves_no_directory(tmp_path):
+    RunLock(tmp_path / "run", print).release()
+    assert not (tmp_path / "run").exists()

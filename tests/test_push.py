@@ -1,5 +1,7 @@
 """Checkpoints on the Hub: each on its branch, to the byte, whatever fails; and the training that never hears of it."""
 
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -45,7 +47,9 @@ def run(tmp_path) -> Path:
         (checkpoint / "config.json").write_text(f'{{"step": {step}}}')
         for name in ("optimizer.safetensors", "trainer_state.json", "results.json"):
             (checkpoint / name).write_text("the trainer's own")
-        (checkpoint / "manifest.json").write_text('{"files": {}}')
+        content = {p.name: p.read_bytes() for p in checkpoint.iterdir() if p.name != "results.json"}
+        files = {k: {"bytes": len(v), "sha256": hashlib.sha256(v).hexdigest()} for k, v in content.items()}
+        (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
     return tmp_path / "run"
 
 
@@ -402,3 +406,21 @@ def test_what_was_refused_is_tried_again_by_hand(hub, run, capsys):
     assert export.main(["push", str(run)]) == 0
     assert not entries(run)
     assert set(hub.repositories[REPO].branches) == set(BRANCHES)
+
+
+def test_a_checkpoint_that_a_kill_kept_from_the_queue_is_queued_on_resuming(hub, run):
+    """Once: not if it waits already, and not if it is up."""
+
+    def resume(step: int) -> None:
+        uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+        uploads.close(wait=False)
+        uploads.add(run / f"step_{step:08d}", again=False)
+
+    for _ in range(2):
+        resume(10)
+        assert [e.step for e in entries(run)] == [10]
+    drain(run)
+    resume(10)
+    assert not entries(run)
+    resume(20)
+    assert [e.todo for e in entries(run)] == [("step-000020", "main")]

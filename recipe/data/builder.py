@@ -27,7 +27,7 @@ from recipe.data.select import SEEN
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest
 from recipe.data.status import POLL, Status, directory_bytes, read_json, reader_path
 from recipe.data.writer import shard_name
-from recipe.redact import guard
+from recipe.redact import keep_secrets
 
 _FULL = 5.0  # seconds between attempts on a full disk
 FAILED = 3  # exit code of an error that another attempt would meet again; it is in the status
@@ -182,5 +182,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    guard()  # what it writes to its standard error is kept, in builder.log
+    keep_secrets()  # what it writes to its standard error is kept, in builder.log
     sys.exit(main())

@@ -30,7 +30,7 @@ from recipe.data.select import HELD_OUT, SEEN
 from recipe.data.shards import DTYPE, START, Manifest
 from recipe.data.tokenise import Selection, tokenised
 from recipe.data.writer import ShardWriter
-from recipe.redact import guard, redact
+from recipe.redact import keep_secrets, redact
 
 if TYPE_CHECKING:
     from recipe.config import DataConfig
@@ -220,5 +220,5 @@ def _write_single(text: Text, writer: ShardWriter, options: PrepareOptions, bar:
 
 
 if __name__ == "__main__":
-    guard()
+    keep_secrets()
     sys.exit(main())
