@@ -21,6 +21,7 @@ class Saver:
 
     Attributes:
         failed: why the last save failed, for the progress line; empty if it did not.
+        waited: seconds that training has stood still for its saves.
     """
 
     def __init__(self, run: Path, keep_last: int, milestone_every: int, say: Callable[[str], None],
@@ -29,7 +30,7 @@ class Saver:
         """`committed(path)` is called for each checkpoint, in the thread, before older ones are pruned; `patience` is
         how many seconds the launcher gives a run that is to stop."""
         self.run, self.keep_last, self.milestone_every = run, keep_last, milestone_every
-        self.failed, self._patience = "", patience
+        self.failed, self.waited, self._patience = "", 0.0, patience
         self._say, self._committed = say, committed
         self._thread: threading.Thread | None = None
         self._job: Callable[[], None] | None = None
@@ -67,6 +68,7 @@ class Saver:
 
         self._job = job
         waited = time.monotonic() - since
+        self.waited += waited
         self._start()
 
     def _start(self) -> None:

@@ -63,6 +63,10 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         if "--processes" in words:
             words[words.index("--processes") + 1] = "2"
         return words
+    if "recipe.checkpoint" in words:
+        assert words[:3] == ["python", "-m", "recipe.checkpoint"]
+        path = Path(words[4])
+        return [*words[:4], str(run if path.parent.name == "runs" else run / "step_00000020")]
     if "recipe/train.py" in words:
         launch = ["--num_processes", "2", "--main_process_port", "0"]
         if "multinode" in command:  # one of the machines alone
@@ -91,7 +95,7 @@ def test_command_of_the_readme(command, shards, whole_run, tmp_path):
         words = ["env", *words]
     result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(result.stdout.splitlines()) > 1  # every command says what it is doing
+    assert len(result.stdout.splitlines()) > ("verify" not in words)  # every command says what it is doing
 
 
 def test_the_readme_has_the_two_commands_and_every_target_exists():
