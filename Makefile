@@ -30,7 +30,7 @@ $(error a TPU wants an environment of its own: pip install -e '.[tpu]', then acc
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample eval-val eval-hellaswag export test lint format clean test-xla bench-data
+.PHONY: help train data sample eval-val eval-hellaswag export test test-faults lint format clean test-xla bench-data
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ export: .venv/installed ## the latest checkpoint of RUN as a clean model directo
 
 test: .venv/installed-dev ## all tests (ARGS="-k name" for some, WORKERS=1 for one after the other)
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
+
+test-faults: .venv/installed-dev ## every fault and bad input of the table, on tiny runs (ARGS="--group kill")
+	$(BIN)/python -m tests.faults $(ARGS)
 
 test-xla: .venv-xla/installed ## the TPU engine's tests, on XLA's CPU client, in an environment of their own
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
