@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as xml
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,20 @@ from recipe.data.shards import find_shards
 from recipe.data.source import LocalSource, check_data
 from recipe.faults import POINTS
 from tests.conftest import ROOT, environment
-from tests.faults.runner import ENGINES, Case, Lab, Result, digests, expect, lines, processes, same_end, whole
+from tests.faults.runner import (
+    ENGINES,
+    HANG,
+    Case,
+    Lab,
+    Result,
+    curve,
+    digests,
+    expect,
+    lines,
+    processes,
+    same_end,
+    whole,
+)
 
 SEEDS = (1, 2, 3, 4, 5)
 STOPPED, NOT_SAVED = 75, 74  # exit codes of recipe/train.py
@@ -63,7 +76,7 @@ def killed(lab: Lab, directory: Path, engine: str, point: str, n: int, rank: int
     else:
         expect(result.codes[rank] == -signal.SIGKILL, f"not injected: exit codes {result.codes}\n{result.tail}")
     # from the first commit on there is always one
-    committed = "saved" in result.output or point == "save.prune" or (point.startswith("save.") and n > 1)
+    committed = ": saved " in result.output or point == "save.prune" or (point.startswith("save.") and n > 1)
     whole(directory, at_least=int(committed))
     lab.run(directory, engine, **data, **changes).expect(0)
     same_end(directory, lab.reference(engine, **changes).directory)
@@ -79,7 +92,7 @@ def builder_killed(lab: Lab, directory: Path, engine: str, n: int, **changes) ->
 
 
 def no_temporaries(directory: Path) -> None:
-    left = [p.name for p in (directory / "run").iterdir() if p.name.startswith(".")]
+    left = [p.name for p in (directory / "run").iterdir() if p.name.startswith((".saving-", ".deleting-"))]
     expect(not left, f"left behind: {left}")
 
 
@@ -145,6 +158,21 @@ def terminated_while_waiting(lab: Lab, directory: Path, engine: str, ranks: tupl
     stopped(lab, directory, result, engine, 1, **changes)
 
 
+def terminated_while_compiling(lab: Lab, directory: Path) -> None:
+    """SIGTERM in the middle of the first, compiling call."""
+    run = lab.start(directory, compile=True)
+    run.until("data       ")
+    time.sleep(2)
+    os.kill(run.ranks[0].pid, signal.SIGTERM)
+    result = run.wait().expect(STOPPED)
+    expect("Traceback" not in result.output, f"a traceback\n{result.output}")
+    expect(not any(result.steps), "not injected: the first step was done")
+    left = run.leftovers()
+    expect(not left, f"left behind: {left}")
+    lab.run(directory).expect(0)  # as it would have without: compiled, the sums are others
+    same_end(directory, lab.reference("one").directory)
+
+
 LONG = {"max_steps": 150, "save_every": 50, "eval_every": 0, "hellaswag_every": 0}  # time to send a signal
 
 
@@ -185,8 +213,11 @@ def sigterm_cases() -> list[Case]:
                                          ("one", "term@save.model.safetensors.during:2")}  # fmt: skip
             check = partial(terminated, engine=engine, fault=fault, finished=finished)
             cases.append(Case("sigterm", f"{fault} {engine}", check, quick=sample))
-    check = partial(terminated, engine="one", fault="term@step.compile:1", finished=0, compile=True)
-    cases.append(Case("sigterm", "term@step.compile:1 one, compiling", check))
+    for engine in ENGINES:
+        for who in ("", "/1")[: processes(engine)]:
+            check = partial(terminated, engine=engine, fault=f"term@step.compile:1{who}", finished=0)
+            cases.append(Case("sigterm", f"term@step.compile:1{who} {engine}", check))
+    cases.append(Case("sigterm", "SIGTERM while compiling one", terminated_while_compiling))
     for engine in ENGINES:
         everyone = tuple(range(processes(engine)))
         for ranks in {everyone, everyone[-1:]}:
@@ -203,18 +234,28 @@ ERRORS = {"enospc": "No space left on device", "eacces": "Permission denied", "e
 WRITES = (*(f"save.{name}.during" for name in FILES), "save.rename.before", "log.write")
 
 
-def disk_failed(lab: Lab, directory: Path, engine: str, error: str, point: str, **changes) -> None:
+def disk_failed(lab: Lab, directory: Path, engine: str, error: str, point: str) -> None:
     """One write fails; the run goes on to its end, and says so."""
-    changes = {"keep_last": 3} | changes
     fault = f"{error}@{point}:{5 if point == 'log.write' else 2}"
-    result = lab.run(directory, engine, fault, **changes).expect(0)
-    expect("Traceback" not in result.output, f"a traceback\n{result.output}")
-    expect(ERRORS[error] in result.output, f"no word of {ERRORS[error]!r}\n{result.output}")
-    whole(directory, at_least=3 if point == "log.write" else 2)
+    result = lab.run(directory, engine, fault, keep_last=3).expect(0)
+    _said(result, error)
     found = [step_of(p) for p in checkpoints(directory / "run")]
     expect(found == ([4, 8, 12] if point == "log.write" else [4, 12]), f"not injected? checkpoints of steps {found}")
+    whole(directory)
     no_temporaries(directory)
-    same_end(directory, lab.reference(engine).directory, metrics=point != "log.write")
+    same_end(directory, lab.reference(engine).directory)
+
+
+def last_line_failed(lab: Lab, directory: Path, engine: str, error: str) -> None:
+    """The last line of metrics.jsonl has no next one to wait for; the same command again writes it."""
+    _said(lab.run(directory, engine, f"{error}@log.write:13").expect(0), error)
+    lab.run(directory, engine).expect(0)
+    same_end(directory, lab.reference(engine).directory)
+
+
+def _said(result: Result, error: str) -> None:
+    expect("Traceback" not in result.output, f"a traceback\n{result.output}")
+    expect(ERRORS[error] in result.output, f"no word of {ERRORS[error]!r}\n{result.output}")
 
 
 def disk_failed_then_killed(lab: Lab, directory: Path, engine: str, error: str, point: str) -> None:
@@ -229,13 +270,13 @@ def disk_failed_then_killed(lab: Lab, directory: Path, engine: str, error: str, 
 
 
 def disk_stays_full(lab: Lab, directory: Path, engine: str, error: str, point: str) -> None:
-    """Every save but the first fails, the last one too: the exit code says so, and the first one stays."""
-    result = lab.run(directory, engine, f"{error}@{point}:2-")
-    result.expect(*([NOT_SAVED] if processes(engine) == 1 else [NOT_SAVED, 0, -signal.SIGTERM]))
-    expect(result.codes[0] == NOT_SAVED, f"exit codes {result.codes}")
-    expect("Traceback" not in result.output, f"a traceback\n{result.output}")
-    expect(ERRORS[error] in result.output, f"no word of {ERRORS[error]!r}\n{result.output}")
+    """Every save but the first fails, and the last one however often it is tried: the exit code says so, and the first
+    one stays."""
+    result = lab.start(directory, engine, f"{error}@{point}:2-").wait(together=False, timeout=3 * HANG)
+    _said(result.expect(NOT_SAVED), error)
+    expect("NOT SAVED" in result.output.splitlines()[-1], f"the last line does not say so\n{result.tail}")
     expect(whole(directory, at_least=1) == 4, "the first checkpoint is gone")
+    no_temporaries(directory)
     lab.run(directory, engine).expect(0)
     same_end(directory, lab.reference(engine).directory)
 
@@ -255,7 +296,9 @@ def disk_cases() -> list[Case]:
     for engine, error in [("one", e) for e in ERRORS] + [("ddp", "enospc"), ("zero1", "enospc")]:
         point = "save.optimizer.safetensors.during"
         check = partial(disk_stays_full, engine=engine, error=error, point=point)
-        cases.append(Case("disk", f"{error}@{point}:2- {engine}", check, quick=(engine, error) == ("one", "enospc")))
+        cases.append(Case("disk", f"{error}@{point}:2- {engine}", check))
+    check = partial(last_line_failed, engine="one", error="enospc")
+    cases.append(Case("disk", "enospc@log.write:13 one, and again", check))
     return cases
 
 
@@ -384,7 +427,7 @@ def corruption_cases() -> list[Case]:
 
 # 5. Values that are not finite
 
-SHORT = {"max_steps": 6, "save_every": 1, "keep_last": 10, "eval_every": 3, "hellaswag_every": 0}
+SHORT = {"max_steps": 6, "save_every": 1, "keep_last": 10, "eval_every": 0, "hellaswag_every": 0}
 
 
 def _state(directory: Path, step: int) -> dict[str, torch.Tensor]:
@@ -398,30 +441,36 @@ def _fourth_step(engine: str) -> tuple[int, int]:
     return 3 * accumulation + 1, 4 * accumulation
 
 
-def not_finite(lab: Lab, directory: Path, engine: str, value: str, where: str, rank: int | None) -> None:
-    """In the fourth step alone: it changes nothing, on any process, is counted, and the run goes on."""
+def _poisoned(engine: str, value: str, where: str, rank: int | None) -> str:
+    """The last micro-step of the fourth step."""
     _, last = _fourth_step(engine)
-    fault = f"{value}@step.{where}:{last}" + ("" if rank is None else f"/{rank}")
-    result = lab.run(directory, engine, fault, **SHORT).expect(0)
+    return f"{value}@step.{where}:{last}" + ("" if rank is None else f"/{rank}")
+
+
+def not_finite(lab: Lab, directory: Path, engine: str, value: str, where: str, rank: int | None) -> None:
+    """In the fourth step alone: it changes nothing, on any process, is counted, and the run goes on, also where it is
+    stopped right after the step and resumed."""
+    fault = _poisoned(engine, value, where, rank)
+    result = lab.run(directory, engine, f"{fault},term@step.end:4", **SHORT)
+    result.expect(STOPPED)
     before, after = _state(directory, 3), _state(directory, 4)
     expect(before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before),
-           "weights or moments changed in the step that was to be skipped")  # fmt: skip
-    counted = {line["step"]: line["skipped_steps"] for line in lines(directory)}
-    expect([counted.get(step) for step in range(1, 7)] == [0, 0, 0, 1, 1, 1], f"counted as {counted}")
-    after = _state(directory, 6)
-    expect(all(t.isfinite().all() for t in after.values()), "the last checkpoint has values that are not finite")
-    expect(any(not torch.equal(before[k], after[k]) for k in before), "the run did not go on")
-    # the same wherever it came from: ranks that had not agreed would have gone different ways
-    with lab.once(f"not-finite-{engine}") as (reference, empty):
-        if empty:
-            reference.mkdir()
-            (reference / "end.json").write_text(json.dumps(digests(directory / "run" / "step_00000006")))
-    expect(digests(directory / "run" / "step_00000006") == json.loads((reference / "end.json").read_text()),
-           "ended elsewhere than the same fault in another place")  # fmt: skip
+           "weights or moments changed in the step that was to be left out")  # fmt: skip
     clean = lab.reference(engine, **SHORT).directory
     expect(digests(directory / "run" / "step_00000003") == digests(clean / "run" / "step_00000003"),
            "differs before the fault")  # fmt: skip
-    expect("step 4" in result.output, "not said")
+    lab.run(directory, engine, **SHORT).expect(0)
+    counted = {line["step"]: line["skipped_steps"] for line in lines(directory)}
+    expect([counted.get(step) for step in range(1, 7)] == [0, 0, 0, 1, 1, 1], f"counted as {counted}")
+    end = _state(directory, 6)
+    expect(all(t.isfinite().all() for t in end.values()), "the last checkpoint has values that are not finite")
+    expect(any(not torch.equal(before[k], end[k]) for k in before), "the run did not go on")
+    # Uninterrupted, and of another kind: ranks that had not agreed would have gone different ways.
+    other = lab.reference(engine, fault=_poisoned(engine, "nan", "loss", None), **SHORT).directory
+    same_end(directory, other, metrics=False)
+    for line, expected in zip(curve(directory), curve(other), strict=True):
+        if line["step"] != 4:  # whose gradient norm is what the fault made of it
+            expect(line == expected, f"metrics.jsonl: {line}, the uninterrupted run's: {expected}")
 
 
 def too_many(lab: Lab, directory: Path, engine: str, value: str, where: str, rank: int | None) -> None:
@@ -429,8 +478,7 @@ def too_many(lab: Lab, directory: Path, engine: str, value: str, where: str, ran
     first, _ = _fourth_step(engine)
     fault = f"{value}@step.{where}:{first}-" + ("" if rank is None else f"/{rank}")
     changes = SHORT | {"max_steps": 12, "max_skipped_steps": 3, "save_every": 3}
-    result = lab.run(directory, engine, fault, **changes)
-    expect(not result.hung and all(code > 0 for code in result.codes), f"exit codes {result.codes}\n{result.tail}")
+    result = lab.start(directory, engine, fault, **changes).wait(together=False).expect(2)
     expect("Traceback" not in result.output, f"a traceback\n{result.output}")
     expect(result.output.count("error: ") == 1, f"not one error\n{result.output}")
     expect(whole(directory, at_least=1) >= 3, "the last good checkpoint is gone")
