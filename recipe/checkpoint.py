@@ -66,7 +66,7 @@ def save_checkpoint(
     final = run / f"step_{step:08d}"
     temporary = run / f"{_TEMPORARY}{final.name}"
     faults.at("save.begin")
-    _sweep(run)
+    sweep(run)
     run.mkdir(parents=True, exist_ok=True)
     _check_room(run, weights, moments)
     try:
@@ -155,7 +155,7 @@ def prune(run: Path, newest: int, keep_last: int, milestone_every: int) -> list[
     return old
 
 
-def _sweep(run: Path) -> None:
+def sweep(run: Path) -> None:
     """Deletes what a save or a deletion that was cut short has left."""
     for leftover in [*run.glob(f"{_DELETING}*"), *run.glob(f"{_TEMPORARY}*")]:
         shutil.rmtree(leftover, ignore_errors=True)

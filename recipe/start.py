@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 from transformers import GPT2Config
 
-from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid
+from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid, sweep
 from recipe.config import Batch, Config, DataConfig, UserError
 from recipe.data import tokenizer
 from recipe.data.prepare import prepare_for_training
@@ -157,6 +157,7 @@ def find_checkpoint(
                 lock.release()
                 lock = RunLock(run_dir, say)
             closing.callback(lock.release)
+            sweep(run_dir)
             chosen = newest_valid(run_dir, say)
         except (UserError, OSError) as e:
             error = str(e)

@@ -103,10 +103,12 @@ def main() -> int:
     lab, start = Lab(base), time.monotonic()
     outcomes, seconds = [], {}
     try:
-        for engine in ENGINES:
-            lab.compare_with_launchers(engine)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lab.compare_with_launchers, ENGINES))
         print(f"forked runs end as launched ones do, to the bit: {', '.join(ENGINES)}", flush=True)
-        with tqdm(total=sum(map(len, cases.values())), desc="faults", smoothing=0.02) as bar:
+        every = 0.1 if sys.stderr.isatty() else 30  # seconds
+        number = sum(map(len, cases.values()))
+        with tqdm(total=number, desc="faults", smoothing=0.02, mininterval=every, dynamic_ncols=True) as bar:
             for group, those in cases.items():
                 began = time.monotonic()
                 with ThreadPoolExecutor(options.jobs) as pool:
@@ -115,7 +117,7 @@ def main() -> int:
                     for future in as_completed(pending):
                         outcome = future.result()
                         outcomes.append(outcome)
-                        bar.set_postfix_str(f"{group}, {sum(not o['survived'] for o in outcomes)} lost")
+                        bar.set_postfix_str(f"{group}, {sum(not o['survived'] for o in outcomes)} lost", refresh=False)
                         bar.update()
                         if not outcome["survived"]:
                             bar.write(f"lost: {group}: {outcome['name']}: {outcome['lost'].splitlines()[0]}")
