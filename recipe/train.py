@@ -138,6 +138,8 @@ def train(
     closing.callback(batches.close)
     if saver:
         closing.callback(saver.finish)
+    if engine.world > 1:
+        engine.stop.begin()  # from here on who hears a signal tells the others
     faults.in_gradients(raw_model)
     faults.at("step.compile")
     model.train()
