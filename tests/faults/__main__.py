@@ -91,7 +91,6 @@ def main() -> int:
 
     groups = options.group or list(GROUPS)
     cases = {group: GROUPS[group]() for group in groups}
-    missing = [group for group in groups if not cases[group]]
     cases = {
         group: [c for c in those if options.case in c.name and (c.quick or not options.quick)]
         for group, those in cases.items()
@@ -111,7 +110,7 @@ def main() -> int:
         with tqdm(total=number, desc="faults", smoothing=0.02, mininterval=every, dynamic_ncols=True) as bar:
             for group, those in cases.items():
                 began = time.monotonic()
-                with ThreadPoolExecutor(options.jobs) as pool:
+                with ThreadPoolExecutor(options.jobs, initializer=lab.pin) as pool:
                     numbered = enumerate(those, len(outcomes))
                     pending = [pool.submit(run_case, lab, case, number) for number, case in numbered]
                     for future in as_completed(pending):
@@ -126,11 +125,9 @@ def main() -> int:
     finally:
         lab.close()
     report = {"surroundings": surroundings() | {"jobs": options.jobs}, "seconds": round(time.monotonic() - start, 1),
-              "not_there_yet": missing, "injections": outcomes}  # fmt: skip
+              "injections": outcomes}  # fmt: skip
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(outcomes, seconds, groups))
-    for group in missing:
-        print(f"{group}: no injections are written yet")
     lost = [o for o in outcomes if not o["survived"]]
     for outcome in lost:
         print(f"\nlost: {outcome['group']}: {outcome['name']}\n  {outcome['lost']}")

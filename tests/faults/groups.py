@@ -24,6 +24,7 @@ from recipe.config import UserError
 from recipe.data.shards import find_shards
 from recipe.data.source import LocalSource, check_data
 from recipe.faults import POINTS
+from tests import canary, faults_push
 from tests.conftest import ROOT, environment
 from tests.faults.runner import (
     ENGINES,
@@ -39,6 +40,7 @@ from tests.faults.runner import (
     same_end,
     whole,
 )
+from tests.hub_push import PushHub
 
 SEEDS = (1, 2, 3, 4, 5)
 STOPPED, NOT_SAVED = 75, 74  # exit codes of recipe/train.py
@@ -91,6 +93,22 @@ def builder_killed(lab: Lab, directory: Path, engine: str, n: int, **changes) ->
     same_end(directory, lab.reference(engine, **changes).directory)
 
 
+PUSH = {"push_to_hub": faults_push.REPO, "milestone_every": 4}
+
+
+def uploader_killed(lab: Lab, directory: Path, engine: str, point: str, n: int, **changes) -> None:
+    """The process that uploads dies, and its successors too: training does not hear of it, the next run brings up what
+    is queued."""
+    with PushHub(directory / "hub") as hub:
+        env = faults_push.variables(hub)
+        result = lab.run(directory, engine, f"kill@{point}:{n}", env=env, **PUSH, **changes).expect(0)
+        expect("the process that uploads died (killed by signal 9)" in result.output, f"not injected\n{result.output}")
+        same_end(directory, lab.reference(engine, **changes).directory)
+        lab.run(directory, engine, env=env, **PUSH, **changes).expect(0)
+        problem = faults_push.missing(hub, directory / "run", {f"step-{n:06d}": n for n in (4, 8, 12)} | {"main": 12})
+        expect(problem is None, str(problem))
+
+
 def no_temporaries(directory: Path) -> None:
     left = [p.name for p in (directory / "run").iterdir() if p.name.startswith((".saving-", ".deleting-"))]
     expect(not left, f"left behind: {left}")
@@ -111,6 +129,10 @@ def kill_cases() -> list[Case]:
         }  # fmt: skip
         check = partial(killed, engine=engine, point=point, n=n, rank=rank, seed=seed)
         cases.append(Case("kill", f"kill@{point}:{n}/{rank} {engine} seed {seed}", check, quick=sample))
+    for engine, (i, seed) in itertools.product(ENGINES, enumerate(SEEDS)):
+        for point in ("upload.begin", "upload.during", "upload.after") if seed == 1 else ("upload.during",):
+            check = partial(uploader_killed, engine=engine, point=point, n=i + 1, seed=seed)
+            cases.append(Case("kill", f"kill@{point}:{i + 1} {engine} seed {seed}", check))
     for engine, n in itertools.product(ENGINES, (3, 4)):
         check = partial(builder_killed, engine=engine, n=n)
         cases.append(Case("kill", f"kill@data.shard:{n} streaming {engine}", check))
@@ -149,7 +171,7 @@ def terminated_while_waiting(lab: Lab, directory: Path, engine: str, ranks: tupl
     """SIGTERM while the builder of a stream takes for ever."""
     changes |= {"streaming": True, "data": directory / "shards"}
     run = lab.start(directory, engine, "stall@data.shard:3", **changes)
-    run.until("data       waiting")
+    run.until("s for shard 1")
     for rank in ranks:
         os.kill(run.ranks[rank].pid, signal.SIGTERM)
     result = run.wait(together=False)
@@ -171,6 +193,28 @@ def terminated_while_compiling(lab: Lab, directory: Path) -> None:
     expect(not left, f"left behind: {left}")
     lab.run(directory).expect(0)  # as it would have without: compiled, the sums are others
     same_end(directory, lab.reference("one").directory)
+
+
+def terminated_while_uploading(lab: Lab, directory: Path, engine: str, ranks: tuple[int, ...]) -> None:
+    """SIGTERM while an upload makes no progress: nobody waits for it, and the next run brings it up."""
+    changes = LONG | {"max_steps": 400}
+    push = {"push_to_hub": faults_push.REPO, "milestone_every": 50}
+    with PushHub(directory / "hub") as hub:
+        env = faults_push.variables(hub)
+        run = lab.start(directory, engine, "stall@upload.during:2", env=env, **push, **changes)
+        deadline = time.monotonic() + HANG
+        while not hub.count("POST", "/preupload/"):
+            expect(time.monotonic() < deadline, f"no upload has begun\n{run.output}")
+            time.sleep(0.05)
+        for rank in ranks:
+            os.kill(run.ranks[rank].pid, signal.SIGTERM)
+        result = run.wait(together=False)
+        left = run.leftovers()
+        expect(not left, f"left behind: {left}")
+        stopped(lab, directory, result, engine, 50, **changes)
+        lab.run(directory, engine, env=env, **push, **changes).expect(0)
+        found = hub.repositories[faults_push.REPO].branches
+        expect(len(found["main"]) == 2 and len(found["step-000050"]) == 2, f"not uploaded: {sorted(found)}")
 
 
 LONG = {"max_steps": 150, "save_every": 50, "eval_every": 0, "hellaswag_every": 0}  # time to send a signal
@@ -195,7 +239,7 @@ def launcher_terminated(lab: Lab, directory: Path, engine: str) -> None:
 def sigterm_cases() -> list[Case]:
     # point, occurrence on one process, on each of two, steps then done at least
     points = [
-        ("step.begin", 6, 6, 5), ("step.micro", 17, 6, 5), ("step.end", 6, 6, 5), ("evaluate.validation", 5, 3, 4),
+        ("step.begin", 6, 6, 5), ("step.micro", 22, 12, 5), ("step.end", 6, 6, 5), ("evaluate.validation", 5, 3, 4),
         ("evaluate.hellaswag", 1, 1, 6), *((f"save.{name}.during", 2, 2, 8) for name in FILES),
         ("save.rename.before", 2, 2, 8),
     ]  # fmt: skip
@@ -209,7 +253,7 @@ def sigterm_cases() -> list[Case]:
         else:
             who = [f"term@{point}:{n}/0", f"term@{point}:{n}/1", f"term@{point}:{n}"]
         for fault in who:
-            sample = (engine, fault) in {("one", "term@evaluate.validation:5"), ("ddp", "term@step.micro:6/1"),
+            sample = (engine, fault) in {("one", "term@evaluate.validation:5"), ("ddp", "term@step.micro:12/1"),
                                          ("one", "term@save.model.safetensors.during:2")}  # fmt: skip
             check = partial(terminated, engine=engine, fault=fault, finished=finished)
             cases.append(Case("sigterm", f"{fault} {engine}", check, quick=sample))
@@ -223,6 +267,8 @@ def sigterm_cases() -> list[Case]:
         for ranks in {everyone, everyone[-1:]}:
             check = partial(terminated_while_waiting, engine=engine, ranks=ranks)
             cases.append(Case("sigterm", f"SIGTERM to {ranks} waiting for data {engine}", check))
+            check = partial(terminated_while_uploading, engine=engine, ranks=ranks)
+            cases.append(Case("sigterm", f"SIGTERM to {ranks} uploading {engine}", check))
         check = partial(launcher_terminated, engine=engine)
         cases.append(Case("sigterm", f"SIGTERM to accelerate launch {engine}", check))
     return cases
@@ -502,14 +548,52 @@ def nonfinite_cases() -> list[Case]:
     return cases
 
 
-# 6. and 7. The Hub, and secrets, whose faults are in modules of their own
+# 6. The Hub
 
 
-def _cases_of(module: str, group: str) -> list[Case]:
-    """`cases()` of a module of tests/, none where it is not there."""
-    if find_spec(module) is None:
-        return []
-    return [Case(group, case.name, case.check, case.quick) for case in __import__(module, fromlist=["cases"]).cases()]
+def hub_failed(lab: Lab, directory: Path, fault: str, mode: str) -> None:
+    """What tests/faults_push.py does with an upload, and finds wrong."""
+    with lab.once("push") as (made, empty):
+        if empty:
+            made.mkdir()
+            faults_push.prepare(made, lab.data)
+    prepared = faults_push.Prepared(lab.data, made / "plain", made / "queued")
+    problem = faults_push.inject(fault, mode, directory, prepared)
+    expect(problem is None, str(problem))
+
+
+def hub_cases() -> list[Case]:
+    return [
+        Case("hub", f"{fault} {mode}", partial(hub_failed, fault=fault, mode=mode), quick=(fault, mode) == QUICK_PUSH)
+        for fault, mode in itertools.product(faults_push.FAULTS, faults_push.MODES)
+    ]
+
+
+QUICK_PUSH = ("500", "training")  # tests/test_push.py has others
+
+
+# 7. Secrets
+
+
+def secret_found(lab: Lab, directory: Path, search: Callable[[Path], list[str]]) -> None:
+    """Secrets are put where people put them; tests/canary.py looks for them in all that is said and left."""
+    found = search(lab, directory / "searched")
+    expect(not found, f"found in {found}")
+
+
+def secret_cases() -> list[Case]:
+    searches = {
+        **{f"a run with {tracker}": partial(_in_a_run, tracker=tracker) for tracker in ("tensorboard", "wandb")
+           if find_spec(tracker)},
+        "mistakes": lambda lab, directory: canary.in_a_mistake(directory),
+        "a stream that fails": lambda lab, directory: canary.in_a_failing_stream(directory),
+    }  # fmt: skip
+    # tests/test_secrets.py runs them too
+    return [Case("secrets", name, partial(secret_found, search=search)) for name, search in searches.items()]
+
+
+def _in_a_run(lab: Lab, directory: Path, tracker: str) -> list[str]:
+    return canary.in_a_run(directory, lab.data, tracker)
 
 
 # 8. Bad inputs
@@ -547,7 +631,7 @@ GROUPS: dict[str, Callable[[], list[Case]]] = {
     "disk": disk_cases,
     "corruption": corruption_cases,
     "non-finite": nonfinite_cases,
-    "hub": partial(_cases_of, "tests.faults_push", "hub"),
-    "secrets": partial(_cases_of, "tests.canary", "secrets"),
+    "hub": hub_cases,
+    "secrets": secret_cases,
     "bad inputs": bad_input_cases,
 }

@@ -50,7 +50,7 @@ TINY = {
     "precision": "fp32", "log_every": 1, "eval_every": 4, "eval_tokens": 128, "hellaswag_every": 6,
     "hellaswag_limit": 2, "save_every": 4, "keep_last": 1,
 }  # fmt: skip
-DATA = {"val_fraction": 0.1, "shard_tokens": 4000, "first_shard_tokens": 1000}
+DATA = {"val_documents": 5, "shard_tokens": 4000, "first_shard_tokens": 1000}
 
 _ENGINES = {
     # name: processes, Accelerate's file, what `accelerate launch` puts into the environment under it
@@ -223,6 +223,11 @@ def _rank(argv: list[str], variables: dict, output: str, cores: list[int]) -> No
     from recipe import faults, train
 
     importlib.reload(faults)  # RECIPE_FAULT is read when it is imported
+    if "HF_ENDPOINT" in variables:  # as what huggingface_hub reads
+        from huggingface_hub import constants
+
+        constants.ENDPOINT, constants.HF_HUB_OFFLINE = variables["HF_ENDPOINT"], False
+        constants.HF_HUB_DISABLE_XET = True
     sys.argv = ["recipe/train.py", *argv]
     sys.exit(train.main(argv))
 
@@ -235,6 +240,7 @@ class Lab:
         self.base.mkdir(parents=True, exist_ok=True)
         self._ports = itertools.count(random.Random(os.getpid()).randrange(15_000, 32_000))
         self._turn = itertools.count()
+        self._there = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._runs: list[Run] = []
 
     @cached_property
@@ -329,12 +335,13 @@ class Lab:
         path.touch()
         return path
 
+    def pin(self) -> None:
+        """This thread, and what it starts without another word, to the next core."""
+        _pin(0, self._cores(1))
+
     def _cores(self, number: int) -> list[int]:
         """The next ones in turn."""
-        if not hasattr(os, "sched_getaffinity"):
-            return []
-        there = sorted(os.sched_getaffinity(0))
-        return [there[next(self._turn) % len(there)] for _ in range(number)]
+        return [self._there[next(self._turn) % len(self._there)] for _ in range(number)]
 
     def _port(self) -> int:
         """A free port below those that the kernel gives out by itself, not given out before."""
