@@ -71,6 +71,10 @@ class Saver:
         self.waited += waited
         self._start()
 
+    def share_of(self, seconds: float) -> float:
+        """What part of the time it has `waited`, beside `seconds` of training."""
+        return self.waited / max(self.waited + seconds, 1e-9)
+
     def _start(self) -> None:
         # A daemon: who leaves at once, with a second Ctrl-C, does not wait for it.
         self._thread = threading.Thread(target=self._job, name="checkpoint", daemon=True)

@@ -208,7 +208,7 @@ def train(
 
             if record is not None:
                 record["seconds"] = round(throughput.seconds, 3)
-                record["save_wait"] = saver.waited / (throughput.seconds + saver.waited) if saver else None
+                record["save_wait"] = saver.share_of(throughput.seconds) if saver else None
                 record["peak_memory_bytes"] = engine.peak_memory()
                 record |= engine.counters()
                 if log:
