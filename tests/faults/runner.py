@@ -50,7 +50,7 @@ TINY = {
     "precision": "fp32", "log_every": 1, "eval_every": 4, "eval_tokens": 128, "hellaswag_every": 6,
     "hellaswag_limit": 2, "save_every": 4, "keep_last": 1,
 }  # fmt: skip
-DATA = {"val_documents": 5, "shard_tokens": 4000, "first_shard_tokens": 1000}
+DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 4000, "first_shard_tokens": 1000}
 
 _ENGINES = {
     # name: processes, Accelerate's file, what `accelerate launch` puts into the environment under it
@@ -418,7 +418,7 @@ def lines(directory: Path) -> list[dict]:
 
 def curve(directory: Path) -> list[dict]:
     """The lines of metrics.jsonl without what is measured by the clock."""
-    clock = {"tokens_per_second", "mfu", "seconds", "data_wait", "peak_memory_bytes", "save_seconds"}
+    clock = {"tokens_per_second", "mfu", "seconds", "data_wait", "peak_memory_bytes", "save_wait"}
     return [{k: v for k, v in line.items() if k not in clock} for line in lines(directory)]
 
 
