@@ -161,8 +161,7 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
         source = args.data or config.get("val_data") or config.get("data")
         if not source:
             raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR or --text FILE")
-        windows, files = shard_windows(source, sequence_length)
-        source = os.path.expanduser(source)  # a run writes ~ for the home directory
+        windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home
         if not args.data and not limit and "eval_tokens" in config:
             limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training
     return windows[:limit], {"data": source, "files": files, "sequence_length": sequence_length}

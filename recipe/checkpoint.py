@@ -92,10 +92,8 @@ def save_checkpoint(
 
 def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> list:
     """A safetensors file of fp32 tensors in memory as buffers to be written one after the other; the same bytes as
-    safetensors' own `save`, which would hold them all a second time.
-
-    The format: the header's length as 8 bytes, little-endian; the header, JSON; the tensors, at the offsets it names
-    (https://huggingface.co/docs/safetensors).
+    safetensors' own `save`, which would hold them all a second time. The format: 8 bytes, little-endian, with the
+    header's length; the header, JSON; the tensors, at the offsets it names (https://huggingface.co/docs/safetensors).
     """
     header: dict = {"__metadata__": metadata} if metadata else {}
     arrays, end = [], 0
@@ -176,22 +174,35 @@ def model_only(checkpoint: Path) -> list[Path]:
 
 
 def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint whose every file verifies; each damaged one passed over is named through `say`."""
-    for path in reversed(checkpoints(run)):
-        if not (problems := verify(path)):
+    """The newest checkpoint whose every file verifies, None where there is none at all; each damaged one passed over is
+    named through `say`. Raises UserError where one cannot be read, which may pass, or all are damaged: to start again
+    from nothing is not for the run to decide."""
+    found = checkpoints(run)
+    for path in reversed(found):
+        try:
+            problems = verify(path)
+        except OSError as e:
+            raise UserError(f"{path} cannot be read: {e.strerror}; try again, or move it out of {run} to go on from an "
+                            "earlier one") from None  # fmt: skip
+        if not problems:
             return path
         say(f"skipping {path}: {problems[0]}")
+    if found:
+        raise UserError(
+            f"{run}: none of its {len(found)} checkpoints is whole; --fresh starts over, and keeps them aside"
+        )
     return None
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, file by file; empty if nothing is. Reads every byte."""
+    """What is wrong with a checkpoint, file by file; empty if nothing is. Reads every byte. Raises OSError where a file
+    is there and cannot be read."""
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         return ["it is a link out of the run"]
     try:
         listed = json.loads((path / "manifest.json").read_text())["files"]
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as e:
         return [f"manifest.json unreadable ({e})"]
     if away := [name for name in files if name in ("", "..") or Path(name).name != name]:
         return [f"manifest.json names {away[0]!r}, which is not a file of this directory"]
@@ -207,8 +218,8 @@ def verify(path: Path) -> list[str]:
                 problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
             elif _sha256(file) != sha256:
                 problems.append(f"{name} does not have the checksum it was written with")
-        except (OSError, ValueError) as e:
-            problems.append(f"{name} cannot be read ({e})")
+        except ValueError as e:  # a name that no file can have
+            problems.append(f"{name!r}: {e}")
     return problems
 
 
@@ -288,7 +299,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     damaged = 0
     for path in found:
-        problems = verify(path)
+        try:
+            problems = verify(path)
+        except OSError as e:
+            problems = [f"cannot be read: {e}"]
         damaged += bool(problems)
         files = [p.stat() for p in path.iterdir()]
         size = sum(f.st_size for f in files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,17 @@ import yaml
 from transformers import HfArgumentParser
 
 from recipe.redact import looks_secret
+
+
+def emit(line: str) -> None:
+    """Prints a line if that can be: a full disk under the log must not end a run, nor a reader that is gone."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+    except (OSError, ValueError):
+        pass  # what could not be written waits in the buffer for the next line
 
 
 class UserError(ValueError):

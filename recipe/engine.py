@@ -73,6 +73,7 @@ class Engine:
     attention = checkpoint = None  # functions that replace the model's own, where a device has better ones
     no_compile = note = ""  # why torch.compile is left out although the recipe asks for it; what else is to be said
     zero_stage = 0
+    sum_dtype = torch.float64  # of what is summed over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are filled up to these
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
@@ -91,6 +92,8 @@ class Engine:
             int(os.environ.get(f"LOCAL_{n}", d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
         )
         check_accelerator(acc, self.supported, self.precision)
+        if self.device.type in ("mps", "xla"):
+            self.sum_dtype = torch.float32
         if self.device.type != "xla":
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         self.stop = Stop(speaks=self.is_main)
@@ -123,12 +126,6 @@ class Engine:
         if self.device.type == "cpu":
             return f"CPU ({torch.get_num_threads()} threads a process)"
         return self.device.type.upper()
-
-    @property
-    def launcher_patience(self) -> float | None:
-        """Seconds after which torchrun, told to stop, kills its processes; None where there is none."""
-        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
-        return limit if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     @property
     def idle_gpus(self) -> int:
@@ -191,11 +188,20 @@ class Engine:
         skip = judge(grad_norm)
         raw = optimizer.optimizer
         if scaler := self.accelerator.scaler:  # it leaves out what overflowed; this adds what is left out for a spike
+            overflow = torch.zeros_like(skip)
             for found in scaler._found_inf_per_device(raw).values():
+                overflow = torch.maximum(overflow, found)
                 found.copy_(torch.maximum(found, skip))
+            kept = [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
+            optimizer.step()
+            for tensor, before in kept:  # a spike says nothing of the scale
+                tensor.copy_(torch.where((skip > 0) & (overflow == 0), before, tensor))
+        elif self.device.type == "mps":  # whose fused AdamW takes no notice of found_inf
+            if not bool(skip):
+                optimizer.step()
         else:  # the way of torch's GradScaler to tell a fused optimizer, which then changes nothing
             raw.grad_scale, raw.found_inf = None, skip
-        optimizer.step()
+            optimizer.step()
         optimizer.zero_grad()
         return grad_norm, skip
 
@@ -291,9 +297,6 @@ class Engine:
         not, then the rest."""
         with self.accelerator.main_process_first(), self.accelerator.local_main_process_first():
             yield
-
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
 
     # Trackers
 

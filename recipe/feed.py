@@ -52,7 +52,10 @@ class Batches:
     def error(self) -> UserError | None:
         """What the reading of the next step has failed with."""
         errors = (f.exception() for f in self._next_step() if f.done() and not f.cancelled())
-        return next((e for e in errors if e), None)
+        error = next((e for e in errors if e), None)
+        return (
+            error if error is None or isinstance(error, UserError) else UserError(f"the data cannot be read: {error!r}")
+        )
 
     def _next_step(self) -> list[Future]:
         return list(islice(self._pending, self._batch.accumulation))

@@ -1,5 +1,6 @@
 """One run a directory: a lock that its owner's death opens."""
 
+import errno
 import fcntl
 import json
 import os
@@ -26,28 +27,42 @@ class RunLock:
 
     def __init__(self, run: Path, say: Callable[[str], None]):
         """Raises UserError, naming the owner, where another process has it."""
-        run.mkdir(parents=True, exist_ok=True)
-        self._path = run / LOCK
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            # Of the process: unlike flock's, it does not pass to children, who might outlive it.
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = self._read()
-            os.close(self._fd)
-            raise UserError(_taken(run, owner)) from None
+        self._path, self._say = run / LOCK, say
+        while True:
+            run.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                # Of the process: unlike flock's, it does not pass to children, who might outlive it.
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    owner = self._read()
+                    os.close(self._fd)
+                    raise UserError(_taken(run, owner)) from None
+                alone = False  # a file system without locks
+            if self._is_current():
+                break
+            os.close(self._fd)  # its owner has just taken it away
         earlier = self._read()
         if earlier:
-            self._see_whether_it_lives(run, earlier, say)
+            if not (alone and earlier.get("host") == socket.gethostname()):  # else its lock would have held
+                self._see_whether_it_lives(run, earlier, say)
             say(f"lock       taken over from {_described(earlier)}, which ended without releasing it")
         self._released = threading.Event()
+        self._owner = {"host": socket.gethostname(), "pid": os.getpid()}
         self._write()
         self._beating = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._beating.start()
 
+    def _is_current(self) -> bool:
+        """Whether the file is still the one at its path."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
     def _see_whether_it_lives(self, run: Path, earlier: dict, say: Callable[[str], None]) -> None:
-        if earlier.get("host") == socket.gethostname():
-            return  # its lock would have held
         say(f"lock       {_described(earlier)} had this directory; waiting {_DEAD:.0f} s for a sign of life")
         deadline = time.monotonic() + _DEAD
         while time.monotonic() < deadline:
@@ -64,23 +79,24 @@ class RunLock:
         return value if isinstance(value, dict) else {}
 
     def _write(self) -> None:
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "alive": time.time()}
-        content = json.dumps(owner).encode()
+        content = json.dumps(self._owner | {"alive": time.time()}).encode()
         os.pwrite(self._fd, content.ljust(256), 0)  # always as long: nobody reads half of it and half of the last
 
     def _beat(self) -> None:
         while not self._released.wait(_BEAT):
-            try:
+            with suppress(OSError):  # of a full disk, say: the lock itself holds
+                now = self._read()
+                if now and {k: now.get(k) for k in self._owner} != self._owner:  # after a machine's sleep
+                    self._say(f"lock       {_described(now)} has taken this run over; this one ends at once")
+                    os._exit(2)
                 self._write()
-            except OSError:  # of a full disk, say: the lock itself holds
-                continue
 
     def release(self) -> None:
         self._released.set()
         self._beating.join()
-        with suppress(OSError):  # of a full disk, say
+        with suppress(OSError):
             os.ftruncate(self._fd, 0)
-            if os.listdir(self._path.parent) == [LOCK]:  # the run never began
+            if self._is_current() and os.listdir(self._path.parent) == [LOCK]:  # the run never began
                 self._path.unlink()
                 self._path.parent.rmdir()
         os.close(self._fd)

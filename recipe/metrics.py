@@ -2,16 +2,18 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from recipe import faults
+from recipe.cli import UserError, emit
 
 
 class Throughput:
@@ -51,9 +53,11 @@ class RunningLoss:
         step: loss of the step that is being taken, (), as far as its micro-batches are done.
     """
 
-    def __init__(self, device: torch.device, state: dict | None = None):
+    def __init__(self, device: torch.device, state: dict | None = None, dtype: torch.dtype = torch.float64):
+        """`dtype`: float64 where the device has it."""
         state = state or {"sum": 0.0, "count": 0}
-        self._dtype = torch.float64 if device.type == "cpu" else torch.float32
+        # A resumed run begins with the mean of what the processes had: in float64, to the same last digit of float32.
+        self._dtype = dtype
         self.step = torch.zeros((), dtype=self._dtype, device=device)
         self._sum = torch.full((), state["sum"], dtype=self._dtype, device=device)
         self._count = torch.full((), float(state["count"]), dtype=torch.float32, device=device)
@@ -92,9 +96,14 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(path) if line["step"] < first_step]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
-        self._file = path.open("ab", buffering=0)
+        try:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.replace(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}; mend that, or choose another output_dir"
+            ) from None
 
     def write(self, record: dict) -> None:
         # JSON has no NaN; a reader of the file must not need a special case for it.
@@ -110,17 +119,31 @@ class MetricsLog:
                     f"WARNING    {self._file.name} cannot be written ({error.strerror}); its lines wait in memory"
                 )
 
+    def sync(self) -> None:
+        """Brings the lines to the disk: before a checkpoint, from which a resumed run will not write them again."""
+        with suppress(OSError):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Tries once more what waits; says what is lost."""
+        with suppress(OSError):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        if lost := self._unwritten.count(b"\n"):
+            self._say(f"WARNING    {lost} lines of {self._file.name} could not be written, and are lost")
+        self._file.close()
+
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl, as far as they are whole."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:  # the last line of a run that was killed while writing it
-            break
+    for text in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):  # the last line of a run that was killed while writing it, or a damaged one
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines
 
 
@@ -137,7 +160,8 @@ class Progress:
         self._postfix: dict[str, str] = {}
 
     def advance(self, tokens: int) -> None:
-        self.bar.update(tokens)
+        with suppress(OSError, ValueError):  # a terminal that is gone
+            self.bar.update(tokens)
 
     def report(self, record: dict, warning: str = "") -> None:
         """Shows a record of metrics.jsonl, and a warning that must not scroll away."""
@@ -150,7 +174,8 @@ class Progress:
             self._postfix |= {"skipped": skipped} if (skipped := record.get("skipped_steps")) else {}
             self._postfix.pop("WARNING", None)
             self._postfix |= {"WARNING": warning} if warning else {}
-            self.bar.set_postfix(self._postfix)
+            with suppress(OSError, ValueError):
+                self.bar.set_postfix(self._postfix)
         elif self.show:
             parts = [f"step {record['step']}", f"{100 * record['tokens'] / self.bar.total:.0f} %"]
             parts += [f"{k} {v:.4f}" for k, v in losses.items()] + [f"lr {record['learning_rate']:.1e}"]
@@ -162,13 +187,18 @@ class Progress:
             parts += waiting
             parts += [f"{skipped} steps skipped"] if (skipped := record.get("skipped_steps")) else []
             parts += [f"WARNING: {warning}"] if warning else []
-            print("  ".join(parts), flush=True)
+            emit("  ".join(parts))
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self.show:
-            self.bar.write(text)
-            sys.stdout.flush()
+            if self.terminal:
+                with suppress(OSError, ValueError):
+                    self.bar.write(text)
+                    sys.stdout.flush()
+            else:
+                emit(text)
 
     def close(self) -> None:
-        self.bar.close()
+        with suppress(OSError, ValueError):
+            self.bar.close()

@@ -59,7 +59,11 @@ def entries(run: Path) -> list[Entry]:
     """What is queued, the oldest step first."""
     found = []
     for path in (run / QUEUE).glob("step-*"):
-        if values := read_json(path / _ENTRY):  # none: it has just been removed
+        try:
+            values = read_json(path / _ENTRY)
+        except ValueError:  # cut off by a power failure before it was on the disk
+            continue
+        if values:  # none: it has just been removed
             found.append(Entry(path, **values | {"todo": tuple(values["todo"])}))
     return sorted(found, key=lambda e: (e.step, e.path.name))
 
@@ -81,6 +85,9 @@ def enqueue(run: Path, files: list[Path], step: int, repo: str, private: bool, t
     numbers = (f"{name}.{n}" if n else name for n in range(1000))
     path = next(p for p in map(queue.joinpath, numbers) if not p.exists())
     entry = Entry(path, repo, private, step, tuple(todo)).write(temporary)
+    fd = os.open(temporary / _ENTRY, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
     temporary.rename(path)
     return entry
 

@@ -25,13 +25,13 @@ class Saver:
     """
 
     def __init__(self, run: Path, keep_last: int, milestone_every: int, say: Callable[[str], None],
-                 committed: Callable[[Path], None] = lambda path: None,
+                 *, before: Callable[[], None] = lambda: None, committed: Callable[[Path], None] = lambda path: None,
                  patience: float | None = None):  # fmt: skip
-        """`committed(path)` is called for each checkpoint, in the thread, before older ones are pruned; `patience` is
-        how many seconds the launcher gives a run that is to stop."""
+        """In the thread `before` is called before each checkpoint is written, and `committed(path)` after it, before
+        older ones are pruned; `patience` is how many seconds the launcher gives a run that is to stop."""
         self.run, self.keep_last, self.milestone_every = run, keep_last, milestone_every
         self.failed, self.waited, self._patience = "", 0.0, patience
-        self._say, self._committed = say, committed
+        self._say, self._before, self._committed = say, before, committed
         self._thread: threading.Thread | None = None
         self._job: Callable[[], None] | None = None
 
@@ -40,11 +40,12 @@ class Saver:
         """Starts writing, after the save before it. The tensors are this object's from now on; `since` is when the loop
         stopped for this, of time.monotonic, for the time it is told to have waited. `pruning` false keeps all older
         checkpoints, for a run in trouble."""
-        self.finish()
+        self.prepare()
         state = copy.deepcopy(state)
 
         def job() -> None:
             begun = time.monotonic()
+            self._before()
             try:
                 path = save_checkpoint(self.run, step, weights, moments, state, files)
             except Exception as error:  # the run goes on, whatever it is
@@ -86,10 +87,15 @@ class Saver:
         self._say(f"{line}\nWARNING    training goes on, and the next save is the next attempt; until then {newest} "
                   f"checkpoint in {self.run}")  # fmt: skip
 
-    def finish(self) -> bool:
-        """Waits for the save under way; whether the last one was committed."""
+    def prepare(self) -> None:
+        """Before the tensors of the next save are copied: waits for the one under way, and lets go of its copies."""
+        self.finish()
+        self._job = None
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Waits for the save under way, so long at most; whether the last one was committed."""
         if self._thread:
-            self._thread.join()
+            self._thread.join(seconds)
         return not self.failed
 
     def conclude(self, enough: Callable[[], bool]) -> bool:

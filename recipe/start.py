@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -109,8 +109,9 @@ def _all_there(data: DataConfig) -> bool:
 
 
 def _above_the_bar(line: str) -> None:
-    tqdm.write(line)
-    sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        tqdm.write(line)
+        sys.stdout.flush()
 
 
 def open_uploads(

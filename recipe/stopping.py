@@ -5,7 +5,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _SAME = 1.0  # seconds within which a second SIGINT is the first one's echo: a launcher passes on what all have received
@@ -30,7 +31,8 @@ class Stop:
         self.requested = False
         self._speaks, self._graceful, self._leaving = speaks, False, False
         self._heard = 0.0  # when the first signal came
-        self._polled, self._longest = time.monotonic(), 0.0
+        self._polled, self._longest, self._patient = time.monotonic(), 0.0, False
+        self.before_leaving: Callable[[], object] = lambda: None  # of a run that cannot stop as it should
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -51,9 +53,14 @@ class Stop:
         now = time.monotonic()
         self._longest, self._polled = max(self._longest, now - self._polled), now
 
-    def leaves(self) -> bool:
-        """Whether a signal has come."""
-        return self.requested
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Context of what takes longer than a step, and of which no end can be told."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient, self._polled = False, time.monotonic()
 
     def leave(self) -> None:
         """The loop stops: what is left to do takes its time."""
@@ -75,7 +82,7 @@ class Stop:
                         os.dup2(nowhere, fd)
             now = time.monotonic()
             if not self._graceful:
-                overdue = threading.Timer(_UNWINDING, os._exit, (75,))
+                overdue = threading.Timer(_UNWINDING, self._overdue)
                 overdue.daemon = True
                 overdue.start()
             elif not self.requested:
@@ -87,13 +94,22 @@ class Stop:
                           "is one")  # fmt: skip
                 os._exit(130)
 
+    def _overdue(self) -> None:
+        """The main thread did not unwind; or `begin` came between the signal and its handler."""
+        if self._graceful:
+            self.requested = True
+        else:
+            os._exit(75)
+
     def _watch(self) -> None:
         """Leaves where no boundary comes: a process that has died lets the others wait in a collective for ever."""
         while not self._leaving:
             time.sleep(0.5)
             patience = max(_LEAST_PATIENCE, 3 * self._longest)
-            if not self._leaving and time.monotonic() - max(self._polled, self._heard) > patience:
+            waited = time.monotonic() - max(self._polled, self._heard)
+            if not self._leaving and not self._patient and waited > patience:
                 self._say(f"no end of the step after {patience:.0f} s; left without a checkpoint of it")
+                self.before_leaving()
                 os._exit(75)
 
     def _follow(self, launcher: int) -> None:

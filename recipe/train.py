@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +19,13 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
 
 from recipe import faults, optim
 from recipe.checkpoint import Checkpoint
+from recipe.cli import emit
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
 from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
 from recipe.guard import WAY_OUT, Guard
-from recipe.launch import fail, speaks
+from recipe.launch import fail, launcher_patience, speaks
 from recipe.live import hellaswag, sample, validate
 from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput, read_metrics
 from recipe.model import GPT2LMHeadModel
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         engine = open_engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
-        say = partial(print, flush=True) if engine.is_main else lambda *_: None
+        say = emit if engine.is_main else lambda line: None
         code = run(config, engine, say)
         engine.close()
         return code
@@ -66,17 +67,19 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     with ExitStack() as closing:  # what works in the background ends with the run
         checkpoint = find_checkpoint(config, engine, say, closing)
         uploads = open_uploads(config, engine, checkpoint, say, closing)
-        if checkpoint and checkpoint.step >= config.optimizer.max_steps and engine.from_main(has_finished(config)):
+        beyond = checkpoint.step - config.optimizer.max_steps if checkpoint else -1
+        if beyond > 0 or (beyond == 0 and engine.from_main(has_finished(config))):
             say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
             if uploads:
-                uploads.close(wait=True, stop=engine.stop.leaves)
+                engine.stop.begin()  # Ctrl-C from now on leaves the rest queued
+                uploads.close(wait=True, stop=lambda: engine.stop.requested)
             return 0
         source, validation = open_data(config, batch, engine, checkpoint, say, closing)
         faults.at("start.model")
         model = build_model(config, engine, resuming=checkpoint is not None)
         val_loss, saved = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
         if uploads and saved and val_loss is not None:
-            uploads.close(wait=True, stop=engine.stop.leaves)
+            uploads.close(wait=True, stop=lambda: engine.stop.requested)
     if not saved:
         say(f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
             "same command, without --fresh, goes on from the checkpoint before it")  # fmt: skip
@@ -119,7 +122,7 @@ def train(
         engine.load_moments(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
         engine.load_scaler_state(state["grad_scaler"])
 
-    running_loss = RunningLoss(engine.device, state.get("running_loss"))
+    running_loss = RunningLoss(engine.device, state.get("running_loss"), engine.sum_dtype)
     guard = Guard(engine.device, opt, state.get("guard"))
     throughput = Throughput(state.get("seconds", 0.0))
     progress = Progress(opt.max_steps * opt.total_batch_tokens, step * opt.total_batch_tokens, show=engine.is_main)
@@ -127,7 +130,8 @@ def train(
     saver = None
     if engine.is_main:
         add = uploads.add if uploads else lambda path: None
-        saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, add, engine.launcher_patience)
+        saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, before=log.sync, committed=add,
+                      patience=launcher_patience())  # fmt: skip
     files = model_files(raw_model) if engine.is_main else {}
     flops = flops_per_token(config.model, config.data.sequence_length)
     engine.start_tracker("gpt2-recipe", run.run_name, redacted(config.flat()))
@@ -137,9 +141,17 @@ def train(
     grad_norm, val_loss, stopping = None, None, False
     closing.callback(batches.close)
     if saver:
+        closing.callback(log.close)
         closing.callback(saver.finish)
     if engine.world > 1:
         engine.stop.begin()  # from here on who hears a signal tells the others
+    engine.stop.before_leaving = lambda: saver and saver.finish(60)
+
+    @contextmanager
+    def paused():
+        with throughput.paused(), engine.stop.patient():
+            yield
+
     faults.in_gradients(raw_model)
     faults.at("step.compile")
     model.train()
@@ -169,7 +181,7 @@ def train(
         # once in a while: a checkpoint. Not while steps are left out: the weights are those of one that was kept.
         if step > saved_at and (stopping or last or (due(run.save_every) and not guard.in_a_row)):
             since = time.monotonic()
-            with throughput.paused():
+            with paused():
                 state = {
                     "config": redacted(config.flat()),
                     "tokens": step * opt.total_batch_tokens,
@@ -181,6 +193,8 @@ def train(
                     "grad_scaler": engine.scaler_state(),
                     "data": source.state(),
                 }
+                if saver:
+                    saver.prepare()
                 weights, moments = engine.snapshot(raw_model, optimizer)
                 if saver:
                     saver.save(step, weights, moments, state, files, since=since, pruning=not guard.in_a_row)
@@ -192,18 +206,18 @@ def train(
         try:
             # once in a while: validation loss, HellaSwag, a sample, all on the live model
             if due(run.eval_every):
-                with throughput.paused():
+                with paused():
                     val_loss = record["val_loss"] = validate(config, batch, engine, model, validation)
                 if not math.isfinite(val_loss):
                     raise UserError(
                         f"the validation loss at step {step} is {val_loss}: the weights are spoilt. {WAY_OUT}"
                     )
             if run.hellaswag_every and due(run.hellaswag_every) and step > 0:
-                with throughput.paused():
+                with paused():
                     record = record or new_record(step, opt)
                     record |= hellaswag(config, engine, raw_model, progress.say)
             if run.sample_every and due(run.sample_every) and step > 0:
-                with throughput.paused():
+                with paused():
                     progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
 
             if record is not None:
@@ -250,14 +264,15 @@ def train(
     saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
     progress.close()
     if engine.anywhere(batches.error() is not None):  # saved all the same
-        raise batches.error() or UserError("the data of another process have ended; what it says is the cause")
+        cause = batches.error() or "the data of another process have ended; what it says is the cause"
+        raise UserError(f"{cause}{'' if saved else '; nor could the last checkpoint be written'}")
     return val_loss, saved
 
 
 def has_finished(config: Config) -> bool:
-    """Whether a run whose last step is saved was also evaluated at it, or is longer than the configuration asks for."""
-    lines, last = read_metrics(Path(config.run.output_dir) / "metrics.jsonl"), config.optimizer.max_steps
-    return bool(lines) and (lines[-1]["step"] > last or lines[-1].get("val_loss") is not None)
+    """Whether a run whose last step is saved was also evaluated at it."""
+    lines = read_metrics(Path(config.run.output_dir) / "metrics.jsonl")
+    return bool(lines) and lines[-1]["step"] == config.optimizer.max_steps and lines[-1].get("val_loss") is not None
 
 
 def new_record(step: int, opt: OptimizerConfig) -> dict:

@@ -24,6 +24,7 @@ from huggingface_hub.utils._http import default_client_factory  # the one that s
 
 from recipe import faults
 from recipe.outbox import MAIN, Entry, alone, entries
+from recipe.redact import redact
 
 TIMEOUT = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or 60)  # seconds in which no byte moves
 _LONGEST_WAIT = 60  # seconds between two attempts, unless the Hub asks for more
@@ -119,8 +120,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def clean(text: str) -> str:
     """`text` without what must not be shown: a token, user:secret@ of a URL, the signature in its query."""
-    if token := huggingface_hub.get_token():
+    if token := huggingface_hub.get_token():  # which may come from a file, of which redact knows nothing
         text = text.replace(token, "***")
+    text = redact(text)
     return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", re.sub(r"//[^/\s@]+@", "//", text))[:300]
 
 

@@ -211,14 +211,10 @@ class XlaEngine(Engine):
     @contextmanager
     def main_first(self) -> Iterator[None]:
         if not self.is_main:
-            self.barrier()
+            self.anywhere(False)
         yield
         if self.is_main:
-            self.barrier()
-
-    def barrier(self) -> None:
-        if self._pod:
-            torch.distributed.barrier()
+            self.anywhere(False)
 
     def _any_host(self, *conditions: bool) -> list[bool]:
         flags = torch.tensor(conditions, dtype=torch.int32)
@@ -227,11 +223,7 @@ class XlaEngine(Engine):
         return flags.bool().tolist()
 
     def anywhere(self, condition: bool) -> bool:
-        if not self._pod:
-            return condition
-        flag = torch.tensor(float(condition))
-        torch.distributed.all_reduce(flag)
-        return flag.item() > 0
+        return self._any_host(condition)[0]
 
 
 def _check_launch() -> None:

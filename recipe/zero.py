@@ -106,6 +106,8 @@ class ZeroEngine(Engine):
         self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
         self._zero = _Internals(prepared)
+        if self.precision == "fp16":  # max_skipped_steps ends a run that overflows for ever, with words
+            self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
         found = {
             "train_batch_size": prepared.train_batch_size(),
             "train_micro_batch_size_per_gpu": prepared.train_micro_batch_size_per_gpu(),
@@ -265,35 +267,28 @@ class _Internals:
         norm of -1 is DeepSpeed's own sign of one that is not finite, and of a step to leave out."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        verdict: list[torch.Tensor] = []
+        # Set on the object, over the class's method, and taken away again.
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        reckon, verdict = getattr(self.optimizer, name), []
 
-        def judged(norm: torch.Tensor) -> bool:
-            norm = torch.as_tensor(norm, dtype=torch.float32)
+        def judged():
+            norms = reckon()
+            norm = torch.as_tensor(combine_grad_norm_groups(norms) if self.stage == 3 else norms, dtype=torch.float32)
             norm = torch.where(norm < 0, float("inf"), norm) / self.optimizer.loss_scale
             verdict.extend((norm, judge(norm)))
-            return bool(verdict[1])
+            if not bool(verdict[1]):
+                return norms
+            return [torch.full_like(n, -1) for n in norms] if self.stage == 3 else torch.full_like(norms, -1)
 
-        # Set on the object, over the class's method, and taken away again.
-        if self.stage == 3:
-            name, whole = "_get_norm_groups", self.optimizer._get_norm_groups
-
-            def norm_groups():
-                groups = whole()
-                skip = judged(combine_grad_norm_groups(groups))
-                return [torch.full_like(g, -1) for g in groups] if skip else groups
-
-        else:
-            name, whole = "scaled_global_norm", self.optimizer.scaled_global_norm
-
-            def norm_groups():
-                norm = whole()
-                return torch.full_like(norm, -1) if judged(norm) else norm
-
-        setattr(self.optimizer, name, norm_groups)
+        scaler = self.optimizer.loss_scaler
+        scale = {k: getattr(scaler, k) for k in ("cur_scale", "cur_iter", "last_overflow_iter") if hasattr(scaler, k)}
+        setattr(self.optimizer, name, judged)
         try:
             self.engine.step()
         finally:
             delattr(self.optimizer, name)
+        if verdict and bool(verdict[1]) and torch.isfinite(verdict[0]):  # a spike says nothing of the scale
+            vars(scaler).update(scale)
         if not verdict:  # it saw an overflow of fp16, and asked for no norm
             norm = torch.tensor(float("inf"))
             return norm, judge(norm)

@@ -99,5 +99,5 @@ result["norm_after"], result["changed_after"] = step(), changes(before)
 result["skipped"] = guard.check(0)
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
-engine.barrier()
+engine.anywhere(False)  # all are done
 engine.close()

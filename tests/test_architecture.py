@@ -20,7 +20,7 @@ ALLOWED = {
     "loss": set(),
     "model": {"config", "loss"},
     "optim": {"config"},
-    "metrics": {"faults"},
+    "metrics": {"cli", "faults"},
     "checkpoint": {"config", "faults"},
     "saver": {"checkpoint"},
     "lock": {"config"},
@@ -41,8 +41,8 @@ ALLOWED = {
     "push": {"checkpoint", "config", "outbox", "upload"},
     "start": {"config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
     "export": {"config", "checkpoint", "outbox", "push", "upload"},
-    "train": {"config", "data", "engine", "faults", "guard", "launch", "checkpoint", "model", "live", "push", "redact",
-              "saver", "start", "stopping", "optim", "metrics", "plan"},
+    "train": {"cli", "config", "data", "engine", "faults", "guard", "launch", "checkpoint", "model", "live", "push",
+              "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
 }  # fmt: skip
 
 

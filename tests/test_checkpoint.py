@@ -1,5 +1,6 @@
 """Checkpoints: atomic, verified to the last byte, the newest valid one taken, none lost."""
 
+import errno
 import json
 import shutil
 
@@ -47,7 +48,20 @@ def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path, name, damage)
     assert name in said[0] or name == "manifest.json"
     if name != "manifest.json":
         shutil.rmtree(tmp_path / "step_00000001")
-        assert ckpt.newest_valid(tmp_path, said.append) is None
+        with pytest.raises(UserError, match="none of its 1 checkpoints is whole; --fresh starts over"):
+            ckpt.newest_valid(tmp_path, said.append)
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """Or the run would begin again, and write over what it has."""
+    save(tmp_path, 1)
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(ckpt, "_sha256", stale)
+    with pytest.raises(UserError, match=r"step_00000001 cannot be read: Stale file handle; try again"):
+        ckpt.newest_valid(tmp_path)
 
 
 def test_a_bit_flipped_in_the_manifest_itself_never_passes_a_bad_file(tmp_path):

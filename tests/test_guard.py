@@ -98,6 +98,7 @@ def test_a_step_that_is_left_out_changes_neither_weights_nor_moments(scaled):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     engine = Engine.__new__(Engine)
+    engine.device = CPU
     engine.accelerator = SimpleNamespace(clip_grad_norm_=clip, scaler=scaler)
 
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
@@ -114,8 +115,9 @@ def test_a_step_that_is_left_out_changes_neither_weights_nor_moments(scaled):
 
     step()
     for spike, factor in ((True, 1.0), (False, float("nan")), (False, float("inf"))):
-        before = everything()
+        before, scale = everything(), scaler and scaler.get_scale()
         assert step(spike, factor)[1] == 1.0
+        assert not scaler or scaler.get_scale() == (scale if spike else scale / 2)  # a spike says nothing of the scale
         assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     before = everything()
     norm, skip = step()

@@ -34,6 +34,29 @@ def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoi
     assert loss.read(lambda t: t) == 5.0
 
 
+def test_a_damaged_line_costs_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": n, "loss": 1.0}) for n in range(10)]
+    lines[3], lines[5], lines[7] = lines[3].replace(":", "?"), "5", "{}"
+    path.write_bytes("\n".join(lines).encode().replace(b'"step": 8', b'"st\xffp": 8') + b'\n{"step": 1')
+    MetricsLog(path, 100)
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 4, 6, 9]
+
+
+def test_a_full_disk_under_the_log_ends_no_run():
+    code = "from recipe.metrics import Progress\np = Progress(10, 0, show=True)\np.say('a')\n"
+    code += "p.report({'step': 1, 'tokens': 5, 'loss': 1.0, 'val_loss': None, 'learning_rate': 1.0, 'mfu': None, "
+    code += "'tokens_per_second': None})\nopen('/dev/stderr', 'w').write('on')"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert result.stderr.startswith("on")
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "on")
+
+
 def test_a_line_that_cannot_be_written_waits_for_the_next(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(faults, "_FAULTS", faults._parse("enospc@log.write:2-3", "0"))

@@ -157,23 +157,23 @@ def main() -> int:
         os.nice(10)  # the step comes first
     data = DataConfig(**job["data"])
     status = Status(Path(data.data))
-    full_since, tried = 0.0, float("-inf")
+    full_since = None
     while True:
         try:
+            status.set(made=0)
             build(data, job["readers"], job["budget"], job["commit"], status)
         except UserError as error:
             status.set(error=str(error))
             return FAILED
         except OSError as error:
             now = time.monotonic()
-            full_since = now if now - tried > 6 * _FULL else full_since  # a shard was made in between
+            full_since = now if status.made or full_since is None else full_since
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or now - full_since > PATIENCE:
                 status.set(error=f"{data.data}: {error}")
                 return FAILED
             with suppress(OSError):
                 status.say(f"{data.data}: {error.strerror}; trying again in {_FULL:.0f} s, free some disk")
             time.sleep(_FULL)
-            tried = time.monotonic()
 
 
 def _end_with_parent() -> None:

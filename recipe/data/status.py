@@ -27,6 +27,11 @@ class Status:
         """A line that the user should see, beside the progress."""
         self.set(message=message, message_time=time.time())
 
+    @property
+    def made(self) -> int:
+        """Shards made since the builder began or began again."""
+        return self._values.get("made", 0)
+
     def set(self, *, now: bool = True, **values) -> None:
         """Changes some values; that they are written is also the sign of life."""
         with self._lock:
