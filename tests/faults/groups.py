@@ -497,7 +497,7 @@ def not_finite(lab: Lab, directory: Path, engine: str, value: str, where: str, r
     """In the fourth step alone: it changes nothing, on any process, is counted, and the run goes on, also where it is
     stopped right after the step and resumed."""
     fault = _poisoned(engine, value, where, rank)
-    result = lab.run(directory, engine, f"{fault},term@step.end:4", **SHORT)
+    result = lab.run(directory, engine, f"{fault},term@step.begin:4", **SHORT)
     result.expect(STOPPED)
     before, after = _state(directory, 3), _state(directory, 4)
     expect(before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before),
@@ -524,7 +524,7 @@ def too_many(lab: Lab, directory: Path, engine: str, value: str, where: str, ran
     first, _ = _fourth_step(engine)
     fault = f"{value}@step.{where}:{first}-" + ("" if rank is None else f"/{rank}")
     changes = SHORT | {"max_steps": 12, "max_skipped_steps": 3, "save_every": 3}
-    result = lab.start(directory, engine, fault, **changes).wait(together=False).expect(2)
+    result = lab.run(directory, engine, fault, **changes).expect(2)
     expect("Traceback" not in result.output, f"a traceback\n{result.output}")
     expect(result.output.count("error: ") == 1, f"not one error\n{result.output}")
     expect(whole(directory, at_least=1) >= 3, "the last good checkpoint is gone")
