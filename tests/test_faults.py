@@ -20,8 +20,8 @@ def lab(tmp_path_factory):
     lab.close()
 
 
-# Bad inputs and secrets are tests of their own: tests/test_bad_inputs.py, tests/test_secrets.py.
-@pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("bad inputs", "secrets")])
+# The others are tests of their own: tests/test_push.py, tests/test_secrets.py, tests/test_bad_inputs.py.
+@pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("hub", "secrets", "bad inputs")])
 def test_a_sample_of_the_table_is_survived(lab, tmp_path, group):
     cases = [case for case in GROUPS[group]() if case.quick]
     assert cases

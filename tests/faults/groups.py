@@ -133,7 +133,7 @@ def kill_cases() -> list[Case]:
         for point in ("upload.begin", "upload.during", "upload.after") if seed == 1 else ("upload.during",):
             check = partial(uploader_killed, engine=engine, point=point, n=i + 1, seed=seed)
             cases.append(Case("kill", f"kill@{point}:{i + 1} {engine} seed {seed}", check))
-    for engine, n in itertools.product(ENGINES, (3, 4)):
+    for engine, n in itertools.product(ENGINES, (3,)):
         check = partial(builder_killed, engine=engine, n=n)
         cases.append(Case("kill", f"kill@data.shard:{n} streaming {engine}", check))
     for engine, point in itertools.product(ENGINES, ("save.model.safetensors.during", "step.micro")):
@@ -564,12 +564,9 @@ def hub_failed(lab: Lab, directory: Path, fault: str, mode: str) -> None:
 
 def hub_cases() -> list[Case]:
     return [
-        Case("hub", f"{fault} {mode}", partial(hub_failed, fault=fault, mode=mode), quick=(fault, mode) == QUICK_PUSH)
+        Case("hub", f"{fault} {mode}", partial(hub_failed, fault=fault, mode=mode))
         for fault, mode in itertools.product(faults_push.FAULTS, faults_push.MODES)
     ]
-
-
-QUICK_PUSH = ("500", "training")  # tests/test_push.py has others
 
 
 # 7. Secrets
