@@ -305,7 +305,9 @@ class Engine:
             return
         if self._tracker == "wandb" and not (os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()):
             os.environ.setdefault("WANDB_MODE", "offline")  # without a key wandb stops the run
-        init = {"wandb": {"name": run_name}, "trackio": {"name": run_name}}.get(self._tracker, {})
+        # wandb's own description of the run holds the command line, the home directory and the account's name.
+        wandb = {"name": run_name, "settings": {"x_disable_meta": True}}
+        init = {"wandb": wandb, "trackio": {"name": run_name}}.get(self._tracker, {})
         self.accelerator.init_trackers(project, config=config, init_kwargs={self._tracker: init})
 
     def track(self, record: dict, step: int) -> None:
