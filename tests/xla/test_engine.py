@@ -1,6 +1,7 @@
 """The TPU engine within this process, on four devices of XLA's CPU client."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -67,6 +68,31 @@ def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumul
         adamw.zero_grad()
     assert module.weight.cpu().detach() == pytest.approx(reference.weight.detach(), abs=1e-3)
     assert module.unused.cpu().detach() == pytest.approx(reference.unused.detach(), abs=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_left_out_changes_nothing_and_compiles_nothing(engine, compilations, accumulation):
+    """Two of six: the weights are those of four steps, and so is AdamW's count."""
+    config, rows = OptimizerConfig(learning_rate=0.1), torch.ones(8, 4)
+    module, skips, weights, counts = Toy(), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0], [], []
+
+    def judge(norm):
+        return torch.tensor([skips[len(weights)], 2.0]).to(norm.device)[0]  # alone, 0 and 1 become part of the program
+
+    def each(step):
+        weights.append(module.weight.detach().cpu().clone())
+        counts.append(compilations())
+
+    _, optimizer = steps(
+        engine, module, config, rows, accumulation=accumulation, rates=[0.1] * 6, each=each, judge=judge
+    )
+    changed = [not torch.equal(a, b) for a, b in pairwise(weights)]
+    assert changed == [True, False, True, False, True]
+    assert optim.steps_taken(optimizer) == 4
+    assert len(set(counts[1:])) == 1
+    other = Toy()
+    steps(engine, other, config, rows, accumulation=accumulation, rates=[0.1] * 4)
+    assert torch.equal(other.weight.detach().cpu(), weights[-1])
 
 
 def test_another_shape_is_seen_in_the_count(engine, compilations):
