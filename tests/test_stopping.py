@@ -11,8 +11,9 @@ import pytest
 from tests.conftest import ROOT
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from recipe import stopping
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 {before}
 stop = stopping.Stop(speaks=True)
 {begin}
@@ -46,7 +47,7 @@ def test_each_of_them_asks_for_a_stop_and_says_so(number):
 
 
 def test_nohup_stays_nohup():
-    process = start("time.sleep(1)", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process = start("time.sleep(1)", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=20)
     assert (process.returncode, output) == (0, "")
