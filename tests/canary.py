@@ -48,7 +48,7 @@ def search(directories: list[Path], *results: CompletedProcess) -> list[str]:
     return found
 
 
-def in_a_run(directory: Path, shards: Path, tracker: str = "tensorboard", **fields) -> list[str]:
+def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list[str]:
     """A run to its end, with secrets in the environment, in a comment of its recipe, and where the environment's are
     repeated in fields: the prompt of samples and the name of a subset. `directory` is made."""
     directory.mkdir(parents=True)

@@ -17,8 +17,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run und
 {before}
 stop = stopping.Stop(speaks=True)
 {begin}
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     {body}
 except KeyboardInterrupt:
     print("unwound")
