@@ -225,7 +225,8 @@ class Engine:
             return {}, {}
         parts = model.state_dict(), optim.named_moments(model, optimizer)
         # Copies, on the CPU too: they are written while the next steps change what they were taken from.
-        return tuple({k: v.detach().to("cpu", copy=True).contiguous() for k, v in part.items()} for part in parts)
+        copy = torch.clone if self.device.type == "cpu" else torch.Tensor.cpu
+        return tuple({k: copy(v.detach()).contiguous() for k, v in part.items()} for part in parts)
 
     def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
         """Sets AdamW's state after `steps` optimizer steps from a snapshot's moments; after prepare."""

@@ -76,7 +76,7 @@ class Guard:
     @property
     def in_a_row(self) -> int:
         """Steps left out up to now without a break; waits for the device."""
-        return int(self._counts[1].item())
+        return int(self._counts.tolist()[1])
 
     def state(self) -> dict:
         """For the checkpoint, as JSON; waits for the device."""
