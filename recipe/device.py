@@ -1,8 +1,15 @@
-"""What the hardware is and can do: precision, peak, threads, allocator. Knows PyTorch, but not Accelerate."""
+"""What the hardware is and can do: precision, peak, time, threads, allocator. Knows PyTorch, but not Accelerate."""
 
 import ctypes
 import os
 import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -10,18 +17,116 @@ import torch
 
 from recipe.config import UserError
 
-# Dense bf16 (fp16 where there is no bf16) peak in FLOP/s, from the vendors' data sheets; the first name contained in
-# the device's name counts. What is not listed has no MFU rather than a guessed one.
+# Dense bf16 (fp16 where there is no bf16) peak in FLOP/s with sums in fp32, from the vendors' data sheets and, for
+# GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU, a
+# slice of one or a "D" is another thing under almost the same name. What is not listed has no MFU rather than a guess.
 PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
-    "3090": 71e12,
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12, "H100 SXM": 989e12,
+    "H100 PCIE": 756e12, "H100 NVL": 835e12, "A100": 312e12, "A100 SXM": 312e12, "A100 PCIE": 312e12,
+    "A10": 125e12, "A10G": 70e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100 SXM": 125e12,
+    "V100 PCIE": 112e12, "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}  # fmt: skip
+# What a name may say beside the model: who made it, how much memory of which kind, which socket generation.
+_VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
+_MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
+_SOCKET = re.compile(r" SXM\d(?= |$)")
+
+# fp32 peak of the GPU in FLOP/s, where Apple's own announcements state one; of the largest GPU sold under the name,
+# since the name does not tell how many cores it has. There is no bf16 figure: the GPU has no faster unit for it.
+APPLE_PEAK_FLOPS = {
+    "Apple M1": 2.6e12, "Apple M1 Pro": 5.2e12, "Apple M1 Max": 10.4e12, "Apple M1 Ultra": 21e12, "Apple M2": 3.6e12,
+    "Apple M2 Max": 13.6e12, "Apple M2 Ultra": 27.2e12,
 }  # fmt: skip
 
 
 def peak_flops(name: str) -> float | None:
-    """Peak of the device called `name` in FLOP/s, or None where it is not known."""
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    """Dense half-precision peak in FLOP/s of the GPU called `name`, as CUDA tells it; None where it is not known.
+
+    The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
+    slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
+    """
+    words = " ".join(name.upper().replace("-", " ").split())
+    return PEAK_FLOPS.get(_MEMORY.sub("", _SOCKET.sub(" SXM", _VENDOR.sub("", words))))
+
+
+def apple_chip() -> str:
+    """What macOS calls this machine's chip, such as "Apple M1 Pro"; PyTorch cannot tell. "" where it is not macOS."""
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Peak of a device in FLOP/s (half precision on CUDA, fp32 on Apple's GPUs), or None where it is not known."""
+    if device.type == "cuda":
+        return peak_flops(torch.cuda.get_device_name(device))
+    return APPLE_PEAK_FLOPS.get(apple_chip()) if device.type == "mps" else None
+
+
+def pad_vocab_to(device: torch.device) -> int:
+    """Tensor cores like round shapes; on a CPU the padding was measured to cost 7 %, on a TPU to gain nothing."""
+    return 128 if device.type == "cuda" else 1
+
+
+def hide_gpus() -> dict[str, str]:
+    """Variables for a process that is to find no GPU."""
+    return {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Returns when `device` (by default the accelerator, if there is one) has done what it was told; a CPU has."""
+    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory(device: torch.device | None = None) -> int:
+    """Bytes: the most the allocator of `device` (by default the accelerator, if it counts) has held since the last
+    `reset_peak_memory`, or the process's largest resident set on a CPU, which cannot be reset."""
+    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Gives cached memory back, and starts `peak_memory` anew where it can."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Seconds a call, over `calls` of them in a row; by the GPU's own clock on CUDA, where the host's would count the
+    launches. The device is idle before and after."""
+    synchronize(device)
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end) / calls
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begin) / calls
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
+    """Median seconds of a call, after one that does not count, from as many samples as fit into `seconds`, but at
+    least three. Where a call is shorter than a millisecond a sample is a row of them."""
+    call()
+    estimate = max(seconds_of(call, device), 1e-7)
+    calls = max(1, round(1e-3 / estimate))
+    samples = min(100, max(3, int(seconds / (estimate * calls))))
+    return statistics.median(seconds_of(call, device, calls) for _ in range(samples))
 
 
 def resolve_precision(precision: str, *, cpu: bool) -> str:

@@ -6,8 +6,6 @@ silently and wrongly (unconnected processes, a model without its wrapper) is ref
 """
 
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -135,19 +133,16 @@ class Engine:
     @property
     def peak_flops(self) -> float | None:
         """Peak of this process's devices together in FLOP/s, or None where it is not known."""
-        return hardware.peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        return hardware.peak_of(self.device)
 
     @property
     def pad_vocab_to(self) -> int:
-        """Tensor cores like round shapes; on a CPU the padding was measured to cost 7 %, on a TPU to gain nothing."""
-        return 128 if self.device.type == "cuda" else 1
+        """Rows of the head's product are rounded up to a multiple of this."""
+        return hardware.pad_vocab_to(self.device)
 
     def peak_memory(self) -> int:
         """Bytes: the most the device's allocator has held, or the process's largest resident set on a CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return hardware.peak_memory(self.device)
 
     def counters(self) -> dict[str, int]:
         """Further columns of metrics.jsonl."""

@@ -1,10 +1,14 @@
 """What the engine makes of the hardware it finds; the hardware is pretended."""
 
+import subprocess
+import time
+
 import pytest
 import torch
 
 from recipe import device
 from recipe.config import UserError
+from recipe.engine import Engine
 
 
 @pytest.fixture
@@ -48,10 +52,73 @@ def test_a_precision_that_the_device_lacks_is_refused(machine, found, precision,
         device.resolve_precision(precision, cpu=False)
 
 
-def test_peaks_go_by_the_longest_known_name():
-    assert device.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert device.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert device.peak_flops("NVIDIA A10G") == 70e12
-    assert device.peak_flops("NVIDIA L4") == 121e12
-    assert device.peak_flops("NVIDIA L40S") == 362e12
-    assert device.peak_flops("Some GPU") is None
+@pytest.mark.parametrize(("name", "tera"), [
+    ("NVIDIA B200", 2250), ("NVIDIA GH200 480GB", 989), ("NVIDIA GH200 144G HBM3e", 989), ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 SXM5 80GB", 989), ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H100 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100-SXM4-40GB", 312), ("A100-SXM4-40GB", 312),
+    ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA A10", 125), ("NVIDIA A10G", 70),
+    ("NVIDIA L4", 121), ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125),
+    ("Tesla V100-SXM3-32GB", 125), ("Tesla V100-PCIE-16GB", 112), ("NVIDIA GeForce RTX 5090", 209.5),
+    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 3090", 71),
+])  # fmt: skip
+def test_peaks_are_those_of_the_data_sheets(name, tera):
+    assert device.peak_flops(name) == tera * 1e12
+
+
+@pytest.mark.parametrize("name", [
+    "NVIDIA RTX A1000", "NVIDIA A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+    "GRID A100-10C", "NVIDIA A10-24Q", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 5090 D", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4080", "NVIDIA A800-SXM4-80GB",
+    "NVIDIA H800", "NVIDIA H20", "NVIDIA L20", "NVIDIA A100X", "NVIDIA T400", "NVIDIA T4G", "Tesla V100-FHHL-16GB",
+    "Tesla V100-DGXS-32GB", "NVIDIA GB200", "Some GPU", "",
+])  # fmt: skip
+def test_a_name_that_is_not_wholly_known_has_no_peak(name):
+    assert device.peak_flops(name) is None
+
+
+@pytest.mark.parametrize(("chip", "peak"), [
+    ("Apple M1", 2.6e12), ("Apple M1 Pro", 5.2e12), ("Apple M1 Max", 10.4e12), ("Apple M1 Ultra", 21e12),
+    ("Apple M2", 3.6e12), ("Apple M2 Max", 13.6e12), ("Apple M2 Ultra", 27.2e12),
+    ("Apple M2 Pro", None), ("Apple M3", None), ("Apple M10", None), ("Intel(R) Core(TM) i9", None), ("", None),
+])  # fmt: skip
+def test_a_mac_is_asked_for_its_chip(monkeypatch, chip, peak):
+    """PyTorch calls all of them MPS; the engine's own property is asked."""
+    asked = []
+
+    def answer(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout=f"{chip}\n")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    engine = object.__new__(Engine)
+    engine.device = torch.device("mps")
+    assert engine.peak_flops == peak
+    assert asked == [["sysctl", "-n", "machdep.cpu.brand_string"]]
+
+
+def test_a_mac_that_cannot_be_asked_has_no_peak(monkeypatch):
+    def missing(command, **_):
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert device.peak_of(torch.device("mps")) is None
+
+
+def test_the_peak_of_a_device_is_that_of_its_name(machine):
+    machine(capability=(7, 5))  # a T4
+    assert device.peak_of(torch.device("cuda", 0)) == 65e12
+    assert device.peak_of(torch.device("cpu")) is None
+
+
+def test_a_median_time_is_that_of_one_call():
+    calls = []
+
+    def call():
+        calls.append(time.perf_counter())
+        time.sleep(0.02)
+
+    assert 0.02 <= device.median_seconds(call, torch.device("cpu"), seconds=0.2) < 0.06
+    assert len(calls) >= 5  # one to warm up, one to estimate, and at least three
+    calls.clear()
+    device.median_seconds(lambda: calls.append(0), torch.device("cpu"), seconds=0.001)
+    assert len(calls) > 100  # what is short is timed in rows
