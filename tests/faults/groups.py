@@ -555,6 +555,7 @@ def hub_failed(lab: Lab, directory: Path, fault: str, mode: str) -> None:
     """What tests/faults_push.py does with an upload, and finds wrong."""
     with lab.once("push") as (made, empty):
         if empty:
+            shutil.rmtree(made, ignore_errors=True)  # of a preparation that failed, which the next case tries again
             made.mkdir()
             faults_push.prepare(made, lab.data)
     prepared = faults_push.Prepared(lab.data, made / "plain", made / "queued")
