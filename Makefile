@@ -24,13 +24,15 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
+# Measurements choose by the device, unless CONFIG or OUT is given.
+BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 ifneq (,$(findstring tpu,$(ACCELERATE)))
 $(error a TPU wants an environment of its own: pip install -e '.[tpu]', then accelerate launch --config_file $(ACCELERATE) recipe/train.py)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample eval-val eval-hellaswag export test test-faults lint format clean test-xla bench-data
+.PHONY: help train data sample eval-val eval-hellaswag export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-gpu
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -47,6 +49,15 @@ data: .venv/installed ## prepare the shards that CONFIG names
 
 bench-data: .venv/installed ## how fast the data are, beside datasets.map (TEXT=file of documents)
 	$(BIN)/python -m recipe.data.bench $(if $(TEXT),--text $(TEXT)) $(ARGS)
+
+scoreboard: .venv/installed ## what each optimisation brings here: a table, scoreboard.json and .png (ARGS=--quick: a minute)
+	$(BIN)/python -m recipe.bench scoreboard $(BENCH_ARGS)
+
+bench-peers: .venv/installed ## transformers' Trainer, and others, beside recipe/train.py: ratios (CONFIG, ARGS)
+	$(BIN)/python -m recipe.bench peers $(BENCH_ARGS)
+
+bench-gpu: .venv/installed ## all measurements of a GPU in less than nine minutes, under OUT
+	$(BIN)/python -m recipe.bench all --minutes 8 $(BENCH_ARGS)
 
 sample: .venv/installed ## continue PROMPT with MODEL (a directory or Hub id; default: the newest run)
 	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)

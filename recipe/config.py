@@ -93,6 +93,10 @@ class RunConfig:
         "auto", "arithmetic of the step (weights and moments stay fp32); auto takes the best the device has"
     )
     compile: bool = _opt(False, "torch.compile the model")
+    compile_mode: Literal["default", "regional", "max-autotune"] = _opt(
+        "default", "of compile: the whole step as one graph; one block, used for all (quick to compile); or the whole "
+        "with every kernel tuned (minutes more)"
+    )  # fmt: skip
     recompute: bool = _opt(False, "recompute activations in backward: less memory, about a quarter slower")
     loss_chunk_size: int = _opt(0, "positions whose logits are held at once (0: the whole micro-batch)")
     log_every: int = _opt(10, "steps between lines of metrics.jsonl")

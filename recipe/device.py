@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -157,6 +158,57 @@ def _cpu_has_bf16() -> bool:
     except OSError:
         return False
     return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def device_name() -> str:
+    """The accelerator's name, or the processor's without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type.upper()
+    with suppress(OSError, IndexError):
+        return re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
+    return platform.processor() or "CPU"
+
+
+def total_memory() -> int | None:
+    """Bytes of the accelerator's memory; None where there is none of its own."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def release_memory() -> None:
+    """Gives the accelerator's memory that is not in use back to it, for other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
+    """torch.compile in place, which keeps `_orig_mod.` out of the names: as one graph, with its kernels tuned
+    (max-autotune), or a block at a time (regional), all of which then run the code of the first."""
+    if mode == "regional":
+        for block in model.transformer.h:
+            block.compile(dynamic=False)
+    elif mode == "max-autotune":
+        # CUDA graphs would keep a whole step's memory apart, and gain nothing at batches that fill a GPU.
+        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+        model.compile(dynamic=False, options=options | {"coordinate_descent_tuning": True})
+    else:
+        model.compile(dynamic=False)
+
+
+def conditions() -> dict:
+    """What may disturb a measurement, now: the machine's load, as the kernel averages it over a minute; the GPU's clock
+    in MHz, power in W and temperature in degrees C, where nvidia-smi tells."""
+    found = {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
+    if torch.cuda.is_available():
+        names = ("clocks.sm", "power.draw", "temperature.gpu")
+        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", "0"]
+        try:
+            values = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split(",")
+            found |= {name: float(value) for name, value in zip(names, values, strict=True)}
+        except (OSError, ValueError, subprocess.SubprocessError):
+            found |= dict.fromkeys(names)
+    return found
 
 
 def tune_cpu(local_world: int) -> None:

@@ -150,11 +150,12 @@ class Engine:
 
     # Preparing and stepping
 
-    def place(self, model: torch.nn.Module, *, compile: bool) -> None:
-        """Moves the model to the device, in place, and has it compiled if asked; before its optimizer is made."""
+    def place(self, model: torch.nn.Module, *, compile: str) -> None:
+        """Moves the model to the device, in place, and has it compiled if `compile` names a mode; before its optimizer
+        is made."""
         model.to(self.device)
         if compile and not self.no_compile:
-            model.compile(dynamic=False)  # in place: torch.compile(model) would put _orig_mod. into every name
+            hardware.compile_model(model, compile)
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
         """Accelerate's prepare, and the check that more than one process really is wrapped."""

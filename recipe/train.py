@@ -115,7 +115,7 @@ def train(
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
     if checkpoint:
         raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
-    engine.place(raw_model, compile=run.compile)
+    engine.place(raw_model, compile=run.compile_mode if run.compile else "")
     optimizer = optim.make_optimizer(raw_model, opt, **engine.optimizer_options)
     model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
     if checkpoint:

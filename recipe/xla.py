@@ -114,7 +114,7 @@ class XlaEngine(Engine):
 
     # Preparing and stepping
 
-    def place(self, model: torch.nn.Module, *, compile: bool) -> None:
+    def place(self, model: torch.nn.Module, *, compile: str) -> None:
         parameters = sum(1 for _ in model.parameters())
         model.to(self.device)
         assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"

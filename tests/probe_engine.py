@@ -36,7 +36,7 @@ model = GPT2LMHeadModel(
     seed=1,
     recompute=mode == "compile",
 )
-engine.place(model, compile=mode == "compile")
+engine.place(model, compile="default" if mode == "compile" else "")
 optimizer = optim.make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
 batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
 initial = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}

@@ -1,0 +1,267 @@
+"""What is timed does the same work: every variant, ours and the peers', takes the same steps."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from recipe.config import ModelConfig, UserError
+from recipe.speed import peers, report
+from recipe.speed.rounds import COMPARED, Paired, Void, Worker, agree, compare, prepared
+from recipe.speed.scoreboard import Row, ladder, lines, scoreboard
+from recipe.speed.variants import Variant
+from tests.conftest import ROOT
+
+TINY = Variant(
+    "tiny", "loop", ModelConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32), 32, micro_batch=2, accumulation=2
+)
+# What each may do otherwise without doing other work.
+SAME = {
+    "plain": {"tuned": False, "fused": False, "sdpa": False, "micro_batch": 1, "accumulation": 4},
+    "padded": {"pad_vocab_to": 128},
+    "chunked": {"loss_chunk_size": 16},
+    "recomputed": {"recompute": True},
+    "trainer": {"kind": "recipe"},
+    "two processes": {"kind": "recipe", "world": 2, "accumulation": 1},
+    "transformers": {"kind": "hf-loop"},
+    "transformers' Trainer": {"kind": "hf-trainer"},
+}
+
+
+@pytest.fixture(scope="module")
+def directory():
+    with prepared() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def reference(directory):
+    worker = Worker(TINY, directory)
+    worker.run(COMPARED)
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_every_variant_takes_the_same_steps(directory, reference, name):
+    variant = replace(TINY, name=name, **SAME[name])
+    assert variant.tokens == TINY.tokens
+    worker = Worker(variant, directory)
+    try:
+        seconds = worker.run(COMPARED)
+        assert seconds > 0
+        assert worker.peak_memory > 10**8
+        assert len(worker.losses) == COMPARED
+        assert worker.losses[-1] < worker.losses[0] - 0.01  # it learns
+        assert agree(worker, reference) < 2e-5
+    finally:
+        worker.close()
+
+
+def test_nanogpt_takes_the_same_steps(directory, reference, tmp_path):
+    """Of a stand-in with nanoGPT's interface: transformers' model behind it, with transposed weights."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    worker = Worker(replace(TINY, name="nanoGPT", kind="nanogpt", checkout=str(tmp_path)), directory)
+    try:
+        worker.run(COMPARED)
+        # its 47 rows more in the vocabulary stand in the softmax: log(50304 / 50257) = 9e-4
+        assert worker.losses[0] - reference.losses[0] == pytest.approx(9.3e-4, abs=2e-4)
+        assert agree(worker, reference) < 2e-3
+    finally:
+        worker.close()
+
+
+NANOGPT = """
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+
+class Linear(torch.nn.Module):
+    def __init__(self, source):
+        super().__init__()
+        self.weight = torch.nn.Parameter(source.weight.detach().t().clone())
+        self.bias = torch.nn.Parameter(source.bias.detach().clone())
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        from recipe.model import Transformer, causal_attention
+        from transformers import GPT2Config
+        c = GPT2Config(vocab_size=config.vocab_size, n_positions=config.block_size, n_layer=config.n_layer,
+                       n_head=config.n_head, n_embd=config.n_embd, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        self.transformer = Transformer(c, False, causal_attention, None)
+        for block in self.transformer.h:
+            block.attn.c_attn, block.attn.c_proj = Linear(block.attn.c_attn), Linear(block.attn.c_proj)
+            block.mlp.c_fc, block.mlp.c_proj = Linear(block.mlp.c_fc), Linear(block.mlp.c_proj)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(0, 0.02)
+    def forward(self, x, y):
+        logits = self.transformer(x) @ self.transformer.wte.weight.t()
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        rest = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+"""
+
+
+def test_other_work_is_void(directory, reference):
+    """A model that is not the same one: its losses differ, and no ratio comes of it."""
+    narrow = replace(TINY, name="narrow", model=replace(TINY.model, n_layer=1, n_embd=64))
+    worker = Worker(narrow, directory)
+    try:
+        with pytest.raises(Void, match="losses differ"):
+            compare(worker, reference, rounds=1, seconds=0.05)
+    finally:
+        worker.close()
+
+
+def test_a_variant_that_fails_says_why(directory):
+    worker = Worker(replace(TINY, name="wrong", model=replace(TINY.model, n_head=3)), directory)
+    with pytest.raises(Void, match=r"RuntimeError|ValueError|UserError"):
+        worker.run(1)
+    worker.close()
+
+
+def test_losses_that_are_not_numbers_do_not_agree(reference):
+    class Broken:
+        variant, losses = TINY, [float("nan")] * COMPARED
+
+    with pytest.raises(Void, match="nan"):
+        agree(Broken, reference)
+
+
+def test_ratios_are_of_neighbours_in_time():
+    # the machine slows down to half in the middle: the pairs do not mind, a ratio of all to all would
+    pairs = [(1.0, 2.0), (1.1, 2.2), (2.0, 4.0), (2.2, 4.4), (1.0, 2.6)]
+    found = Paired(pairs)
+    assert found.ratio == pytest.approx(2.0)
+    low, high = found.interval()
+    assert low == pytest.approx(2.0)
+    assert 2.0 <= high <= 2.6
+    assert found.seconds(0) == 1.1
+    assert found.seconds(1) == 2.6
+
+
+@pytest.mark.parametrize(("on_cpu", "gpus"), [(True, 0), (False, 1), (False, 8)])
+def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
+    monkeypatch.setattr("recipe.speed.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
+    rows = list(ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, compile_mode="default"))
+    variants = [row.variant for row in rows if row.variant]
+    assert len({v.tokens for v in variants}) == 1
+    assert len({row.name for row in rows}) == len(rows)
+    assert all(bool(row.variant) != bool(row.cannot) for row in rows)
+    last = variants[-1]
+    assert (last.kind, last.world) == ("recipe", max(1, gpus))
+    assert (last.sdpa, last.fused, last.compile, last.precision) == (True, True, "default", "bf16")
+    assert not last.recompute
+    assert last.loss_chunk_size == 0
+    changes = [
+        sum(getattr(a, f) != getattr(b, f) for f in vars(a) if f not in ("name", "accumulation"))
+        for a, b in pairwise(variants)
+        if not a.recompute and not a.loss_chunk_size and a.pad_vocab_to == b.pad_vocab_to
+    ]
+    assert set(changes) == {1}  # one optimisation a row
+
+
+def test_the_scoreboard_builds_on_what_is_kept(directory):
+    """A row that cannot be run, one that fails and one that is not kept do not end the table, nor change its base."""
+    rows = [
+        Row("first", TINY), Row("cannot", cannot="not here"),
+        Row("fails", replace(TINY, model=replace(TINY.model, n_head=3))),
+        Row("aside", replace(TINY, recompute=True), kept=False), Row("kept", replace(TINY, sdpa=False)),
+    ]  # fmt: skip
+    results = scoreboard(
+        iter(rows), directory, flops=10**6, peak=1e12, rounds=1, seconds=0.05, left=lambda: 1e9, say=lambda line: None
+    )
+    assert [bool(r["tokens_per_second"]) for r in results] == [True, False, False, True, True]
+    assert [r["kept"] for r in results] == [True, True, False, False, True]
+    first, _, fails, aside, kept = results
+    assert first["total"] == 1.0
+    assert first["mfu"] == pytest.approx(first["tokens_per_second"] * 1e6 / 1e12)
+    assert "Error" in fails["note"]
+    assert kept["total"] == pytest.approx(kept["speedup"][0])  # over the first, not over the one set aside
+    assert kept["speedup"][1] <= kept["speedup"][0] <= kept["speedup"][2]
+    table = "\n".join(lines(results))
+    assert "not here" in table
+    assert "(aside)" in table
+    late = scoreboard(
+        iter(rows[:1]), directory, flops=1, peak=None, rounds=1, seconds=0.05, left=lambda: -1.0, say=lambda line: None
+    )
+    assert late[0]["note"] == "left out: the time is up"
+    assert aside["peak_memory_bytes"] > 0
+    json.dumps(results, allow_nan=False)
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "recipe.bench", *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def tiny_recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(
+        "data: data/none\nn_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\n"
+        "total_batch_tokens: 256\nmicro_batch_size: 4\n"
+    )
+    return path
+
+
+def test_the_command_writes_table_json_and_picture(tiny_recipe, tmp_path):
+    tiny = ("--quick", "--config", str(tiny_recipe), "--precision", "fp32")
+    result = command("scoreboard", *tiny, "--out", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((tmp_path / "scoreboard.json").read_text())
+    assert (tmp_path / "scoreboard.png").read_bytes().startswith(b"\x89PNG")
+    rows = {r["name"]: r for r in found["rows"]}
+    assert rows["recipe/train.py"]["tokens_per_second"] > 0
+    assert found["torch"] == torch.__version__
+    assert found["peak_source"] == "the largest product measured here"
+    for name in rows:
+        assert name in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_command_compares_with_peers(tiny_recipe, tmp_path):
+    log = tmp_path / "llmc.log"
+    log.write_text("batch_size B=64 * seq_len T=1024 * num_processes=8 and total_batch_size=524288\n" + "".join(
+        f"step {n:4d}/18865 | loss 9.5 (+0.1z)| norm 4.7 (+0.2z)| lr 4.29e-06 | {300 + n % 2:.2f} ms | 58.4% bf16 MFU | "
+        "1718224 tok/s\n" for n in range(40)
+    ))  # fmt: skip
+    result = command("peers", "--quick", "--config", str(tiny_recipe), "--precision", "fp32", "--llmc_log", str(log),
+                     "--out", str(tmp_path))  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((tmp_path / "peers.json").read_text())
+    eager = [r for r in found["rows"] if "compiled" not in r["name"]]
+    assert len(eager) == 4  # Trainer and bare loop, as shipped and with our allocator
+    assert all(r["ratio"] > 0 and r["losses_apart"] < 1e-3 for r in eager)
+    assert found["llm.c"]["tokens_per_second"] == pytest.approx(524288 / 0.3005, rel=1e-3)
+    assert (tmp_path / "peers.png").exists()
+
+
+def test_mistakes_of_the_command_are_named(tmp_path):
+    result = command("peers", "--nanogpt", str(tmp_path), "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert "no model.py there" in result.stderr
+    with pytest.raises(UserError, match="total_batch_size"):
+        peers.llmc_log(ROOT / "README.md")
+    with pytest.raises(UserError, match="No such file"):
+        peers.llmc_log(tmp_path / "none")
+
+
+def test_pictures_of_what_could_not_be_measured(tmp_path):
+    nothing = {"rows": [{"name": "a", "environment": "", "ratio": None, "void": "x"}]}
+    report.ratios(nothing, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
