@@ -180,10 +180,14 @@ class Engine:
         max_norm 0 measures only. Returns the gradients' global norm before clipping and what `judge` made of it, both
         on the device.
         """
-        grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        raw, scaler = optimizer.optimizer, self.accelerator.scaler
+        on_mps = self.device.type == "mps"  # whose fused AdamW takes no notice of what the others are told
+        if scaler or on_mps:
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        else:
+            grad_norm, raw.grad_scale = optim.norm_and_divisor(model.parameters(), max_norm)
         skip = judge(grad_norm)
-        raw = optimizer.optimizer
-        if scaler := self.accelerator.scaler:  # it leaves out what overflowed; this adds what is left out for a spike
+        if scaler:  # it leaves out what overflowed; this adds what is left out for a spike
             overflow = torch.zeros_like(skip)
             for found in scaler._found_inf_per_device(raw).values():
                 overflow = torch.maximum(overflow, found)
@@ -192,11 +196,11 @@ class Engine:
             optimizer.step()
             for tensor, before in kept:  # a spike says nothing of the scale
                 tensor.copy_(torch.where((skip > 0) & (overflow == 0), before, tensor))
-        elif self.device.type == "mps":  # whose fused AdamW takes no notice of found_inf
+        elif on_mps:
             if not bool(skip):
                 optimizer.step()
         else:  # the way of torch's GradScaler to tell a fused optimizer, which then changes nothing
-            raw.grad_scale, raw.found_inf = None, skip
+            raw.found_inf = skip
             optimizer.step()
         optimizer.zero_grad()
         return grad_norm, skip

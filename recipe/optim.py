@@ -1,6 +1,7 @@
 """AdamW's parameter groups, the learning rate as a pure function of the step, and moments by parameter name."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -32,6 +33,18 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, **options) -
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, **options)
+
+
+def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients' global norm, and what clipping to `max_norm` divides them by (0: 1), as torch's clip_grad_norm_
+    reckons it; both () on the device.
+
+    A fused AdamW takes the divisor as its `grad_scale` and divides while it reads the gradients, where clip_grad_norm_
+    would read and write all of them once more.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
+    return norm, divisor
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from recipe.config import OptimizerConfig, UserError
 from recipe.loss import IGNORE_INDEX, next_token_loss
 from recipe.model import GPT2LMHeadModel
-from recipe.optim import make_optimizer
+from recipe.optim import make_optimizer, named_moments, norm_and_divisor
 from tests.conftest import ASSETS
 
 # The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block
@@ -246,3 +246,29 @@ def test_a_really_trained_model_gives_its_authors_activations_and_sorts():
         ids = torch.cat([ids, model(ids[:, -11:])[:, -1:].argmax(-1)], 1)
     exact = (ids[:, 6:] == letters.sort(dim=1).values).all(1).float().mean().item()
     assert exact > 0.98
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e3, 0.0])
+def test_clipping_inside_the_fused_step_is_clipping_before_it(max_norm):
+    """torch's clip_grad_norm_ and then AdamW, against AdamW that divides: the same weights and moments."""
+
+    def stepped(fold: bool):
+        generator = torch.Generator().manual_seed(0)
+        model = torch.nn.Linear(40, 30)
+        for p in model.parameters():
+            p.data.normal_(generator=generator)
+            p.grad = torch.empty_like(p).normal_(generator=generator)
+        optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=True)
+        if fold:
+            norm, optimizer.grad_scale = norm_and_divisor(model.parameters(), max_norm)
+            optimizer.found_inf = torch.zeros(())
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        optimizer.step()
+        return norm, [*model.parameters(), *named_moments(model, optimizer).values()]
+
+    (norm, folded), (expected_norm, expected) = stepped(True), stepped(False)
+    assert norm == expected_norm
+    assert len(folded) == 6
+    for a, b in zip(folded, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-9)

@@ -33,7 +33,7 @@ def ladder(
     that raises them to `large`."""
     sequences = large * max(1, gpus)
     now = Variant(
-        "fp32, nothing else", "loop", model, sequence_length, small, sequences // small, tuned=False, fused=False,
+        "fp32, nothing else", "loop", model, sequence_length, small, sequences // small, tuned=not on_cpu, fused=False,
         sdpa=False,
     )  # fmt: skip
     yield Row(now.name, now)
@@ -48,7 +48,6 @@ def ladder(
         yield row("allocator", tuned=True)
     else:
         yield Row("allocator", cannot="for CPUs; a GPU's memory has an allocator of its own")
-        now = now.but(tuned=True)
     try:
         hardware.resolve_precision("tf32", cpu=on_cpu)
         yield row("tf32", precision="tf32")

@@ -137,7 +137,7 @@ def nanogpt_model(variant: Variant) -> torch.nn.Module:
 def loss_of(variant: Variant, model: torch.nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """(inputs, targets), each (B, T) -> mean loss in nats, the targets already shifted."""
     if variant.kind == "hf-loop":
-        return lambda x, y: model(input_ids=x, labels=y, shift_labels=y).loss
+        return lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
     if variant.kind == "nanogpt":
-        return lambda x, y: model(x, y)[1]
+        return lambda x, y: model(x, y.contiguous())[1]
     return model
