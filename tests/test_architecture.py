@@ -41,6 +41,7 @@ ALLOWED = {
     "push": {"checkpoint", "config", "outbox", "upload"},
     "start": {"config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
     "export": {"config", "checkpoint", "outbox", "push", "upload"},
+    "speed": {"config", "data", "device", "engine", "guard", "model", "optim", "plan", "speed", "start"},
     "train": {"cli", "config", "data", "engine", "faults", "guard", "launch", "checkpoint", "model", "live", "push",
               "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
 }  # fmt: skip
