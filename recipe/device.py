@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -74,6 +75,10 @@ def pad_vocab_to(device: torch.device) -> int:
 def hide_gpus() -> dict[str, str]:
     """Variables for a process that is to find no GPU."""
     return {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def has_deepspeed() -> bool:
+    return find_spec("deepspeed") is not None
 
 
 def synchronize(device: torch.device | None = None) -> None:

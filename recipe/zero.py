@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
@@ -22,12 +23,8 @@ from recipe.launch import wants_cpu
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_THE_RECIPES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
+_THE_RECIPES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                "gradient_clipping")  # fmt: skip
 # What Accelerate refuses to hear beside a file for DeepSpeed, in words that do not name the one it heard.
 _SAID_IN_BOTH = ("mixed_precision", "zero_stage", "gradient_accumulation_steps", "gradient_clipping",
                  "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
@@ -137,6 +134,16 @@ class ZeroEngine(Engine):
         yield
         if not last:
             model.step()  # counts the micro-step; the boundary's one is `update`
+
+    @contextmanager
+    def unconnected(self) -> Iterator[list[tuple[str, int]]]:
+        """Context of stage 1's or 2's step without communication: the collectives left out, with the bytes of each."""
+        import deepspeed.comm
+
+        out, names = [], ("all_reduce", "all_gather_into_tensor")
+        silent = {name: lambda t, *_, name=name, **__: out.append((name, t.nbytes)) for name in names}
+        with mock.patch.multiple(deepspeed.comm, **silent):
+            yield out
 
     def backward(self, loss: torch.Tensor) -> None:
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already

@@ -220,7 +220,7 @@ def _time_attention(
 
 
 def lines(figures: dict, actual: float | None = None) -> list[str]:
-    """The figures of `measure_floor` for the terminal, beside `actual` microseconds a token (by default the figures')."""
+    """The figures of `measure_floor` for the terminal, beside `actual` microseconds a token if given."""
     B, T = figures["micro_batch"], figures["sequence_length"]
     floor = figures["floor"]
     out = [f"floor      {figures['device']}, {figures['precision']}, {B} x {T} tokens, accumulation "

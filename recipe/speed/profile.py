@@ -47,8 +47,8 @@ _RULES = (
     ("elementwise", r"layer_?norm|gammabeta|gelu|tanh|dropout|bernoulli"),
     ("copies", r"memcpy|memset|copy|catarray|fillfunctor|(^|::)(to|clone|contiguous|cat|zero_|zeros|zeros_like|fill_"
                r"|ones|ones_like|full|full_like|pad|constant_pad_nd|pin_memory|lift_fresh)$"),
-    ("elementwise", r"elementwise|reduce_kernel|(^|::)(add|sub|rsub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|reciprocal|sum|mean|var"
-                    r"|where|clamp|clamp_min|clamp_max|maximum|minimum|isfinite|eq|ne|lt|gt|le|ge|logical_\w+"
+    ("elementwise", r"elementwise|reduce_kernel|(^|::)(add|sub|rsub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|reciprocal"
+                    r"|sum|mean|var|where|clamp|clamp_min|clamp_max|maximum|minimum|isfinite|eq|ne|lt|gt|le|ge|logical_\w+"
                     r"|bitwise_\w+|any|all|stack|std|floor_divide|remainder|threshold_backward)_?$"),
     ("framework", r"(^|::)(empty|empty_like|empty_strided|empty_permuted|new_\w+|as_strided|view|_unsafe_view|_reshape"
                   r"_alias|reshape|transpose|t|permute|expand|expand_as|slice|select|split|split_with_sizes|unbind|narrow"
