@@ -303,6 +303,8 @@ def test_the_shares_of_a_step_add_up_and_little_is_unknown(profiled):
     assert profiled["seconds"]["communication"] == 0
     assert profiled["shares"]["gemm"] > profiled["shares"]["embedding"]
     assert profiled["sdpa"] == ["flash"]
+    for group, share in profiled["shares"].items():  # all of a group is counted, not its last
+        assert sum(line["share"] for line in profiled["top"] if line["group"] == group) <= share + 1e-9
 
 
 def test_the_profile_names_what_it_does_not_know(profiled):
@@ -397,6 +399,18 @@ def test_backward_hides_no_more_than_its_own_length():
     assert (alone["talk_ms"], alone["exposed_ms"], alone["accumulation"]) == (0, 0, 8)
     many = scaling.predict("A100", "124M", "zero2", 8, mfu=0.5)  # one micro-step: like stage 1
     assert many["exposed_ms"] == pytest.approx(scaling.predict("A100", "124M", "zero1", 8, mfu=0.5)["exposed_ms"])
+
+
+@pytest.mark.parametrize(("strategy", "micro_steps"), [
+    ("ddp", 2 / 3), ("zero1", 2 / 3), ("zero2", 4 * 2 / 3), ("zero3", 4)
+])  # fmt: skip
+def test_what_hides_communication_is_by_strategy(monkeypatch, strategy, micro_steps):
+    """Over links so slow that there is always more to hide: the last of four micro-steps' backward, or every one's, or
+    all that is computed."""
+    monkeypatch.setattr(scaling, "BUS_EFFICIENCY", 1e-4)
+    row = scaling.predict("A100", "1558M", strategy, 8)
+    assert row["accumulation"] == 4
+    assert row["talk_ms"] - row["exposed_ms"] == pytest.approx(micro_steps * row["compute_ms"] / 4)
 
 
 def test_the_table_has_every_case_and_efficiencies_beside_eight():
