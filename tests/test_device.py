@@ -67,7 +67,8 @@ def test_peaks_are_those_of_the_data_sheets(name, tera):
 
 @pytest.mark.parametrize("name", [
     "NVIDIA RTX A1000", "NVIDIA A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-    "GRID A100-10C", "NVIDIA A100-40C", "NVIDIA A10-24Q", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+    "GRID A100-10C", "NVIDIA A100-40C", "NVIDIA A10-24Q", "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4090 D",
     "NVIDIA GeForce RTX 5090 D", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4080", "NVIDIA A800-SXM4-80GB",
     "NVIDIA H800", "NVIDIA H20", "NVIDIA L20", "NVIDIA A100X", "NVIDIA T400", "NVIDIA T4G", "Tesla V100-FHHL-16GB",
     "Tesla V100-DGXS-32GB", "NVIDIA GB200", "Some GPU", "",
@@ -120,5 +121,6 @@ def test_a_median_time_is_that_of_one_call():
     assert 0.02 <= device.median_seconds(call, torch.device("cpu"), seconds=0.2) < 0.06
     assert len(calls) >= 5  # one to warm up, one to estimate, and at least three
     calls.clear()
-    device.median_seconds(lambda: calls.append(0), torch.device("cpu"), seconds=0.001)
-    assert len(calls) > 100  # what is short is timed in rows
+    # What is short is timed in rows of about a millisecond, and told for one call.
+    assert device.median_seconds(lambda: calls.append(0), torch.device("cpu"), seconds=0.001) < 3e-4
+    assert len(calls) > 500

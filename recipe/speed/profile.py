@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
@@ -50,16 +51,19 @@ _RULES = (
     ("elementwise", r"elementwise|reduce_kernel|(^|::)(add|sub|rsub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|reciprocal"
                     r"|sum|mean|var|where|clamp|clamp_min|clamp_max|maximum|minimum|isfinite|eq|ne|lt|gt|le|ge|logical_\w+"
                     r"|bitwise_\w+|any|all|stack|std|floor_divide|remainder|threshold_backward)_?$"),
+    ("compiled", r"compiledfxgraph"),
     ("framework", r"(^|::)(empty|empty_like|empty_strided|empty_permuted|new_\w+|as_strided|view|_unsafe_view|_reshape"
                   r"_alias|reshape|transpose|t|permute|expand|expand_as|slice|select|split|split_with_sizes|unbind|narrow"
                   r"|squeeze|unsqueeze|flatten|unflatten|detach|detach_|alias|view_as|view_as_real|resize_|set_|item"
                   r"|_local_scalar_dense|is_nonzero|result_type|_has_\w+|chunk|record_stream|\w+_backward_autograd"
-                  r"|scalar_tensor|tensor|resolve_conj|resolve_neg)$|autograd|accumulategrad|backward\d+$|compiled|distributeddataparallel"
-                  r"|^profilerstep|^cuda[A-Z]\w+|^cu[A-Z]\w+|torch-compiled|dynamo|aot"),
+                  r"|scalar_tensor|tensor|resolve_conj|resolve_neg)$|autograd|accumulategrad|backward\d+$|distributeddataparallel"
+                  r"|bytecode|^profilerstep|^cuda[A-Z]\w+|^cu[A-Z]\w+|torch-compiled|compiledfunction|dynamo|aot"),
 )  # fmt: skip
 _RULES = tuple((group, re.compile(pattern, re.IGNORECASE)) for group, pattern in _RULES)
-GROUPS = ("gemm", "attention", "elementwise", "loss", "embedding", "optimizer", "copies", "communication", "framework",
-          "other")  # fmt: skip
+# "compiled" is code of inductor's on a CPU, whose kernels have no names unless `name_compiled_kernels` came before;
+# "framework" is views, allocation and bookkeeping, "other" what no rule knows.
+GROUPS = ("gemm", "attention", "elementwise", "loss", "embedding", "optimizer", "copies", "communication", "compiled",
+          "framework", "other")  # fmt: skip
 
 # A kernel of inductor: kind and fused operators, joined by underscores.
 _FUSED = re.compile(r"(?:triton_(?:poi|red|per|for|spl)|(?:graph_\d+_)?cpp)_fused_(.*?)(?:_\d+)?$")
@@ -94,6 +98,12 @@ def _classify_fused(parts: str) -> str:
 def sdpa_kernels(names: list[str]) -> list[str]:
     """Which of SDPA's implementations these kernels and operators are: cudnn, flash, efficient, math."""
     return [kind for kind, pattern in _SDPA.items() if any(re.search(pattern, n, re.IGNORECASE) for n in names)]
+
+
+def name_compiled_kernels() -> None:
+    """Before a model is compiled for a CPU, has each kernel tell the profiler its name, at a small cost; on a GPU
+    all do."""
+    torch._inductor.config.cpp.enable_kernel_profile = True
 
 
 def profile_step(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict:
@@ -167,6 +177,8 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
     engine = open_engine(config.run.precision)
     batch = batch_arithmetic(config, engine.world, engine.devices)
     model = build_model(config, engine, resuming=False)
+    if config.run.compile:
+        name_compiled_kernels()
     engine.place(model, compile=config.run.compile)
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     model, optimizer = engine.prepare(model, optimizer, batch, config.optimizer.max_grad_norm)
