@@ -179,7 +179,7 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
     model = build_model(config, engine, resuming=False)
     if config.run.compile:
         name_compiled_kernels()
-    engine.place(model, compile=config.run.compile)
+    engine.place(model, compile=config.run.compile_mode if config.run.compile else "")
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     model, optimizer = engine.prepare(model, optimizer, batch, config.optimizer.max_grad_norm)
     guard = Guard(engine.device, config.optimizer)

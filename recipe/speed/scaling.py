@@ -1,7 +1,9 @@
 """What talking costs: DDP and ZeRO on 8, 64 and 512 GPUs by arithmetic, and between two processes here.
 
-python -m recipe.speed.scaling                  the table, the anchors, and two processes of this machine
-python -m recipe.speed.scaling --arithmetic     without the measurement
+    python -m recipe.speed.scaling                  the table, the anchors, and two processes of this machine
+    python -m recipe.speed.scaling --arithmetic     without the measurement
+
+The bytes are those of recipe/speed/communication.py, the measurement is recipe/speed/two.py.
 """
 
 from __future__ import annotations

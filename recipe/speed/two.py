@@ -121,7 +121,7 @@ def work(task: dict) -> dict:
     engine = open_engine(config.run.precision)
     batch = batch_arithmetic(config, engine.world)
     model = build_model(config, engine, resuming=False)
-    engine.place(model, compile=False)
+    engine.place(model, compile="")
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     max_norm = config.optimizer.max_grad_norm
     wrapped, optimizer = engine.prepare(model, optimizer, batch, max_norm)
