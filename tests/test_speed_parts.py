@@ -106,13 +106,15 @@ def test_the_least_traffic_of_a_step_by_hand():
 
 def test_a_measured_peak_is_that_of_the_fastest_product(monkeypatch):
     monkeypatch.setattr(hardware, "median_seconds", lambda *_: 0.5)
-    assert floor.measured_matmul_peak(CPU, torch.float32) == 2 * 2048**3 / 0.5
+    assert floor.measured_matmul_peak(CPU, "bf16") == 2 * 2048**3 / 0.5
     assert floor.copy_bandwidth(CPU, 2**20) == 2 * 2**20 / 0.5
 
 
 def test_a_precision_that_cannot_be_timed_is_a_users_mistake():
     with pytest.raises(UserError, match="precision 'fp8' cannot be timed; choose from fp32, tf32, bf16, fp16"):
         floor.measure_floor(SMALL, 1, 16, CPU, "fp8")
+    with pytest.raises(UserError, match="precision 'fp8' cannot be timed"):
+        floor.measured_matmul_peak(CPU, "fp8")
 
 
 def test_fp32_is_multiplied_as_the_engine_does_and_the_setting_is_put_back():

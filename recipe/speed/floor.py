@@ -135,7 +135,7 @@ def measure_floor(
         bandwidth = copy_bandwidth(device, copy_bytes, seconds)
         timed = [dataclasses.asdict(g) | {"seconds": _time_gemm(g, device, dtype, seconds)} for g in products]
         attention = model.n_layer * _time_attention(model, micro_batch, sequence_length, device, dtype, seconds)
-        peak = measured_matmul_peak(device, dtype, seconds)
+    peak = measured_matmul_peak(device, precision, seconds)
     moved = traffic(model, tokens, accumulation, half=dtype.itemsize == 2)
     parts = {"block products": 0.0, "head products": 0.0, "attention": 1e6 * attention / tokens}
     for g, line in zip(products, timed, strict=True):
@@ -153,13 +153,14 @@ def measure_floor(
     }  # fmt: skip
 
 
-def measured_matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of the fastest of several square matrix products in `dtype`: what this device can be made to do, for an
-    MFU where no data sheet says. fp32 is multiplied as torch.get_float32_matmul_precision() has it."""
-    best = 0.0
-    for size in (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192, 16384):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        best = max(best, 2 * size**3 / hardware.median_seconds(_product(a, b), device, seconds))
+def measured_matmul_peak(device: torch.device, precision: str, seconds: float = 0.3) -> float:
+    """FLOP/s of the fastest of several square matrix products in `precision`: what this device can be made to do, for
+    an MFU where no data sheet says. UserError for a precision that is not known."""
+    dtype, best = _dtype(precision), 0.0
+    with _matmul_precision(precision):
+        for size in (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192, 16384):
+            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            best = max(best, 2 * size**3 / hardware.median_seconds(_product(a, b), device, seconds))
     return best
 
 

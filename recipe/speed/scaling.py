@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arithmetic", action="store_true", help="without the measurement between two processes")
     parser.add_argument("--strategies", nargs="+", default=["ddp", "zero1"], metavar="S",
                         help="of ddp, zero1, zero2, zero3")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=4, help="of the measurement, each with and without, and back")
+    parser.add_argument("--rounds", type=int, default=3, help="of the measurement, each with and without, and back")
     parser.add_argument("--output", default="", help="JSON file for the figures")
     arguments = parser.parse_args(argv)
     try:

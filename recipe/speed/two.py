@@ -41,11 +41,11 @@ def measure_two(
     model: ModelConfig = SMALL,
     *,
     sequence_length: int = 128,
-    micro_batch: int = 8,
+    micro_batch: int = 4,
     accumulation: int = 2,
     precision: str = "auto",
-    rounds: int = 4,
-    steps: int = 2,
+    rounds: int = 3,
+    steps: int = 1,
 ) -> dict:
     """Times `rounds` times `steps` steps with communication, twice as many without, and as many with it again.
 
