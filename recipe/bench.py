@@ -21,12 +21,14 @@ import torch
 from recipe import device as hardware
 from recipe.config import UserError
 from recipe.plan import flops_per_token
-from recipe.speed import peers, report
+from recipe.speed import floor, peers, profile, report, scaling
 from recipe.speed.rounds import Void, Worker, prepared
 from recipe.speed.scoreboard import ladder, scoreboard
 from recipe.speed.scoreboard import lines as scoreboard_lines
 from recipe.speed.setting import Setting
+from recipe.speed.two import measure_two
 from recipe.speed.variants import Variant
+from recipe.speed.worker import make_step
 
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
@@ -133,32 +135,20 @@ def _measured(row: dict) -> str:
 
 
 def run_profile(setting: Setting) -> dict:
-    """Where the time of a step goes, by group of kernels, and how near it is to the floor; profile.json."""
-    from recipe.speed.floor import lines as floor_lines
-    from recipe.speed.floor import measure_floor
-    from recipe.speed.profile import lines as profile_lines
-    from recipe.speed.profile import profile_step
-    from recipe.speed.worker import make_step
-
+    """Where the time of a step goes, by group of kernels, and how near the step is to its floor; profile.json."""
     results = setting.introduce("profile")
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    pad = 1 if setting.on_cpu else 128
+    ours = setting.ours()
     with prepared() as directory:
-        step = make_step(setting.ours(kind="loop", pad_vocab_to=pad), f"{directory}/shards")
-        for _ in range(3):
-            step()
-        hardware.synchronize()
-        since, steps = time.perf_counter(), 3 if setting.arguments.quick else 10
-        for _ in range(steps):
-            step()
-        hardware.synchronize()
-        microseconds = 1e6 * (time.perf_counter() - since) / steps / (setting.micro * setting.T)
-        results["profile"] = profile_step(step, device, steps=3)
+        actual = alone(setting, ours, directory)["tokens_per_second"]
+        profile.name_compiled_kernels()
+        step = make_step(ours.but(kind="loop", pad_vocab_to=hardware.pad_vocab_to(device)), f"{directory}/shards")
+        results["profile"] = profile.profile_step(step, device)
         del step
-    results["microseconds_per_token"] = microseconds
-    results["floor"] = measure_floor(setting.config.model, setting.micro, setting.T, device, setting.precision)
-    setting.say("\n".join(profile_lines(results["profile"])))
-    setting.say("\n".join(floor_lines(results["floor"], microseconds)))
+    results["floor"] = floor.measure_floor(
+        ours.model, ours.micro_batch, setting.T, device, ours.precision, actual=1e6 / actual if actual else None
+    )
+    setting.say("\n".join(profile.lines(results["profile"]) + floor.lines(results["floor"])))
     report.write(results, setting.out / "profile.json")
     return results
 
@@ -166,9 +156,8 @@ def run_profile(setting: Setting) -> dict:
 def run_scaling(setting: Setting) -> dict:
     """What talking costs DDP and ZeRO: by arithmetic for 8, 64 and 512 GPUs, and between two processes here;
     scaling.json."""
-    from recipe.speed import scaling
-
-    results = report.circumstances() | {"table": scaling.table(), "two_processes": scaling.measure_two()}
+    results = report.circumstances() | {"table": scaling.table(), "anchors": scaling.anchors()}
+    results["two_processes"] = measure_two()
     setting.say("\n".join(scaling.lines(results["table"], results["two_processes"])))
     report.write(results, setting.out / "scaling.json")
     return results
