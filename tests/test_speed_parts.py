@@ -38,6 +38,7 @@ def test_the_floor_is_the_sum_of_its_parts(figures):
     for line in figures["gemms"]:
         flops = 2 * line["m"] * line["k"] * line["n"]
         assert line["flops_per_second"] == pytest.approx(flops / line["seconds"])
+        assert line["flops_per_second"] <= figures["matmul_peak"]
     json.dumps(figures)
 
 
