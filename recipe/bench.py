@@ -97,7 +97,7 @@ def run_sizes(setting: Setting) -> dict:
             setting.set_recipe(name)
             setting.config = setting.but(micro_batch_size=setting.micro)
             row = alone(setting, setting.ours(), directory)
-            reckoned = setting.reckoned(setting.micro, setting.precision in ("bf16", "fp16"))
+            reckoned = setting.reckoned(setting.micro)
             row |= {"recipe": name, "micro_batch_size": setting.micro, "memory_reckoned_bytes": reckoned}
             results["rows"].append(row)
             setting.say(f"{name:<12} {setting.micro:>3} sequences  {_measured(row)}, reckoned {reckoned / 1e9:.1f} GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import os
@@ -28,6 +29,23 @@ def emit(line: str) -> None:
 
 class UserError(ValueError):
     """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
+
+
+AUTO = 0  # what a field of Sequences holds for `auto`
+
+
+class Sequences(int):
+    """A field's type: so many sequences, at least 1, or `auto`. What it makes of a word is a plain int, 0 for auto.
+
+    A class because HfArgumentParser takes one type a field, and calls it with the word.
+    """
+
+    def __new__(cls, word: str) -> int:
+        if word == "auto":
+            return AUTO
+        if not (word.isascii() and word.isdecimal() and int(word) > 0):
+            raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1, nor auto")
+        return int(word)
 
 
 class Parser(HfArgumentParser):

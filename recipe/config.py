@@ -17,7 +17,7 @@ from typing import Literal
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from recipe.catalog import DATASETS, names_a_data_set, resolve
-from recipe.cli import Parser, UserError, yaml_flags
+from recipe.cli import Parser, Sequences, UserError, yaml_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
@@ -67,7 +67,9 @@ class DataConfig:
 class OptimizerConfig:
     max_steps: int = _opt(1000, "optimizer steps in the whole run")
     total_batch_tokens: int = _opt(524288, "tokens an optimizer step, over all processes and micro-steps")
-    micro_batch_size: int = _opt(8, "sequences a device holds at once, at most (memory); the rest is accumulated")
+    micro_batch_size: Sequences = field(default=8, metadata={
+        "help": "sequences a device holds at once, at most (memory); the rest is accumulated. auto: the most that "
+        "fits, found on a GPU by a few trial steps"})  # fmt: skip
     learning_rate: float = _opt(6e-4, "peak learning rate")
     min_lr_fraction: float = _opt(0.0, "the cosine ends at this fraction of learning_rate")
     warmup_steps: int = _opt(0, "optimizer steps of linear warm-up")
@@ -113,6 +115,7 @@ class RunConfig:
     hellaswag_limit: int = _opt(0, "rows of such an evaluation (0: all 10,042)")
     tracker: str = _opt("", "tensorboard, wandb or trackio, beside metrics.jsonl (empty: none)")
     fresh: bool = _opt(False, "move an earlier run in output_dir aside and start over")
+    device_memory_gb: float = _opt(0.0, "memory of a device that the run may take, in 10^9 bytes (0: all it has)")
     dry_run: bool = _opt(False, "print what the run would be, and stop")
 
 
@@ -188,13 +191,14 @@ def _validated(config: Config) -> Config:
     for name, value in config.flat().items():
         require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
     for name in ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "max_steps", "total_batch_tokens",
-                 "micro_batch_size", "log_every", "eval_tokens", "keep_last", "max_skipped_steps", "shard_tokens",
+                 "log_every", "eval_tokens", "keep_last", "max_skipped_steps", "shard_tokens",
                  "first_shard_tokens"):  # fmt: skip
         require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
     for name in ("loss_chunk_size", "eval_every", "save_every", "milestone_every", "sample_every", "hellaswag_every",
                  "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "skip_loss_z", "skip_grad_z",
                  "seed", "val_documents", "shuffle_buffer"):  # fmt: skip
         require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
+    require(run.device_memory_gb >= 0, f"device_memory_gb is {run.device_memory_gb}; it must not be negative")
     require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
     for name in ("dropout", "beta1", "beta2", "val_fraction"):
         require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")
@@ -291,13 +295,14 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
 
 
 def _micro(config: Config, sequences: int, replicas: int) -> int:
-    return min(config.optimizer.micro_batch_size, max(1, sequences // replicas))
+    wanted = config.optimizer.micro_batch_size or 1  # auto, which fit.py has not resolved yet: what 1 divides
+    return min(wanted, max(1, sequences // replicas))
 
 
 def _nearest_batches(config: Config, replicas: int) -> str:
     """The three nearest total_batch_tokens that divide, and for which nothing else is wrong afterwards."""
     value, length = config.optimizer.total_batch_tokens, config.data.sequence_length
-    centre, reach = value // length, 3 * replicas * config.optimizer.micro_batch_size
+    centre, reach = value // length, 3 * replicas * (config.optimizer.micro_batch_size or 1)
     near = range(max(1, centre - reach), centre + reach + 1)
     valid = [n * length for n in near if n % (replicas * _micro(config, n, replicas)) == 0]
     return _listed(sorted(sorted(valid, key=lambda tokens: abs(tokens - value))[:3]))

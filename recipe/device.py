@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -133,6 +133,36 @@ def median_seconds(call: Callable[[], object], device: torch.device, seconds: fl
     calls = max(1, round(1e-3 / estimate))
     samples = min(100, max(3, int(seconds / (estimate * calls))))
     return statistics.median(seconds_of(call, device, calls) for _ in range(samples))
+
+
+def memory(device: torch.device) -> int | None:
+    """Bytes of the device's own memory, None where it has none of its own or that is not known."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of it that nobody has taken: no other process, this one's CUDA context or its tensors."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
+    """The most bytes of tensors on a CUDA device while `work` ran, those from before included; None where memory ran
+    out."""
+    reset_peak_memory(device)
+    fitted = True
+    try:
+        work()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:  # to be left before anything is freed: its traceback holds the tensors
+        fitted = False
+    return torch.cuda.max_memory_allocated(device) if fitted else None
+
+
+def same_random_numbers(device: torch.device) -> AbstractContextManager:
+    """Context: what is drawn in it, on the CPU or the device, is drawn again after it."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def resolve_precision(precision: str, *, cpu: bool) -> str:

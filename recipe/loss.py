@@ -32,7 +32,7 @@ def next_token_loss(
         weight = F.pad(weight, (0, 0, 0, rows))
     count = (targets != IGNORE_INDEX).sum().clamp(min=1)
     if chunk_size:
-        return _ChunkedLossSum.apply(hidden, weight, targets, chunk_size, vocab_size) / count
+        return _chunked(hidden, weight, targets, chunk_size, vocab_size) / count
     logits = F.linear(hidden, weight)[:, :vocab_size]  # (N, V)
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
 
@@ -85,3 +85,7 @@ class _ChunkedLossSum(torch.autograd.Function):
             None,
             None,
         )
+
+
+# Never compiled: Inductor orders the chunks' kernels as it likes and then holds the logits of all of them at once.
+_chunked = torch.compiler.disable(_ChunkedLossSum.apply)

@@ -1,7 +1,12 @@
 """What a run will be, by arithmetic alone: parameters, FLOPs, tokens, memory, disk. Nothing here builds a model."""
 
+import dataclasses
+
 from recipe.config import Batch, Config, ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
+
+_ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
+HEADROOM = 0.92  # of a device's memory that a run's tensors may take: the rest is for what memory_estimate leaves out
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -20,26 +25,86 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
 
 
-def memory_estimate(config: Config, batch: Batch, half: bool, zero_stage: int = 0) -> int:
-    """Bytes a device holds at the peak of a step, to within a fifth or so: a reckoning, not a measurement.
+def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precision: str = "bf16") -> int:
+    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N.
 
-    Weights, gradients and two moments in fp32 (16 N; 2 N more for bf16 copies), of which ZeRO cuts the moments (and its
-    own fp32 weights, 4 N more), from stage 2 the gradients and at 3 the weights over the processes; per token and block
-    the tensors kept for backward (Korthikanti et al. 2022 without the attention matrix, which SDPA does not keep), one
-    block's worth and the block inputs when recomputing; the logits with their gradient, or one chunk of them.
+    ZeRO keeps a further fp32 copy of the weights with the moments and cuts those over the processes, at stage 2 the
+    gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
+    gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
+    (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
+    """
+    N = parameter_count(model)
+    if not zero_stage:
+        return 16 * N
+    w = 2 if precision == "fp16" else 4
+    whole = w * (3 - zero_stage) * N  # weights and gradients, weights, nothing
+    if zero_stage == 3:  # the gathered ones, the largest a second time; a bucket for each type of gradient
+        beside = w * (min(N, _ZERO3_LIVE) + VOCAB_SIZE * model.n_embd) + _ZERO_BUCKET * (
+            6 if precision == "bf16" else w
+        )
+    else:  # two for each type
+        beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
+    return whole + ((2 * w + 12) * N - whole) // world + beside
+
+
+def memory_estimate(
+    config: Config, batch: Batch, *, precision: str, zero_stage: int = 0, compiled: bool = False
+) -> int:
+    """Bytes that the allocator of a device holds at the peak of a step, to within a tenth.
+
+    The largest of three moments, each beside `state_bytes` (n tokens, D wide, V the vocabulary, w bytes a number):
+
+    - the loss, when all blocks' tensors for backward are kept: 36 n D a block in 16 bits and 64 n D in fp32, since
+      CUDA's autocast keeps layer norm's input and output in fp32; compiled 32 n D and 64 n D; with recomputation only
+      the block's input. In 16 bits also 2 bytes a weight of autocast's copies. The logits take 12 n V (in fp32:
+      log-softmax, its gradient and the gradient of its result), compiled w n V, in chunks what next_token_loss holds;
+    - the first block's backward, with the gradient of the head waiting for that of the embedding, which it shares;
+    - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
+      compiles bucket by bucket.
+
+    Attention is taken to be a kernel that keeps no scores. Measured in tests/test_memory.py with PyTorch's allocator
+    on a CPU and CUDA's autocast (recipe/LOG.md has the table, ZeRO over two processes too). Not in it: what a GPU holds
+    beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses; HEADROOM is for them.
     """
     model, run = config.model, config.run
-    N, D, L = parameter_count(model), model.n_embd, model.n_layer
-    tokens = batch.micro // batch.devices * config.data.sequence_length
-    width = 2 if half else 4
-    block = tokens * D * (17 * width)
-    activations = L * tokens * D * width + block if run.recompute else L * block
-    positions = min(run.loss_chunk_size or tokens, tokens)
-    logits = positions * VOCAB_SIZE * (4 + 4 + width)
-    head = 4 * VOCAB_SIZE * D if run.loss_chunk_size else 0
-    shared = (8 + 4, 4, 4)[:zero_stage]  # bytes a parameter
-    kept = 16 + 4 * (zero_stage > 0) - sum(shared) + sum(shared) / batch.world
-    return int((kept + 2 * half) * N + activations + logits + head)
+    N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, VOCAB_SIZE
+    n = batch.micro // batch.devices * config.data.sequence_length
+    half = precision in ("bf16", "fp16")
+    native = zero_stage > 0 and precision == "fp16"  # DeepSpeed's own, without autocast
+    w = 2 if half else 4
+    stream = 2 if precision == "bf16" or native else 4  # of the residual stream
+    casts = 2 * (N - (V + model.n_positions) * D) if half and not native else 0
+    block = n * ((32 if compiled or native else 36) * D if half else 64 * D) + 4 * n * (model.n_head + 4)
+    block += 2 * n * D * (model.dropout > 0)  # masks
+    kept = L * (n * D * stream if run.recompute else block)
+    held_casts = 0 if run.recompute else casts
+    last = n * D * ((2 if compiled else 6) if half else 8)
+    head = w * V * D  # its 16-bit copy, or the padded one
+
+    if run.loss_chunk_size:  # the gradients of the head; a chunk's softmax while the one before is not dropped yet
+        c = min(run.loss_chunk_size, n)
+        fp32 = 4 * V * D
+        chunk = max(c * V * ((4 + w) + (4 + w + w if c < n else 0)), c * V * (4 + 2 * w) + w * V * D)
+        forward = (casts if not compiled or not run.recompute else 0) + head + fp32 + chunk
+        loss = last + n * D * w + max(forward, held_casts + 2 * fp32 + head)
+    elif compiled:
+        loss = last + held_casts + head + w * n * V + w * V * D
+    else:
+        loss = last + held_casts + head + 12 * n * V
+    if run.recompute and half and not compiled and not run.loss_chunk_size:
+        loss = max(loss, last + casts + head + 10 * n * V)  # still in the forward, where autocast holds its copies
+
+    in_block = 18 * n * D * w // 2 + (block + casts // L if run.recompute else 0)
+    backward = held_casts + in_block + 4 * V * D
+    end = (4 + (w if compiled else 4)) * V * D + in_block - kept
+    if compiled and (batch.world == 1 or zero_stage):
+        end += (2 if native else 4) * N
+
+    state = state_bytes(model, batch.world, zero_stage, precision)
+    if batch.world == batch.accumulation == 1 and not zero_stage:  # gradients come one by one, as backward goes on
+        loss, backward = loss - 4 * N, backward - 4 * N
+        end -= 4 * V * D + 4 * N * compiled
+    return state + kept + max(loss, backward, end)
 
 
 def checkpoint_bytes(model: ModelConfig) -> int:
@@ -47,10 +112,43 @@ def checkpoint_bytes(model: ModelConfig) -> int:
     return 12 * parameter_count(model) + 2_500_000
 
 
+def remedies(config: Config, batch: Batch, **kind) -> str:
+    """What makes a run smaller that does not fit, each with what it would take then; `kind` is memory_estimate's."""
+    size, stage = batch.micro // batch.devices, kind["zero_stage"]
+
+    def needs(run: dict | None = None, of_batch: dict | None = None, **changed) -> int:
+        changes = dataclasses.replace(config, run=dataclasses.replace(config.run, **(run or {})))
+        return memory_estimate(changes, dataclasses.replace(batch, **(of_batch or {})), **(kind | changed))
+
+    ways = {}
+    if size > 1:
+        smaller = max(n for n in range(1, size) if size % n == 0)
+        accumulation = batch.accumulation * size // smaller
+        ways[f"--micro_batch_size {smaller}"] = needs(
+            of_batch={"micro": smaller * batch.devices, "accumulation": accumulation}
+        )
+    ways["--recompute true (about a quarter slower)"] = needs({"recompute": True})
+    ways["--loss_chunk_size 1024"] = needs({"loss_chunk_size": 1024})
+    ways["--compile false"] = needs(compiled=False)
+    if not stage:
+        world = max(batch.world, 8)
+        ways[f"accelerate_configs/zero1.yaml over {world} processes"] = needs(of_batch={"world": world}, zero_stage=1)
+    for further in range(stage + 1 if stage else 4, 4):
+        ways[f"accelerate_configs/zero{further}.yaml"] = needs(zero_stage=further)
+    now, world, most = needs(), max(batch.world, 8), max(stage, 2)
+    together = f"all of these, one sequence at once and zero{most}.yaml over {world} processes"
+    ways[together] = needs({"recompute": True, "loss_chunk_size": 1024}, {"micro": batch.devices, "world": world},
+                           zero_stage=most, compiled=False)  # fmt: skip
+    helps = [f"{way}: {gb(then)}" for way, then in ways.items() if then < 0.99 * now]
+    return f"What helps: {'; '.join(helps)}" if helps else "Only a smaller model would take less"
+
+
 def describe(
-    config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None, zero_stage: int = 0
-) -> list[str]:
-    """The lines a run opens with, and all that --dry_run prints beside the configuration."""
+    config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None, zero_stage: int = 0,
+    compiled: bool = False, memory: int | None = None,
+) -> list[str]:  # fmt: skip
+    """The lines a run opens with, and all that --dry_run prints beside the configuration. `memory` is the device's, in
+    bytes, None where it is not known."""
     model, data, opt, run = config.model, config.data, config.optimizer, config.run
     N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
     flops = flops_per_token(model, data.sequence_length)
@@ -58,7 +156,8 @@ def describe(
     shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
     shares += plural(batch.micro // batch.devices, "sequence")
     checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
-    memory = memory_estimate(config, batch, half=precision in ("bf16", "fp16"), zero_stage=zero_stage)
+    kind = {"precision": precision, "zero_stage": zero_stage, "compiled": compiled}
+    needed = memory_estimate(config, batch, **kind)
     streamed = data.streaming or data.source.startswith("hf://")
     shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
     lines = [
@@ -68,10 +167,13 @@ def describe(
         f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {data.sequence_length}",
         f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
         f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
-        f"memory     about {si(memory)}B a device (reckoned)",
+        f"memory     about {si(needed)}B a device (reckoned){f' of {gb(memory)}' if memory else ''}",
         f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
         f"{run.output_dir}; {shards}",
     ]
+    if memory and needed > HEADROOM * memory:
+        lines.insert(5, f"           which does not fit: {gb(HEADROOM * memory)} are left beside what a GPU holds for "
+                        f"itself. {remedies(config, batch, **kind)}")  # fmt: skip
     if peak_flops:
         at_half = tokens * flops / (0.5 * peak_flops * batch.world)
         lines.append(f"time       about {at_half / 3600:.1f} h at 50 % MFU")
@@ -80,6 +182,11 @@ def describe(
 
 def plural(n: int, noun: str, ending: str = "s") -> str:
     return f"{n} {noun}{ending if n != 1 else ''}"
+
+
+def gb(size: float) -> str:
+    """79123456789 bytes -> '79.1 GB'; for comparing, so always in GB."""
+    return f"{size / 1e9:.1f} GB"
 
 
 def si(value: float, billion: str = "G") -> str:

@@ -24,6 +24,7 @@ from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arith
 from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
+from recipe.fit import engine_kind, memory_of, micro_batch
 from recipe.guard import WAY_OUT, Guard
 from recipe.launch import fail, launcher_patience, speaks
 from recipe.live import hellaswag, sample, validate
@@ -60,8 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     """A run from its configuration to its last line; returns the exit code."""
+    config, found = micro_batch(config, engine, say)
     batch = batch_arithmetic(config, engine.world, engine.devices)
-    announce(config, batch, engine, say)
+    announce(config, batch, engine, say, found)
     if config.run.dry_run:
         return 0
     with ExitStack() as closing:  # what works in the background ends with the run
@@ -184,6 +186,7 @@ def train(
             with paused():
                 state = {
                     "config": redacted(config.flat()),
+                    "engine": engine.name,
                     "tokens": step * opt.total_batch_tokens,
                     "seconds": throughput.seconds,
                     "record": record,
@@ -282,11 +285,11 @@ def new_record(step: int, opt: OptimizerConfig) -> dict:
     return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": optim.lr_at(step, opt)}
 
 
-def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], None]) -> None:
+def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], None], found: str) -> None:
     say(f"run        {config.run.run_name} ({config.run.config})")
-    lines = describe(config, batch, device=engine.name, precision=engine.precision, peak_flops=engine.peak_flops,
-                     zero_stage=engine.zero_stage)  # fmt: skip
-    say("\n".join(lines))
+    lines = describe(config, batch, device=engine.name, peak_flops=engine.peak_flops, memory=memory_of(config, engine),
+                     **engine_kind(config, engine))  # fmt: skip
+    say("\n".join([*lines[:3], *([found] if found else []), *lines[3:]]))
     if engine.idle_gpus:
         say(f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them")
     if config.run.compile and engine.no_compile:

@@ -41,12 +41,13 @@ ALLOWED = {
     "upload": {"faults", "outbox", "redact"},
     "push": {"checkpoint", "config", "outbox", "upload"},
     "start": {"config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
+    "fit": {"checkpoint", "cli", "config", "data", "device", "engine", "plan", "start"},
     "export": {"config", "checkpoint", "outbox", "push", "upload"},
-    "speed": {"config", "data", "device", "engine", "faults", "guard", "metrics", "model", "optim", "plan",
+    "speed": {"config", "data", "device", "engine", "faults", "fit", "guard", "metrics", "model", "optim", "plan",
               "start", "train"},
     "bench": {"config", "device", "plan", "speed"},
-    "train": {"cli", "config", "data", "engine", "faults", "guard", "launch", "checkpoint", "model", "live", "push",
-              "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
+    "train": {"cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model", "live",
+              "push", "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
 }  # fmt: skip
 
 

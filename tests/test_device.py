@@ -124,3 +124,45 @@ def test_a_median_time_is_that_of_one_call():
     device.median_seconds(lambda: calls.append(0), torch.device("cpu"), seconds=0.001)
     assert len(calls) > 500  # what is short is timed in rows of about a millisecond
     assert 0.005 <= device.seconds_of(lambda: time.sleep(0.005), torch.device("cpu"), calls=10) < 0.04  # for one call
+
+
+def test_peaks_go_by_the_longest_known_name():
+    assert device.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert device.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert device.peak_flops("NVIDIA A10G") == 70e12
+    assert device.peak_flops("NVIDIA L4") == 121e12
+    assert device.peak_flops("NVIDIA L40S") == 362e12
+    assert device.peak_flops("Some GPU") is None
+
+
+def test_memory_is_known_of_a_gpu_only(monkeypatch):
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert (device.memory(cpu), device.free_memory(cpu)) == (None, None)
+    properties = type("Properties", (), {"total_memory": 80})()
+    pretended = {"get_device_properties": properties, "mem_get_info": (50, 80), "memory_reserved": 20,
+                 "memory_allocated": 5}  # fmt: skip
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, lambda which, value=value: value)
+    assert device.memory(gpu) == 80
+    assert device.free_memory(gpu) == 65  # what the allocator keeps and nothing uses is free too
+
+
+def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch):
+    gpu, calls = torch.device("cuda", 0), []
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name) or 42)
+    assert device.peak_while(gpu, lambda: calls.append("work")) == 42
+    assert calls == ["empty_cache", "reset_peak_memory_stats", "work", "synchronize", "max_memory_allocated"]
+
+    def fail(error):
+        raise error
+
+    assert device.peak_while(gpu, lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))) is None
+    with pytest.raises(RuntimeError, match="illegal"):
+        device.peak_while(gpu, lambda: fail(RuntimeError("an illegal memory access was encountered")))
+
+
+def test_random_numbers_of_a_trial_are_drawn_again():
+    with device.same_random_numbers(torch.device("cpu")):
+        drawn = torch.rand(3)
+    assert torch.equal(torch.rand(3), drawn)

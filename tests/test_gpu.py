@@ -3,13 +3,16 @@
 Several processes on one GPU are not possible with NCCL: DDP and ZeRO over several ranks are tested on CPU processes.
 """
 
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import EQUAL, flags, launch, metrics
+from recipe.config import batch_arithmetic, parse_config
+from recipe.plan import memory_estimate
+from tests.conftest import EQUAL, TINY, flags, launch, metrics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
@@ -49,3 +52,41 @@ def test_gpu_resumes_what_the_cpu_saved(shards, reference, tmp_path, config):
     shutil.rmtree(tmp_path / "run" / "step_00000050")
     losses = curve(shards, tmp_path / "run", config, cpu=False)
     assert losses[25:] == pytest.approx(reference[25:], abs=1e-3)
+
+
+# Large enough for the kernels' own buffers to be small beside it, small enough for any GPU.
+SIZED = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 512, "sequence_length": 512, "max_steps": 3,
+         "total_batch_tokens": 8192, "eval_every": 0, "eval_tokens": 512, "save_every": 0,
+         "warmup_steps": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"precision": "fp32"}, {"recompute": "true"}, {"loss_chunk_size": 512}, {"compile": "true"},
+    {"compile": "true", "recompute": "true"},
+], ids=str)  # fmt: skip
+def test_gpu_holds_what_was_reckoned(shards, tmp_path, changes):
+    settings = SIZED | {"micro_batch_size": 8, "precision": "auto"} | changes
+    curve(shards, tmp_path / "run", "single", cpu=False, **settings)
+    config = parse_config(flags(**TINY | settings | {"data": shards}))
+    precision = config.run.precision if config.run.precision != "auto" else "bf16" if BF16 else "fp16"
+    estimate = memory_estimate(config, batch_arithmetic(config, 1), precision=precision, compiled="compile" in changes)
+    peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run"))
+    assert estimate == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
+    """With 3 GB to itself the run takes at most 92 % of it, and the next larger micro-batch would not have fitted."""
+    total = 3.0
+    settings = TINY | SIZED | {"data": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
+    settings |= {"device_memory_gb": total, "compile": compiled, "precision": "auto", "output_dir": tmp_path / "run"}
+    result = launch("single", 1, "recipe/train.py", *flags(**settings), env={"ACCELERATE_USE_CPU": "false"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    line = (
+        r"micro +(\d+) sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step \((\d+) would need (\S+) GB\)"
+    )
+    found = re.search(line, result.stdout)
+    assert found, result.stdout
+    peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run")) / 1e9
+    assert peak <= 0.92 * total < float(found[4])
+    assert peak == pytest.approx(float(found[2]), rel=0.1)

@@ -29,6 +29,7 @@ from recipe import optim
 from recipe.config import UserError, batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import open_engine
+from recipe.fit import micro_batch
 from recipe.guard import Guard
 from recipe.start import build_model
 
@@ -175,6 +176,7 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
     UserError, as a run would."""
     config = parse_config(argv)
     engine = open_engine(config.run.precision)
+    config, _ = micro_batch(config, engine, lambda line: None)
     batch = batch_arithmetic(config, engine.world, engine.devices)
     model = build_model(config, engine, resuming=False)
     if config.run.compile:

@@ -51,18 +51,20 @@ class Setting:
         """The largest power of two, up to 64, that is reckoned to fit beside another worker's weights."""
         memory = hardware.total_memory()
         if memory is None:
-            return min(8, self.config.optimizer.micro_batch_size)
-        half = self.precision in ("bf16", "fp16")
+            return min(8, self.config.optimizer.micro_batch_size or 8)
         sizes = [2**k for k in range(6, 0, -1)]
-        return next((b for b in sizes if self.reckoned(b, half) < 0.85 * memory), 1)
+        return next((b for b in sizes if self.reckoned(b) < 0.85 * memory), 1)
 
-    def reckoned(self, micro: int, half: bool) -> int:
+    def reckoned(self, micro: int) -> int:
         config = self.but(micro_batch_size=micro, total_batch_tokens=micro * self.config.data.sequence_length)
-        return memory_estimate(config, batch_arithmetic(config, 1), half)
+        return memory_estimate(
+            config, batch_arithmetic(config, 1), precision=self.precision, compiled=config.run.compile
+        )
 
     def but(self, **fields) -> Config:
         """The recipe with other values of some fields."""
-        return parse_config([f"--{k}={v}" for k, v in (self.config.flat() | fields).items() if v != ""])
+        now = self.config.flat() | {"micro_batch_size": self.config.optimizer.micro_batch_size or "auto"}
+        return parse_config([f"--{k}={v}" for k, v in (now | fields).items() if v != ""])
 
     @property
     def peak(self) -> float | None:

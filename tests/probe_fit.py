@@ -1,0 +1,27 @@
+"""recipe/train.py on a CPU that is told to be a device with so many bytes: FIT_MEMORY=140e6, or 140e6,90e6 by rank.
+
+Trial steps are taken, and measured by PyTorch's profiler in the place of CUDA's allocator; `out` is written for each.
+"""
+
+import os
+import sys
+
+from recipe import device
+from recipe.train import main
+from tests.probe_memory import profiled
+
+PARAMETERS = 4 * int(os.environ["FIT_PARAMETERS"])  # bytes that lie on the device before a trial
+BYTES = [int(float(part)) for part in os.environ["FIT_MEMORY"].split(",")]
+
+
+def peak_while(_, work) -> int | None:
+    peak = PARAMETERS + profiled(work)
+    print(f"trial {peak}", file=sys.stderr, flush=True)
+    return peak if peak < float(os.environ.get("FIT_OUT", "inf")) else None
+
+
+device.memory = device.free_memory = lambda _: BYTES[int(os.environ.get("RANK", 0))]
+device.peak_while = peak_while
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Byte-exact peaks of training steps, for test_memory.py and recipe/LOG.md's table; a line of JSON a configuration.
+
+    python -m tests.probe_memory --real='--n_layer=2 ...' --fake='--config=gpt2-xl ...'
+    accelerate launch --config_file accelerate_configs/zero1.yaml --num_processes 2 -m tests.probe_memory --real='...'
+
+--real takes two steps of the real engine on the CPU and reads every allocation and release of the second from PyTorch's
+profiler: of compiled code's buffers too. --fake does the same on fake tensors, which have sizes but no memory, without
+compilation: for models that do not fit here. Both run CUDA's arithmetic: its autocast takes layer norm in fp32, which
+the CPU's does not, and the head is padded to a multiple of 128 rows.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shlex
+import weakref
+
+os.environ["ACCELERATE_USE_CPU"] = "true"
+
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recipe import optim
+from recipe.config import batch_arithmetic, parse_config
+from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.engine import open_engine
+from recipe.model import GPT2LMHeadModel
+from recipe.plan import memory_estimate, state_bytes
+from recipe.start import build_model
+
+OPTIONS = ["--config=gpt2", "--data=x", "--warmup_steps=0", "--precision=bf16", "--compile=false"]
+
+
+def cudas_layer_norm(self, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        x = x.float() if x.dtype == torch.bfloat16 else x
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all storages that are alive, `now` and at their `peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = weakref.WeakSet()
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self.seen:
+            self.seen.add(storage)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self.gone, storage.nbytes())
+
+    def gone(self, size: int) -> None:
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        self.peak = max(self.peak, self.now)
+        return result
+
+
+def flash_attention(q, k, v, dropout):
+    """The kernel that a device chooses; for fake tensors SDPA would be written out, scores and all."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, True)[0]
+
+
+def profiled(step) -> int:
+    """The most bytes that were allocated while `step` ran, above those at its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    stack, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.name == "[memory]":
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.total_allocated, fields.alloc_size))
+    first = min(events)
+    return max(total for _, total, _ in events) - (first[1] - first[2])
+
+
+def alive() -> int:
+    """Bytes of all tensors there are."""
+    gc.collect()
+    storages = [o.untyped_storage() for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure(words: str, fake: bool) -> dict:
+    torch.compiler.reset()
+    AcceleratorState._reset_state(True)
+    config = parse_config([*OPTIONS, *shlex.split(words)])
+    engine = open_engine(config.run.precision)
+    batch = batch_arithmetic(config, engine.world)
+    type(engine).pad_vocab_to = 128
+    torch.nn.LayerNorm.forward = cudas_layer_norm
+    opt, shape = config.optimizer, (batch.micro, config.data.sequence_length + 1)
+
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        if fake:  # the weights are drawn with a generator, which fakes do not take
+            GPT2LMHeadModel._init_weights = lambda self, generator: None
+            engine.attention = flash_attention
+            engine.accelerator.device_placement = False  # they are where they belong, and cannot be moved
+        model = build_model(config, engine, resuming=True)
+        if not fake:
+            engine.place(model, compile=config.run.compile_mode if config.run.compile else "")
+        optimizer = optim.make_optimizer(model, opt, **engine.optimizer_options)
+        prepared, optimizer = engine.prepare(model, optimizer, batch, opt.max_grad_norm)
+        prepared.train()
+
+        def micro_steps():
+            for number in range(batch.accumulation):
+                rows = torch.arange(shape[0] * shape[1]).remainder(VOCAB_SIZE).view(shape)
+                with engine.micro_step(prepared, last=number == batch.accumulation - 1):
+                    engine.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
+
+        def update():
+            engine.update(prepared, optimizer, opt.max_grad_norm, torch.zeros_like)
+
+        parameters = sum(p.nbytes for p in model.parameters())
+        if fake:
+            with Allocated() as allocated:
+                for p in model.parameters():
+                    allocated.see(p)
+                micro_steps()
+            # AdamW's fused kernel works in place, on two moments as large as the weights.
+            peak = allocated.peak + 2 * parameters
+        else:
+            micro_steps()
+            update()
+            peak = alive() + profiled(lambda: (micro_steps(), update()))
+    kind = {"precision": engine.precision, "zero_stage": engine.zero_stage}
+    return {
+        "options": words,
+        "measured": peak,
+        "estimate": memory_estimate(config, batch, compiled=config.run.compile, **kind),
+        "state": state_bytes(config.model, engine.world, engine.zero_stage, engine.precision),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--real", action="append", default=[])
+    parser.add_argument("--fake", action="append", default=[])
+    args = parser.parse_args()
+    for fake, configurations in ((False, args.real), (True, args.fake)):
+        for words in configurations:
+            line = json.dumps(measure(words, fake))
+            if os.environ.get("RANK", "0") == "0":
+                print(line, flush=True)
