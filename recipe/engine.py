@@ -24,6 +24,7 @@ from accelerate.utils import (
 
 from recipe import device as hardware
 from recipe import optim
+from recipe.attention import block_attention
 from recipe.config import Batch, UserError
 from recipe.feed import Batches
 from recipe.launch import check_accelerator, check_launch, wants_cpu, wants_deepspeed, wants_xla
@@ -99,6 +100,7 @@ class Engine:
         self._hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if self.world > 1 else None
         if self.device.type == "cpu":
             hardware.tune_cpu(local_world=self.local_world)
+            self.attention = block_attention if self.precision == "bf16" else None
 
     # What another engine does otherwise while it is built
 
@@ -161,8 +163,7 @@ class Engine:
         """Accelerate's prepare, and the check that more than one process really is wrapped."""
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
         if self.world > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
-            raise UserError(f"{self.world} processes, but the model came back without DDP: replicas would drift apart; "
-                            "launch with accelerate_configs/ddp.yaml")  # fmt: skip
+            raise UserError(f"{self.world} processes without DDP; launch with accelerate_configs/ddp.yaml")
         return prepared, optimizer
 
     def micro_step(self, model: torch.nn.Module, *, last: bool):
@@ -181,8 +182,7 @@ class Engine:
         on the device.
         """
         raw, scaler = optimizer.optimizer, self.accelerator.scaler
-        on_mps = self.device.type == "mps"  # whose fused AdamW takes no notice of what the others are told
-        if scaler or on_mps:
+        if scaler or (on_mps := self.device.type == "mps"):  # whose fused AdamW takes no notice of what others are told
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
         else:
             grad_norm, raw.grad_scale = optim.norm_and_divisor(model.parameters(), max_norm)

@@ -65,6 +65,7 @@ def memory_estimate(
     Attention is taken to be a kernel that keeps no scores. Measured in tests/test_memory.py with PyTorch's allocator
     on a CPU and CUDA's autocast (recipe/LOG.md has the table, ZeRO over two processes too). Not in it: what a GPU holds
     beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses; HEADROOM is for them.
+    Nor, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities that recipe/attention.py keeps.
     """
     model, run = config.model, config.run
     N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, VOCAB_SIZE

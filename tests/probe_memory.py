@@ -108,10 +108,11 @@ def measure(words: str, fake: bool) -> dict:
     torch.nn.LayerNorm.forward = cudas_layer_norm
     opt, shape = config.optimizer, (batch.micro, config.data.sequence_length + 1)
 
+    # The CPU's own attention keeps probabilities, which a GPU's does not.
+    engine.attention = flash_attention if fake else None
     with FakeTensorMode() if fake else contextlib.nullcontext():
         if fake:  # the weights are drawn with a generator, which fakes do not take
             GPT2LMHeadModel._init_weights = lambda self, generator: None
-            engine.attention = flash_attention
             engine.accelerator.device_placement = False  # they are where they belong, and cannot be moved
         model = build_model(config, engine, resuming=True)
         if not fake:

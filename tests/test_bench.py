@@ -21,7 +21,8 @@ TINY = Variant(
 )
 # What each may do otherwise without doing other work.
 SAME = {
-    "plain": {"tuned": False, "fused": False, "sdpa": False, "micro_batch": 1, "accumulation": 4},
+    "plain": {"tuned": False, "fused": False, "attention": "plain", "micro_batch": 1, "accumulation": 4},
+    "blocks": {"attention": "blocks"},
     "padded": {"pad_vocab_to": 128},
     "chunked": {"loss_chunk_size": 16},
     "recomputed": {"recompute": True},
@@ -164,7 +165,8 @@ def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
     assert all(bool(row.variant) != bool(row.cannot) for row in rows)
     last = variants[-1]
     assert (last.kind, last.world) == ("recipe", max(1, gpus))
-    assert (last.sdpa, last.fused, last.compile, last.precision) == (True, True, "default", "bf16")
+    assert (last.attention, last.fused, last.compile) == ("blocks" if on_cpu else "sdpa", True, "default")
+    assert last.precision == "bf16"
     assert not last.recompute
     assert last.loss_chunk_size == 0
     changes = [
@@ -180,7 +182,7 @@ def test_the_scoreboard_builds_on_what_is_kept(directory):
     rows = [
         Row("first", TINY), Row("cannot", cannot="not here"),
         Row("fails", replace(TINY, model=replace(TINY.model, n_head=3))),
-        Row("aside", replace(TINY, recompute=True), kept=False), Row("kept", replace(TINY, sdpa=False)),
+        Row("aside", replace(TINY, recompute=True), kept=False), Row("kept", replace(TINY, attention="blocks")),
     ]  # fmt: skip
     results = scoreboard(
         iter(rows), directory, flops=10**6, peak=1e12, rounds=1, seconds=0.05, left=lambda: 1e9, say=lambda line: None

@@ -289,7 +289,7 @@ def test_a_model_without_its_wrapper_is_refused():
     engine = Engine.__new__(Engine)
     engine.world = 2
     engine.accelerator = SimpleNamespace(prepare=lambda *objects: objects)
-    with pytest.raises(UserError, match="without DDP: replicas would drift apart; launch with accelerate_configs/ddp"):
+    with pytest.raises(UserError, match="without DDP; launch with accelerate_configs/ddp"):
         engine.prepare(None, None, None, 1.0)
 
 

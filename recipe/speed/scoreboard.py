@@ -34,7 +34,7 @@ def ladder(
     sequences = large * max(1, gpus)
     now = Variant(
         "fp32, nothing else", "loop", model, sequence_length, small, sequences // small, tuned=not on_cpu, fused=False,
-        sdpa=False,
+        attention="plain",
     )  # fmt: skip
     yield Row(now.name, now)
 
@@ -58,7 +58,11 @@ def ladder(
         yield row(half, precision=half)
     else:
         yield Row("bf16", cannot="this device does not multiply bf16 natively")
-    yield row("SDPA", sdpa=True)
+    yield row("SDPA", attention="sdpa")
+    if on_cpu and half == "bf16":
+        yield row("attention in blocks", attention="blocks")
+    else:
+        yield Row("attention in blocks", cannot="for CPUs with bf16")
     yield row("vocabulary padded to 128", kept=not on_cpu, pad_vocab_to=128)
     yield row("loss in chunks", kept=False, loss_chunk_size=max(128, small * sequence_length // 8))
     yield row("compile", compile=compile_mode)

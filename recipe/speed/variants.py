@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config
 
+from recipe.attention import block_attention
 from recipe.config import ModelConfig, OptimizerConfig
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.model import GPT2LMHeadModel, causal_attention
@@ -49,7 +50,7 @@ class Variant:
     compile: str = ""
     tuned: bool = True
     fused: bool = True
-    sdpa: bool = True
+    attention: Literal["plain", "sdpa", "blocks"] = "sdpa"
     pad_vocab_to: int = 1
     loss_chunk_size: int = 0
     recompute: bool = False
@@ -78,6 +79,9 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
     return F.dropout(F.softmax(scores, dim=-1), dropout) @ v
 
 
+ATTENTION = {"plain": plain_attention, "sdpa": causal_attention, "blocks": block_attention}
+
+
 def gpt2_config(model: ModelConfig) -> GPT2Config:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
     sizes = {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_")}
@@ -92,7 +96,7 @@ def our_model(variant: Variant) -> GPT2LMHeadModel:
         loss_chunk_size=variant.loss_chunk_size,
         pad_vocab_to=variant.pad_vocab_to,
         seed=SEED,
-        attention=causal_attention if variant.sdpa else plain_attention,
+        attention=ATTENTION[variant.attention],
     )
 
 
@@ -102,7 +106,7 @@ def transformers_model(variant: Variant) -> torch.nn.Module:
 
     config = gpt2_config(variant.model)
     config.use_cache = False
-    config._attn_implementation = "sdpa" if variant.sdpa else "eager"
+    config._attn_implementation = "eager" if variant.attention == "plain" else "sdpa"
     model = Theirs(config)
     missing, unexpected = model.load_state_dict(our_model(variant).state_dict(), strict=False)
     if unexpected or set(missing) > {"lm_head.weight"}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from recipe import device as hardware
 from recipe import faults, optim
@@ -73,6 +75,7 @@ def work(variant: Variant, connection: Connection, directory: str, log: str, env
     the variant and its libraries say goes into the file `log`."""
     os.environ.update(environment)
     tempfile.tempdir = directory  # this process ends without cleaning up
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which would be left behind
     shards = f"{directory}/shards"
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
