@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe import optim
+from recipe import loss, optim
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import open_engine
@@ -110,6 +110,7 @@ def measure(words: str, fake: bool) -> dict:
 
     # The CPU's own attention keeps probabilities, which a GPU's does not.
     engine.attention = flash_attention if fake else None
+    loss._by_rows = lambda hidden: False  # nor does a GPU take the loss by rows
     with FakeTensorMode() if fake else contextlib.nullcontext():
         if fake:  # the weights are drawn with a generator, which fakes do not take
             GPT2LMHeadModel._init_weights = lambda self, generator: None

@@ -144,6 +144,31 @@ def test_chunks_and_padding_change_no_number(options):
         assert relative(other_grad, grad) < 1e-6
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("options", [{}, {"pad_vocab_to": 64}])
+def test_the_loss_by_rows_and_the_plain_one_are_exact(by_rows, options, monkeypatch):
+    """Against fp64, with ignored positions, more rows than are taken at a time, and a target that is hopeless."""
+    monkeypatch.setattr("recipe.loss._by_rows", lambda hidden: by_rows)
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(2, 25, 16), torch.randn(503, 16)
+    targets = torch.randint(503, (2, 25))
+    targets[0, :7] = IGNORE_INDEX
+    hidden[1, 3] = 30 * weight[5]  # sure of token 5, by hundreds of nats
+    targets[1, 3] = (weight @ weight[5]).argmin()
+    found = [t.clone().requires_grad_() for t in (hidden, weight)]
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    loss = next_token_loss(*found, targets, **options)
+    expected = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), targets.flatten())
+    assert expected > 10
+    (loss * 3).backward()
+    (expected * 3).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert relative(ours.grad, theirs.grad) < 2e-6
+    with torch.no_grad():
+        assert next_token_loss(*found, targets, **options).item() == loss.item()
+
+
 @pytest.mark.parametrize("chunk_size", [0, 4])
 def test_nothing_to_predict_is_zero_and_bf16_autocast_stays_close(chunk_size):
     hidden, weight = torch.randn(2, 8, 16), torch.randn(50, 16)
@@ -278,7 +303,7 @@ def test_clipping_inside_the_fused_step_is_clipping_before_it(max_norm):
 @pytest.mark.parametrize("T", [1, 100, 128, 300])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_attention_in_blocks_is_attention(T, dtype, tolerance):
-    """Outputs and gradients against SDPA in fp64, of scores up to 16: as near as SDPA in the same type, within a half."""
+    """Outputs and gradients against SDPA in fp64, of scores up to 16: as near as SDPA in the same type."""
     generator = torch.Generator().manual_seed(T)
     qkv = (2 * torch.randn(3, 2, 3, T, 16, generator=generator)).to(dtype)
     weight = torch.randn(2, 3, T, 16, generator=generator).to(dtype)
