@@ -49,7 +49,7 @@ def _parts(kept: torch.Tensor, heads: int, T: int) -> Iterator[tuple[int, int, t
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(heads, T, K) each -> outputs (heads, T, K) and probabilities, flat (`_parts`)."""
     heads, T, K = q.shape
-    out, kept = torch.empty_like(q), q.new_empty(kept_numbers(heads, T))
+    out, kept = q.new_empty(q.shape), q.new_empty(kept_numbers(heads, T))
     with torch.autocast(q.device.type, enabled=False):
         scaled, keys = q.float() / math.sqrt(K), k.float().transpose(1, 2)
         future = torch.full((min(_BLOCK, T),) * 2, -math.inf, device=q.device).triu(1)
@@ -57,13 +57,13 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
             scores = torch.bmm(scaled[:, lo:hi], keys[:, :, :hi])
             scores[:, :, lo:] += future[: hi - lo, : hi - lo]
             p.copy_(torch.softmax(scores, -1))
-            torch.bmm(p, v[:, :hi], out=out[:, lo:hi]) if T <= _BLOCK else out[:, lo:hi].copy_(torch.bmm(p, v[:, :hi]))
+            out[:, lo:hi] = torch.bmm(p, v[:, :hi])
     return out, kept
 
 
 @_attend.register_fake
 def _(q, k, v):
-    return torch.empty_like(q), q.new_empty(kept_numbers(q.shape[0], q.shape[1]))
+    return q.new_empty(q.shape), q.new_empty(kept_numbers(q.shape[0], q.shape[1]))
 
 
 @torch.library.custom_op("recipe::attend_backward", mutates_args=())
@@ -72,7 +72,7 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, (heads, T, K) each."""
     heads, T, K = q.shape
-    dq = torch.empty_like(q)
+    dq = q.new_empty(q.shape)
     dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
         for lo, hi, p in _parts(kept, heads, T):
@@ -87,7 +87,7 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(grad, q, k, v, kept):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -44,7 +44,7 @@ def run_scoreboard(setting: Setting) -> dict:
     with prepared() as directory:
         results["rows"] = scoreboard(
             rows, directory, flops=results["flops_per_token"], peak=results["peak_flops"], rounds=setting.rounds,
-            seconds=setting.seconds, left=lambda: setting.left, say=setting.say,
+            seconds=setting.seconds, left=lambda: setting.left, say=setting.say, quick=setting.arguments.quick,
         )  # fmt: skip
     setting.say("\n" + "\n".join(scoreboard_lines(results["rows"])))
     report.write(results, setting.out / "scoreboard.json")

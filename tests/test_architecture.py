@@ -44,7 +44,7 @@ ALLOWED = {
     "start": {"config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
     "fit": {"checkpoint", "cli", "config", "data", "device", "engine", "plan", "start"},
     "export": {"config", "checkpoint", "outbox", "push", "upload"},
-    "speed": {"attention", "config", "data", "device", "engine", "faults", "fit", "guard", "metrics", "model",
+    "speed": {"attention", "config", "loss", "data", "device", "engine", "faults", "fit", "guard", "metrics", "model",
               "optim", "plan", "start", "train"},
     "bench": {"config", "device", "plan", "speed"},
     "train": {"cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model", "live",

@@ -23,6 +23,7 @@ TINY = Variant(
 SAME = {
     "plain": {"tuned": False, "fused": False, "attention": "plain", "micro_batch": 1, "accumulation": 4},
     "blocks": {"attention": "blocks"},
+    "by rows": {"loss_by_rows": True},
     "padded": {"pad_vocab_to": 128},
     "chunked": {"loss_chunk_size": 16},
     "recomputed": {"recompute": True},

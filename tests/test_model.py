@@ -341,3 +341,23 @@ def test_attention_in_blocks_leaves_dropout_to_sdpa():
     dropped = block_attention(q, k, v, 0.5)
     torch.manual_seed(0)
     assert torch.equal(dropped, causal_attention(q, k, v, 0.5))
+
+
+def test_the_cpus_own_kernels_compile_with_the_model():
+    """One sequence at once, whose heads are views with other strides: loss and gradients as without compilation."""
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=160, vocab_size=515, resid_pdrop=0, embd_pdrop=0,
+                        attn_pdrop=0)  # fmt: skip
+    model = GPT2LMHeadModel(config, attention=block_attention, seed=3)
+    ids = torch.randint(0, 515, (1, 161), generator=torch.Generator().manual_seed(0))
+
+    def results(compiled: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    for compiled, plain in zip(results(True), results(False), strict=True):
+        torch.testing.assert_close(compiled, plain, atol=2e-3, rtol=0.05)

@@ -39,18 +39,19 @@ def bars(results: dict, path: Path) -> None:
     """The scoreboard as a bar chart, a bar a row, with its speed-up over the first."""
     rows = [r for r in results["rows"] if r["tokens_per_second"]]
     plt, figure, axes = _figure(len(rows))
-    rates = [r["tokens_per_second"] for r in rows]
+    totals = [r["total"] for r in rows]
     colours = ["#2f6f9f" if r["kept"] else "#c9d3da" for r in rows]
-    axes.barh(range(len(rows)), rates, color=colours, height=0.72)
+    axes.barh(range(len(rows)), totals, color=colours, height=0.72)
     for y, r in enumerate(rows):
-        ratio = r["tokens_per_second"] / rates[0] if r["total"] is None else r["total"]
-        label = f" {_short(r['tokens_per_second'])}  ({ratio:.2f}x)"
-        axes.text(r["tokens_per_second"], y, label, va="center", fontsize=9, color="#222222")
+        label = f" {r['total']:.2f}x   {_short(r['tokens_per_second'])} tokens/s"
+        axes.text(r["total"], y, label, va="center", fontsize=9, color="#222222")
     axes.set_yticks(range(len(rows)), [r["name"] if r["kept"] else f"({r['name']})" for r in rows])
-    axes.set_xlim(0, 1.28 * max(rates))
+    axes.set_xlim(0, 1.35 * max(totals))
     m = results["model"]
     title = f"GPT-2 {m['parameters'] / 1e6:,.0f}M, {results['sequence_length']} tokens a sequence"
-    _finish(plt, figure, axes, results, title, "tokens a second (each row on top of those above; grey: not kept)", path)
+    _finish(
+        plt, figure, axes, results, title, "speed over the first row (each on top of those above; grey: not kept)", path
+    )
 
 
 def ratios(results: dict, path: Path) -> None:

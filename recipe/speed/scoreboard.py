@@ -63,6 +63,10 @@ def ladder(
         yield row("attention in blocks", attention="blocks")
     else:
         yield Row("attention in blocks", cannot="for CPUs with bf16")
+    if on_cpu:
+        yield row("loss by rows", loss_by_rows=True)
+    else:
+        yield Row("loss by rows", cannot="for CPUs, whose caches hold some rows of logits")
     yield row("vocabulary padded to 128", kept=not on_cpu, pad_vocab_to=128)
     yield row("loss in chunks", kept=False, loss_chunk_size=max(128, small * sequence_length // 8))
     yield row("compile", compile=compile_mode)
@@ -81,10 +85,10 @@ def ladder(
 
 def scoreboard(
     rows: Iterator[Row], directory: Path, *, flops: int, peak: float | None, rounds: int, seconds: float,
-    left: Callable[[], float], say: Callable[[str], None],
+    left: Callable[[], float], say: Callable[[str], None], quick: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Measures the rows, each against the last one kept, in turns; `say` hears of each as it is begun. None is begun
-    when fewer seconds are `left` than the longest so far took.
+    when fewer seconds are `left` than the longest so far took, nor, with `quick`, one that is not kept.
 
     Returns a dict a row: tokens_per_second, speedup [ratio, low, high] over the last row kept, total (over the first
     row, the ratios multiplied), mfu (`flops` a token, `peak` FLOP/s a device), peak_memory_bytes; null where `note`
@@ -95,7 +99,9 @@ def scoreboard(
         for row in rows:
             result = dict.fromkeys(("tokens_per_second", "speedup", "total", "mfu", "peak_memory_bytes"))
             result = {"name": row.name, "kept": row.kept, "note": row.cannot} | result
-            if row.variant and left() < longest:
+            if row.variant and quick and not row.kept:
+                result["note"] = "left out by --quick"
+            elif row.variant and left() < longest:
                 result |= {"note": "left out: the time is up", "kept": False}
             elif row.variant:
                 say(f"...        {row.name}")

@@ -33,7 +33,7 @@ class Setting:
         self.on_cpu = not torch.accelerator.is_available()
         self.gpus = 0 if self.on_cpu else torch.accelerator.device_count()
         self.precision = arguments.precision or hardware.resolve_precision("auto", cpu=self.on_cpu)
-        self.rounds, self.seconds = (1, 0.8) if arguments.quick else (arguments.rounds, arguments.seconds)
+        self.rounds, self.seconds = (1, 0.3) if arguments.quick else (arguments.rounds, arguments.seconds)
         self._ends = time.monotonic() + 60 * arguments.minutes
         self.set_recipe(arguments.config or ("shakespeare" if self.on_cpu else "gpt2"))
         self._peak: float | None = None
@@ -51,7 +51,7 @@ class Setting:
         """The largest power of two, up to 64, that is reckoned to fit beside another worker's weights."""
         memory = hardware.total_memory()
         if memory is None:
-            return min(8, self.config.optimizer.micro_batch_size or 8)
+            return 2 if self.arguments.quick else min(8, self.config.optimizer.micro_batch_size or 8)
         sizes = [2**k for k in range(6, 0, -1)]
         return next((b for b in sizes if self.reckoned(b) < 0.85 * memory), 1)
 

@@ -51,6 +51,7 @@ class Variant:
     tuned: bool = True
     fused: bool = True
     attention: Literal["plain", "sdpa", "blocks"] = "sdpa"
+    loss_by_rows: bool = False
     pad_vocab_to: int = 1
     loss_chunk_size: int = 0
     recompute: bool = False

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from recipe import device as hardware
-from recipe import faults, optim
+from recipe import faults, loss, optim
 from recipe import metrics as recipe_metrics
 from recipe.data.shards import find_shards
 from recipe.data.source import LocalSource
@@ -150,6 +150,7 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     if variant.tuned and device.type == "cpu":
         hardware.tune_cpu(local_world=1)
     torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
+    loss._by_rows = lambda hidden: variant.loss_by_rows
     make = {"loop": our_model, "hf-loop": transformers_model, "nanogpt": nanogpt_model}[variant.kind]
     model = make(variant).to(device).train()
     if variant.kind == "nanogpt":
@@ -171,9 +172,9 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
         for _ in range(variant.accumulation):
             x = next(rows)
             with torch.autocast(device.type, half) if half else nullcontext():
-                loss = loss_function(x[:, :-1], x[:, 1:]) / variant.accumulation
-            scaler.scale(loss).backward()
-            total += loss.detach()
+                share = loss_function(x[:, :-1], x[:, 1:]) / variant.accumulation
+            scaler.scale(share).backward()
+            total += share.detach()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm)
         scaler.step(optimizer)
