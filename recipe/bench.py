@@ -22,7 +22,7 @@ from recipe import device as hardware
 from recipe.config import UserError
 from recipe.plan import flops_per_token
 from recipe.speed import floor, peers, profile, report, scaling
-from recipe.speed.rounds import Void, Worker, prepared
+from recipe.speed.rounds import Void, Worker, compare, prepared, workers
 from recipe.speed.scoreboard import ladder, scoreboard
 from recipe.speed.scoreboard import lines as scoreboard_lines
 from recipe.speed.setting import Setting
@@ -62,7 +62,7 @@ def run_peers(setting: Setting) -> dict:
     with prepared() as directory:
         results["rows"] = peers.compare_peers(
             ours, others, directory, on_cpu=setting.on_cpu, rounds=setting.rounds, seconds=setting.seconds,
-            left=lambda: setting.left, say=setting.say,
+            left=lambda: setting.left, say=setting.say, only=setting.arguments.only,
         )  # fmt: skip
     setting.say("\n" + "\n".join(peers.lines(results["rows"])))
     if setting.arguments.llmc_log:
@@ -89,8 +89,36 @@ def run_sweep(setting: Setting) -> dict:
     return results
 
 
+def run_compile(setting: Setting) -> dict:
+    """Ways to compile, beside none: seconds until the first step is done, speed of the later ones; compile.json."""
+    results = setting.introduce("compile") | {"rows": []}
+    with prepared() as directory, workers(directory, setting.ours(name="not compiled", compile="")) as (plain,):
+        for mode in ("regional", "default", "max-autotune"):
+            row = {"mode": mode, "note": "left out: the time is up"}
+            if setting.left > 0:
+                with workers(directory, setting.ours(name=mode, compile=mode)) as (worker,):
+                    row = _compiled(setting, worker, plain) | {"mode": mode}
+            results["rows"].append(row)
+            setting.say(f"{mode:<14} {row['note']}")
+    report.write(results, setting.out / "compile.json")
+    return results
+
+
+def _compiled(setting: Setting, worker: Worker, plain: Worker) -> dict:
+    try:
+        first = worker.run(1)
+        found = compare(worker, plain, setting.rounds, setting.seconds)
+    except Void as void:
+        return {"note": str(void)}
+    low, high = found.interval()
+    note = f"{found.ratio:.2f}x ({low:.2f} to {high:.2f}) of not compiled; first step after {first:.0f} s"
+    return {"first_step_seconds": first, "speedup": [found.ratio, low, high], "note": note}
+
+
 def run_sizes(setting: Setting) -> dict:
     """The four sizes of GPT-2 with their recipes: tokens/s, MFU, memory beside what was reckoned; sizes.json."""
+    if setting.on_cpu:
+        raise UserError("the four sizes are for a GPU: the largest would take a CPU minutes a step")
     results = setting.introduce("sizes") | {"rows": []}
     with prepared() as directory:
         for name in SIZES:
@@ -101,6 +129,7 @@ def run_sizes(setting: Setting) -> dict:
             row |= {"recipe": name, "micro_batch_size": setting.micro, "memory_reckoned_bytes": reckoned}
             results["rows"].append(row)
             setting.say(f"{name:<12} {setting.micro:>3} sequences  {_measured(row)}, reckoned {reckoned / 1e9:.1f} GB")
+    setting.set_recipe(setting.recipe)
     report.write(results, setting.out / "sizes.json")
     return results
 
@@ -166,7 +195,7 @@ def run_scaling(setting: Setting) -> dict:
 def run_all(setting: Setting) -> dict:
     """All of them, one after the other, within --minutes; <device>.json has all figures."""
     results = report.circumstances()
-    for name in ("scoreboard", "peers", "profile", "sizes", "sweep", "scaling"):
+    for name in ("scoreboard", "peers", "profile", "sizes", "sweep", "scaling", "compile"):
         setting.say(f"\n=== {name}, {setting.left / 60:.1f} minutes left")
         if setting.left < 20:
             results[name] = {"note": "left out: the time is up"}
@@ -174,8 +203,9 @@ def run_all(setting: Setting) -> dict:
             continue
         try:
             results[name] = COMMANDS[name](setting)
-        except UserError:
-            raise
+        except UserError as error:
+            results[name] = {"note": str(error)}
+            setting.say(results[name]["note"])
         except Exception as error:  # the others are worth having without it
             traceback.print_exc()
             results[name] = {"note": f"failed: {error!r}"}
@@ -186,7 +216,7 @@ def run_all(setting: Setting) -> dict:
 
 COMMANDS: dict[str, Callable[[Setting], dict]] = {
     "scoreboard": run_scoreboard, "peers": run_peers, "sweep": run_sweep, "sizes": run_sizes, "profile": run_profile,
-    "scaling": run_scaling, "all": run_all,
+    "compile": run_compile, "scaling": run_scaling, "all": run_all,
 }  # fmt: skip
 
 
@@ -217,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
     parser.add_argument("--minutes", type=float, default=1e4, help="leave out what would begin later than this")
     parser.add_argument("--quick", action="store_true", help="one round of short turns")
+    parser.add_argument("--only", default="", help="rows that this regular expression matches (peers)")
     parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT to run beside ours (peers)")
     parser.add_argument("--llmc_log", default="", help="what llm.c's train_gpt2cu printed, to quote (peers)")
     parser.add_argument("--out", default="bench", help="directory of the results")

@@ -1,14 +1,13 @@
 """What is timed does the same work: every variant, ours and the peers', takes the same steps."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from recipe import bench
 from recipe.config import ModelConfig, UserError
 from recipe.speed import peers, report
 from recipe.speed.rounds import COMPARED, Paired, Void, Worker, agree, compare, prepared
@@ -207,9 +206,8 @@ def test_the_scoreboard_builds_on_what_is_kept(directory):
     json.dumps(results, allow_nan=False)
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "recipe.bench", *words]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def command(*words) -> int:
+    return bench.main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -222,41 +220,86 @@ def tiny_recipe(tmp_path_factory):
     return path
 
 
-def test_the_command_writes_table_json_and_picture(tiny_recipe, tmp_path):
-    tiny = ("--quick", "--config", str(tiny_recipe), "--precision", "fp32")
-    result = command("scoreboard", *tiny, "--out", str(tmp_path))
-    assert result.returncode == 0, result.stdout + result.stderr
+@pytest.fixture
+def tiny(tiny_recipe, tmp_path) -> tuple:
+    return "--quick", "--config", tiny_recipe, "--precision", "fp32", "--out", tmp_path
+
+
+def test_the_command_writes_table_json_and_picture(tiny, tmp_path, capsys):
+    assert command("scoreboard", *tiny) == 0
     found = json.loads((tmp_path / "scoreboard.json").read_text())
     assert (tmp_path / "scoreboard.png").read_bytes().startswith(b"\x89PNG")
     rows = {r["name"]: r for r in found["rows"]}
     assert rows["recipe/train.py"]["tokens_per_second"] > 0
+    assert rows["recomputation"]["note"] == "left out by --quick"
     assert found["torch"] == torch.__version__
     assert found["peak_source"] == "the largest product measured here"
-    for name in rows:
-        assert name in result.stdout
-    assert result.stderr == ""
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rows)
 
 
-def test_the_command_compares_with_peers(tiny_recipe, tmp_path):
+def test_the_command_compares_with_peers(tiny, tmp_path, monkeypatch):
+    contenders = peers.contenders
+    monkeypatch.setattr(peers, "contenders", lambda *a: [v for v in contenders(*a) if not v.compile])
     log = tmp_path / "llmc.log"
     head = "batch_size B=64 * seq_len T=1024 * num_processes=8 and total_batch_size=524288\n"
     step = "step {:4d}/18865 | loss 9.5 (+0.1z)| norm 4.7 (+0.2z)| lr 4.29e-06 | {:.2f} ms | 58.4% bf16 MFU | 9 tok/s\n"
     log.write_text(head + "".join(step.format(n, 300 + n % 2) for n in range(40)))
-    result = command("peers", "--quick", "--config", str(tiny_recipe), "--precision", "fp32", "--llmc_log", str(log),
-                     "--out", str(tmp_path))  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert command("peers", *tiny, "--llmc_log", log) == 0
     found = json.loads((tmp_path / "peers.json").read_text())
-    eager = [r for r in found["rows"] if "compiled" not in r["name"]]
-    assert len(eager) == 4  # Trainer and bare loop, as shipped and with our allocator
-    assert all(r["ratio"] > 0 and r["losses_apart"] < 1e-3 for r in eager)
+    assert len(found["rows"]) == 4  # Trainer and bare loop, as shipped and with our allocator
+    assert all(r["ratio"] > 0 and r["losses_apart"] < 1e-3 for r in found["rows"])
     assert found["llm.c"]["tokens_per_second"] == pytest.approx(524288 / 0.3005, rel=1e-3)
     assert (tmp_path / "peers.png").exists()
 
 
-def test_mistakes_of_the_command_are_named(tmp_path):
-    result = command("peers", "--nanogpt", str(tmp_path), "--out", str(tmp_path))
-    assert result.returncode == 2
-    assert "no model.py there" in result.stderr
+def test_the_command_sweeps_profiles_and_compiles(tiny, tmp_path, capsys):
+    for name in ("sweep", "profile", "compile"):
+        assert command(name, *tiny, "--micro_batch_size", "2") == 0, capsys.readouterr().err
+    sweep, profile, compiled = (
+        json.loads((tmp_path / f"{n}.json").read_text()) for n in ("sweep", "profile", "compile")
+    )
+    assert [r["micro_batch_size"] for r in sweep["rows"]] == [1, 2]
+    assert all(r["tokens_per_second"] > 0 and r["peak_memory_bytes"] > 0 for r in sweep["rows"])
+    assert sum(profile["profile"]["shares"].values()) == pytest.approx(1)
+    assert profile["floor"]["floor_of_actual"] > 0
+    assert [r["mode"] for r in compiled["rows"]] == ["regional", "default", "max-autotune"]
+    assert all(r["speedup"][0] > 0 for r in compiled["rows"])
+
+
+def test_all_goes_on_after_a_part_that_fails_and_ends_in_time(tiny, tmp_path, monkeypatch, capsys):
+    def fails(setting):
+        raise RuntimeError("no such kernel")
+
+    ran = []
+    for name in list(bench.COMMANDS):
+        if name != "all":
+            monkeypatch.setitem(bench.COMMANDS, name, lambda setting, name=name: ran.append(name) or {"of": name})
+    monkeypatch.setitem(bench.COMMANDS, "peers", fails)
+    assert command("all", *tiny) == 0
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert set(ran) == set(bench.COMMANDS) - {"all", "peers"}
+    assert found["peers"]["note"] == "failed: RuntimeError('no such kernel')"
+    assert found["scoreboard"] == {"of": "scoreboard"}
+    ran.clear()
+    assert command("all", *tiny, "--minutes", "0.1") == 0
+    assert ran == []
+    assert "the time is up" in capsys.readouterr().out
+
+
+def test_the_four_sizes_want_a_gpu(tiny, capsys):
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    assert command("sizes", *tiny) == 2
+    assert "for a GPU" in capsys.readouterr().err
+
+
+def test_mistakes_of_the_command_are_named(tmp_path, capsys):
+    assert command("peers", "--nanogpt", tmp_path, "--out", tmp_path) == 2
+    assert "no model.py there" in capsys.readouterr().err
+    assert command("sweep", "--config", "none-such", "--out", tmp_path) == 2
+    assert "no such file" in capsys.readouterr().err
     with pytest.raises(UserError, match="total_batch_size"):
         peers.llmc_log(ROOT / "README.md")
     with pytest.raises(UserError, match="No such file"):

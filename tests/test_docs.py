@@ -42,6 +42,8 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options["ARGS"] = options.get("ARGS", "") + (" --dry_run" if target == "train" else " --help")
         elif target == "train":
             options["ARGS"] = options.get("ARGS", "") + " " + shlex.join([*tiny, "--run_name", "docs"])
+        elif target in ("scoreboard", "bench-peers", "bench-gpu"):  # tests/test_bench.py runs them
+            options["ARGS"] = options.get("ARGS", "") + " --help"
         elif target == "bench-data":
             options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 20"}
         elif target == "data":

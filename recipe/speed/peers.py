@@ -36,10 +36,10 @@ def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
 
 def compare_peers(
     ours: Variant, others: list[Variant], directory: Path, *, on_cpu: bool, rounds: int, seconds: float,
-    left: Callable[[], float], say: Callable[[str], None],
+    left: Callable[[], float], say: Callable[[str], None], only: str = "",
 ) -> list[dict]:  # fmt: skip
     """Each of `others` in turns with `ours`; on a CPU twice, with the allocator as it comes ("as shipped") and as our
-    trainer sets it ("our allocator").
+    trainer sets it ("our allocator"); `only` those whose "name, environment" it matches, a regular expression.
 
     Returns a dict a peer and environment: name, environment, ratio (how many times as fast ours is), low, high (95 %
     bootstrap interval), tokens_per_second of both, peak_memory_bytes of both, losses_apart in nats; null where `void`
@@ -50,6 +50,8 @@ def compare_peers(
     try:
         for peer in others:
             for environment, tuned in (("as shipped", False), ("our allocator", True)) if on_cpu else (("", True),):
+                if not re.search(only, f"{peer.name}, {environment}"):
+                    continue
                 result = {"name": peer.name, "environment": environment, "void": ""}
                 if left() < longest:
                     results.append(result | {"void": "left out: the time is up", "ratio": None})

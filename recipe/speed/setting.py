@@ -20,7 +20,8 @@ class Setting:
     """What is measured: a recipe's model on this machine's device, for how long.
 
     Attributes:
-        config: the recipe.
+        recipe: its name or path.
+        config: what it says, or another one that `set_recipe` put in its place.
         T: sequence_length.
         micro: sequences at once, as large as they are to get.
         precision, peak: the device's best, and its peak in FLOP/s (of a CPU: measured).
@@ -35,7 +36,8 @@ class Setting:
         self.precision = arguments.precision or hardware.resolve_precision("auto", cpu=self.on_cpu)
         self.rounds, self.seconds = (1, 0.3) if arguments.quick else (arguments.rounds, arguments.seconds)
         self._ends = time.monotonic() + 60 * arguments.minutes
-        self.set_recipe(arguments.config or ("shakespeare" if self.on_cpu else "gpt2"))
+        self.recipe = arguments.config or ("shakespeare" if self.on_cpu else "gpt2")
+        self.set_recipe(self.recipe)
         self._peak: float | None = None
 
     def set_recipe(self, name: str) -> None:
