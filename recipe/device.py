@@ -81,6 +81,11 @@ def has_deepspeed() -> bool:
     return find_spec("deepspeed") is not None
 
 
+def one_gpu() -> dict[str, str]:
+    """Variables for a process that is to find one GPU of those that this one may use."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
 def synchronize(device: torch.device | None = None) -> None:
     """Returns when `device` (by default the accelerator, if there is one) has done what it was told; a CPU has."""
     device = device or torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
+import os
 import random
 import re
 import socket
@@ -12,16 +14,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 
+from recipe import device as hardware
 from recipe.config import ROOT
 from recipe.data.options import PrepareOptions
 from recipe.data.prepare import prepare
 from recipe.speed.variants import Variant
-from recipe.speed.worker import work
+from recipe.speed.worker import use_device, work
 
 COMPARED = 20  # steps whose losses must agree
 # Nats between two variants' losses of a step: of one precision, rounding alone; of two, what bf16 rounds off.
@@ -43,10 +47,10 @@ class Worker:
         self.peak_memory = 0
         self._ends: list[Connection] = []
         self._processes = []
-        environments = [{}] if variant.world == 1 else _ranks(variant.world)
+        environments = [hardware.one_gpu()] if variant.world == 1 else _ranks(variant.world)
         for environment in environments:
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
+            ours, theirs = _context().Pipe()
+            process = _context().Process(
                 target=work, args=(variant, theirs, str(directory), str(self.log), environment), daemon=False
             )
             process.start()
@@ -66,7 +70,7 @@ class Worker:
                 try:
                     reply = end.recv()
                 except (EOFError, OSError):
-                    said = self.log.read_text(errors="replace").strip().splitlines()
+                    said = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
                     reply = {"error": f"the process died{': ' if said else ''}{''.join(said[-1:])}"}
                 if "error" in reply:
                     raise Void(reply["error"])
@@ -87,10 +91,28 @@ class Worker:
                 process.join()
 
 
-# A process that has imported everything and forks: ten workers import torch and transformers once.
-_CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-if sys.platform == "linux":
-    _CONTEXT.set_forkserver_preload(["recipe.speed.worker", "recipe.train"])
+@cache
+def _context() -> multiprocessing.context.BaseContext:
+    """A process that has imported everything and forks, so that ten workers import torch and transformers once; where
+    a fork cannot use the accelerator, or is not safe, each worker starts from nothing."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not begin to use it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["recipe.speed.worker", "recipe.train"])
+    if torch.accelerator.is_available():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=use_device, args=(theirs,))
+        process.start()
+        theirs.close()
+        try:
+            works = ours.recv()
+        except EOFError:
+            works = False
+        process.join()
+        if not works:
+            return multiprocessing.get_context("spawn")
+    return context
 
 
 def _ranks(world: int) -> list[dict[str, str]]:

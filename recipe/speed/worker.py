@@ -70,6 +70,15 @@ class Gate:
         hardware.release_memory()  # for the other worker
 
 
+def use_device(connection: Connection) -> None:
+    """Tells whether this process can use the accelerator."""
+    try:
+        torch.zeros(1, device=torch.accelerator.current_accelerator())
+        connection.send(True)
+    except Exception:
+        connection.send(False)
+
+
 def work(variant: Variant, connection: Connection, directory: str, log: str, environment: dict[str, str]) -> None:
     """Takes the variant's steps until the parent hangs up. `directory` holds the shards and takes what is written; what
     the variant and its libraries say goes into the file `log`."""
