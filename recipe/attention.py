@@ -91,10 +91,13 @@ def _(grad, q, k, v, kept):
 
 
 def _keep(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # or zeros would be made for the probabilities, which have no gradient
     ctx.save_for_backward(*inputs, output[1])
 
 
 def _backward(ctx, grad, _):
+    if grad is None:
+        return None, None, None
     q, k, v, kept = ctx.saved_tensors
     return _attend_backward(grad.contiguous(), q, k, v, kept)
 

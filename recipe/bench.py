@@ -10,6 +10,7 @@ Without --config: the default recipe's model on a CPU, GPT-2 124M on an accelera
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import traceback
@@ -37,13 +38,13 @@ def run_scoreboard(setting: Setting) -> dict:
     """The scoreboard: a table, scoreboard.json, scoreboard.png."""
     results = setting.introduce("scoreboard")
     small = max(1, setting.micro // (2 if setting.on_cpu else 8))
-    rows = ladder(
+    first, rows = ladder(
         setting.config.model, setting.T, small, setting.micro, gpus=setting.gpus, on_cpu=setting.on_cpu,
         compile_mode=setting.config.run.compile_mode,
     )  # fmt: skip
     with prepared() as directory:
         results["rows"] = scoreboard(
-            rows, directory, flops=results["flops_per_token"], peak=results["peak_flops"], rounds=setting.rounds,
+            first, rows, directory, flops=results["flops_per_token"], peak=results["peak_flops"], rounds=setting.rounds,
             seconds=setting.seconds, left=lambda: setting.left, say=setting.say, quick=setting.arguments.quick,
         )  # fmt: skip
     setting.say("\n" + "\n".join(scoreboard_lines(results["rows"])))
@@ -92,7 +93,10 @@ def run_sweep(setting: Setting) -> dict:
 def run_compile(setting: Setting) -> dict:
     """Ways to compile, beside none: seconds until the first step is done, speed of the later ones; compile.json."""
     results = setting.introduce("compile") | {"rows": []}
-    with prepared() as directory, workers(directory, setting.ours(name="not compiled", compile="")) as (plain,):
+    with (
+        prepared(fresh=True) as directory,
+        workers(directory, setting.ours(name="not compiled", compile="")) as (plain,),
+    ):
         for mode in ("regional", "default", "max-autotune"):
             row = {"mode": mode, "note": "left out: the time is up"}
             if setting.left > 0:
@@ -123,9 +127,10 @@ def run_sizes(setting: Setting) -> dict:
     with prepared() as directory:
         for name in SIZES:
             setting.set_recipe(name)
-            setting.config = setting.but(micro_batch_size=setting.micro)
+            compiled = setting.config.run.compile
+            setting.micro = setting.arguments.micro_batch_size or setting.fitting(compiled)
             row = alone(setting, setting.ours(), directory)
-            reckoned = setting.reckoned(setting.micro)
+            reckoned = setting.reckoned(setting.micro, compiled)
             row |= {"recipe": name, "micro_batch_size": setting.micro, "memory_reckoned_bytes": reckoned}
             results["rows"].append(row)
             setting.say(f"{name:<12} {setting.micro:>3} sequences  {_measured(row)}, reckoned {reckoned / 1e9:.1f} GB")
@@ -171,12 +176,18 @@ def run_profile(setting: Setting) -> dict:
     with prepared() as directory:
         actual = alone(setting, ours, directory)["tokens_per_second"]
         profile.name_compiled_kernels()
-        step = make_step(ours.but(kind="loop", pad_vocab_to=hardware.pad_vocab_to(device)), f"{directory}/shards")
+        as_the_engine = {"pad_vocab_to": hardware.pad_vocab_to(device)}
+        if setting.on_cpu:
+            as_the_engine |= {"loss_by_rows": True, "attention": "blocks" if ours.precision == "bf16" else "sdpa"}
+        step = make_step(ours.but(kind="loop", **as_the_engine), f"{directory}/shards")
         results["profile"] = profile.profile_step(step, device)
         del step
+        torch.compiler.reset()
     results["floor"] = floor.measure_floor(
         ours.model, ours.micro_batch, setting.T, device, ours.precision, actual=1e6 / actual if actual else None
     )
+    gc.collect()
+    hardware.release_memory()  # for the workers of what comes next
     setting.say("\n".join(profile.lines(results["profile"]) + floor.lines(results["floor"])))
     report.write(results, setting.out / "profile.json")
     return results
@@ -186,7 +197,7 @@ def run_scaling(setting: Setting) -> dict:
     """What talking costs DDP and ZeRO: by arithmetic for 8, 64 and 512 GPUs, and between two processes here;
     scaling.json."""
     results = report.circumstances() | {"table": scaling.table(), "anchors": scaling.anchors()}
-    results["two_processes"] = measure_two()
+    results["two_processes"] = measure_two() if setting.left > 60 else None
     setting.say("\n".join(scaling.lines(results["table"], results["two_processes"])))
     report.write(results, setting.out / "scaling.json")
     return results
@@ -195,14 +206,26 @@ def run_scaling(setting: Setting) -> dict:
 def run_all(setting: Setting) -> dict:
     """All of them, one after the other, within --minutes; <device>.json has all figures."""
     results = report.circumstances()
-    for name in ("scoreboard", "peers", "profile", "sizes", "sweep", "scaling", "compile"):
-        setting.say(f"\n=== {name}, {setting.left / 60:.1f} minutes left")
-        if setting.left < 20:
+    with prepared():  # one for all: what is compiled twice is compiled once
+        return _run_all(setting, results)
+
+
+# In the order of their worth; what one leaves of its share goes to those after it.
+SHARES = {"peers": 30, "scoreboard": 35, "profile": 7, "sizes": 15, "sweep": 10, "compile": 8, "scaling": 5}
+
+
+def _run_all(setting: Setting, results: dict) -> dict:
+    shares = list(SHARES.items())
+    for at, (name, share) in enumerate(shares):
+        left = setting.whole_left
+        setting.say(f"\n=== {name}, {left / 60:.1f} minutes left")
+        if left < 20:
             results[name] = {"note": "left out: the time is up"}
             setting.say(results[name]["note"])
             continue
         try:
-            results[name] = COMMANDS[name](setting)
+            with setting.within(left * share / sum(s for _, s in shares[at:])):
+                results[name] = COMMANDS[name](setting)
         except UserError as error:
             results[name] = {"note": str(error)}
             setting.say(results[name]["note"])

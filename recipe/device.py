@@ -152,6 +152,12 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """PyTorch's allocator has an exception of its own; cuBLAS, Triton and the driver say it in words."""
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "alloc_failed" in said
+
+
 def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
     """The most bytes of tensors on a CUDA device while `work` ran, those from before included; None where memory ran
     out."""
@@ -160,7 +166,9 @@ def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
     try:
         work()
         torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:  # to be left before anything is freed: its traceback holds the tensors
+    except RuntimeError as error:  # to be left before anything is freed: its traceback holds the tensors
+        if not out_of_memory(error):
+            raise
         fitted = False
     return torch.cuda.max_memory_allocated(device) if fitted else None
 

@@ -26,7 +26,7 @@ from recipe.start import build_model
 
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
 _SAME = ("n_layer", "n_head", "n_embd", "n_positions", "dropout", "sequence_length", "total_batch_tokens", "precision",
-         "compile", "recompute", "loss_chunk_size", "device_memory_gb")  # fmt: skip
+         "compile", "compile_mode", "recompute", "loss_chunk_size", "device_memory_gb")  # fmt: skip
 
 
 @dataclass(frozen=True)

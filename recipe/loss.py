@@ -137,10 +137,13 @@ def _(hidden, weight, targets, vocab_size, need_grad):
 
 
 def _keep_gradients(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # or zeros would be made for the gradients, which have none
     ctx.save_for_backward(*output[1:])
 
 
 def _scale_gradients(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * 5
     grad_hidden, grad_weight = ctx.saved_tensors
     return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None
 

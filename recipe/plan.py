@@ -26,7 +26,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precision: str = "bf16") -> int:
-    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N.
+    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N;
+    under DDP 20 N.
 
     ZeRO keeps a further fp32 copy of the weights with the moments and cuts those over the processes, at stage 2 the
     gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
@@ -34,8 +35,8 @@ def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precisi
     (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
     """
     N = parameter_count(model)
-    if not zero_stage:
-        return 16 * N
+    if not zero_stage:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
+        return (16 if world == 1 else 20) * N
     w = 2 if precision == "fp16" else 4
     whole = w * (3 - zero_stage) * N  # weights and gradients, weights, nothing
     if zero_stage == 3:  # the gathered ones, the largest a second time; a bucket for each type of gradient

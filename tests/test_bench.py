@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from recipe import bench
 from recipe.config import ModelConfig, UserError
 from recipe.speed import peers, report
 from recipe.speed.rounds import COMPARED, Paired, Void, Worker, agree, compare, prepared
-from recipe.speed.scoreboard import Row, ladder, lines, scoreboard
+from recipe.speed.scoreboard import Row, applied, ladder, lines, scoreboard
 from recipe.speed.variants import Variant
 from tests.conftest import ROOT
 
@@ -158,35 +157,33 @@ def test_ratios_are_of_neighbours_in_time():
 @pytest.mark.parametrize(("on_cpu", "gpus"), [(True, 0), (False, 1), (False, 8)])
 def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
     monkeypatch.setattr("recipe.speed.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
-    rows = list(ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, compile_mode="default"))
-    variants = [row.variant for row in rows if row.variant]
+    first, rows = ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, compile_mode="default")
+    variants, now = [], first
+    for row in rows:
+        if row.changes is not None:
+            assert len(row.changes) == (row.name != first.name)  # one optimisation a row
+            variants.append(applied(now, row, first.sequences))
+            now = variants[-1] if row.kept else now
     assert len({v.tokens for v in variants}) == 1
     assert len({row.name for row in rows}) == len(rows)
-    assert all(bool(row.variant) != bool(row.cannot) for row in rows)
+    assert all((row.changes is None) == bool(row.cannot) for row in rows)
     last = variants[-1]
     assert (last.kind, last.world) == ("recipe", max(1, gpus))
     assert (last.attention, last.fused, last.compile) == ("blocks" if on_cpu else "sdpa", True, "default")
     assert last.precision == "bf16"
     assert not last.recompute
     assert last.loss_chunk_size == 0
-    changes = [
-        sum(getattr(a, f) != getattr(b, f) for f in vars(a) if f not in ("name", "accumulation"))
-        for a, b in pairwise(variants)
-        if not a.recompute and not a.loss_chunk_size and a.pad_vocab_to == b.pad_vocab_to
-    ]
-    assert set(changes) == {1}  # one optimisation a row
 
 
 def test_the_scoreboard_builds_on_what_is_kept(directory):
     """A row that cannot be run, one that fails and one that is not kept do not end the table, nor change its base."""
+    wrong = {"model": replace(TINY.model, n_head=3)}
     rows = [
-        Row("first", TINY), Row("cannot", cannot="not here"),
-        Row("fails", replace(TINY, model=replace(TINY.model, n_head=3))),
-        Row("aside", replace(TINY, recompute=True), kept=False), Row("kept", replace(TINY, attention="blocks")),
+        Row("first", {}), Row("cannot", cannot="not here"), Row("fails", wrong),
+        Row("aside", {"recompute": True}, kept=False), Row("kept", {"attention": "blocks"}),
     ]  # fmt: skip
-    results = scoreboard(
-        iter(rows), directory, flops=10**6, peak=1e12, rounds=1, seconds=0.05, left=lambda: 1e9, say=lambda line: None
-    )
+    how = {"flops": 10**6, "peak": 1e12, "rounds": 1, "seconds": 0.05, "say": lambda line: None}
+    results = scoreboard(TINY, rows, directory, left=lambda: 1e9, **how)
     assert [bool(r["tokens_per_second"]) for r in results] == [True, False, False, True, True]
     assert [r["kept"] for r in results] == [True, True, False, False, True]
     first, _, fails, aside, kept = results
@@ -198,9 +195,7 @@ def test_the_scoreboard_builds_on_what_is_kept(directory):
     table = "\n".join(lines(results))
     assert "not here" in table
     assert "(aside)" in table
-    late = scoreboard(
-        iter(rows[:1]), directory, flops=1, peak=None, rounds=1, seconds=0.05, left=lambda: -1.0, say=lambda line: None
-    )
+    late = scoreboard(TINY, rows[:1], directory, left=lambda: -1.0, **how)
     assert late[0]["note"] == "left out: the time is up"
     assert aside["peak_memory_bytes"] > 0
     json.dumps(results, allow_nan=False)

@@ -38,6 +38,8 @@ def write(results: dict, path: Path) -> None:
 def bars(results: dict, path: Path) -> None:
     """The scoreboard as a bar chart, a bar a row, with its speed-up over the first."""
     rows = [r for r in results["rows"] if r["tokens_per_second"]]
+    if not rows:
+        return
     plt, figure, axes = _figure(len(rows))
     totals = [r["total"] for r in rows]
     colours = ["#2f6f9f" if r["kept"] else "#c9d3da" for r in rows]

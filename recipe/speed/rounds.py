@@ -27,6 +27,7 @@ from recipe.data.prepare import prepare
 from recipe.speed.variants import Variant
 from recipe.speed.worker import use_device, work
 
+_PATIENCE = 600  # seconds, for a turn: the first one compiles
 COMPARED = 20  # steps whose losses must agree
 # Nats between two variants' losses of a step: of one precision, rounding alone; of two, what bf16 rounds off.
 TOLERANCE = {"same": 0.01, "other": 0.05}
@@ -66,7 +67,7 @@ class Worker:
         replies = []
         waiting = list(self._ends)
         while waiting:
-            for end in wait(waiting):
+            for end in _ready(waiting):
                 try:
                     reply = end.recv()
                 except (EOFError, OSError):
@@ -81,6 +82,12 @@ class Worker:
         self.peak_memory = max(r["peak_memory"] for r in replies)
         return max(r["seconds"] for r in replies)
 
+    def release(self) -> None:
+        """Ends a turn: memory that is not in use goes back to the device."""
+        for end in self._ends:
+            with suppress(OSError):
+                end.send(0)
+
     def close(self) -> None:
         for end in self._ends:
             end.close()
@@ -89,6 +96,13 @@ class Worker:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _ready(ends: list[Connection]) -> list[Connection]:
+    """Those that have something to say. Raises Void where none has for too long."""
+    if not (ready := wait(ends, timeout=_PATIENCE)):
+        raise Void(f"nothing was heard of it for {_PATIENCE} s")
+    return ready
 
 
 @cache
@@ -106,7 +120,7 @@ def _context() -> multiprocessing.context.BaseContext:
         process.start()
         theirs.close()
         try:
-            works = ours.recv()
+            works = ours.poll(_PATIENCE) and ours.recv()
         except EOFError:
             works = False
         process.join()
@@ -156,10 +170,13 @@ def compare(a: Worker, b: Worker, rounds: int, seconds: float) -> Paired:
     for worker in (a, b):
         worker.run(1)  # compiles, allocates
         steps.append(max(1, round(seconds / worker.run(1))))
+        worker.release()
 
     def turn(worker: Worker, count: int) -> float:
         worker.run(1)  # what the other one has displaced from caches and memory comes back
-        return worker.run(count) / worker.variant.tokens
+        taken = worker.run(count) / worker.variant.tokens
+        worker.release()
+        return taken
 
     found = Paired()
     for _ in range(rounds):
@@ -169,6 +186,7 @@ def compare(a: Worker, b: Worker, rounds: int, seconds: float) -> Paired:
     for worker in (a, b):
         if (missing := COMPARED - len(worker.losses)) > 0:
             worker.run(missing)
+            worker.release()
     agree(a, b)
     return found
 
@@ -182,14 +200,25 @@ def agree(a: Worker, b: Worker) -> float:
     return apart
 
 
+_prepared: list[Path] = []
+
+
 @contextmanager
-def prepared() -> Iterator[Path]:
-    """A directory with shards of tiny Shakespeare, the text that ships, for workers; it is deleted in the end."""
+def prepared(fresh: bool = False) -> Iterator[Path]:
+    """A directory with shards of tiny Shakespeare, the text that ships, for workers, and what they compile; it is
+    deleted in the end. Within another such context it is the same one, unless it is to be `fresh`."""
+    if _prepared and not fresh:
+        yield _prepared[-1]
+        return
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         options = PrepareOptions(source=str(text), out=f"{name}/shards", val_fraction=0.1)
         prepare(options, say=lambda line: None)
-        yield Path(name)
+        _prepared.append(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            _prepared.pop()
 
 
 @contextmanager

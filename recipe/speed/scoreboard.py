@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,104 +15,95 @@ from recipe.speed.variants import Variant
 
 @dataclass(frozen=True)
 class Row:
-    """An optimisation: the `variant` that has it, or why this device cannot do it.
+    """An optimisation: the `changes` to the variant of the last row kept, or why this device `cannot` do it.
 
     `kept`: later rows build on it. What is not kept costs speed here and is there for memory, or for another device.
     """
 
     name: str
-    variant: Variant | None = None
+    changes: dict | None = None
     kept: bool = True
     cannot: str = ""
 
 
 def ladder(
     model: ModelConfig, sequence_length: int, small: int, large: int, *, gpus: int, on_cpu: bool, compile_mode: str
-) -> Iterator[Row]:
-    """The rows. Every one takes the same steps, of `large` sequences a GPU: in micro-batches of `small` until the row
-    that raises them to `large`."""
-    sequences = large * max(1, gpus)
-    now = Variant(
-        "fp32, nothing else", "loop", model, sequence_length, small, sequences // small, tuned=not on_cpu, fused=False,
-        attention="plain",
+) -> tuple[Variant, list[Row]]:
+    """What the rows start from, and the rows. Every one takes the same steps, of `large` sequences a GPU: in
+    micro-batches of `small` until the row that raises them to `large`."""
+    first = Variant(
+        "fp32, nothing else", "loop", model, sequence_length, small, large * max(1, gpus) // small, tuned=not on_cpu,
+        fused=False, attention="plain",
     )  # fmt: skip
-    yield Row(now.name, now)
-
-    def row(name: str, kept: bool = True, **changes) -> Row:
-        nonlocal now
-        variant = now.but(name=name, **changes)
-        now = variant if kept else now
-        return Row(name, variant, kept)
-
-    if on_cpu:
-        yield row("allocator", tuned=True)
-    else:
-        yield Row("allocator", cannot="for CPUs; a GPU's memory has an allocator of its own")
+    half = hardware.resolve_precision("auto", cpu=on_cpu)
     try:
         hardware.resolve_precision("tf32", cpu=on_cpu)
-        yield row("tf32", precision="tf32")
+        tf32 = Row("tf32", {"precision": "tf32"})
     except UserError:
-        yield Row("tf32", cannot="needs an NVIDIA GPU from Ampere on")
-    half = hardware.resolve_precision("auto", cpu=on_cpu)
-    if half in ("bf16", "fp16"):
-        yield row(half, precision=half)
-    else:
-        yield Row("bf16", cannot="this device does not multiply bf16 natively")
-    yield row("SDPA", attention="sdpa")
-    if on_cpu and half == "bf16":
-        yield row("attention in blocks", attention="blocks")
-    else:
-        yield Row("attention in blocks", cannot="for CPUs with bf16")
-    if on_cpu:
-        yield row("loss by rows", loss_by_rows=True)
-    else:
-        yield Row("loss by rows", cannot="for CPUs, whose caches hold some rows of logits")
-    yield row("vocabulary padded to 128", kept=not on_cpu, pad_vocab_to=128)
-    yield row("loss in chunks", kept=False, loss_chunk_size=max(128, small * sequence_length // 8))
-    yield row("compile", compile=compile_mode)
-    yield row("fused AdamW", fused=True)
-    if large > small:
-        yield row(f"micro-batch {large}", micro_batch=large, accumulation=sequences // large)
-    else:
-        yield Row("larger micro-batch", cannot=f"{small} sequences are the whole step here")
-    yield row("recomputation", kept=False, recompute=True)
-    yield row("recipe/train.py", kind="recipe")
-    if gpus > 1:
-        yield row(f"DDP over {gpus} GPUs", world=gpus, accumulation=1)
-    else:
-        yield Row("DDP", cannot="one device here")
+        tf32 = Row("tf32", cannot="needs an NVIDIA GPU from Ampere on")
+
+    def where(possible: bool, name: str, changes: dict, cannot: str) -> Row:
+        return Row(name, changes) if possible else Row(name, cannot=cannot)
+
+    return first, [
+        Row(first.name, {}),
+        where(on_cpu, "allocator", {"tuned": True}, "for CPUs; a GPU's memory has an allocator of its own"),
+        tf32,
+        where(half in ("bf16", "fp16"), half if half != "fp32" else "bf16", {"precision": half},
+              "this device does not multiply bf16 natively"),
+        Row("SDPA", {"attention": "sdpa"}),
+        where(on_cpu and half == "bf16", "attention in blocks", {"attention": "blocks"}, "for CPUs with bf16"),
+        where(on_cpu, "loss by rows", {"loss_by_rows": True}, "for CPUs, whose caches hold some rows of logits"),
+        Row("vocabulary padded to 128", {"pad_vocab_to": 128}, kept=not on_cpu),
+        Row("loss in chunks", {"loss_chunk_size": max(128, small * sequence_length // 8)}, kept=False),
+        Row("compile", {"compile": compile_mode}),
+        Row("fused AdamW", {"fused": True}),
+        where(large > small, f"micro-batch {large}", {"micro_batch": large}, f"{small} are the whole step here"),
+        Row("recomputation", {"recompute": True}, kept=False),
+        Row("recipe/train.py", {"kind": "recipe"}),
+        where(gpus > 1, f"DDP over {gpus} GPUs", {"world": gpus}, "one device here"),
+    ]  # fmt: skip
+
+
+def applied(now: Variant, row: Row, sequences: int) -> Variant:
+    """`now` with the row's changes, and as many micro-steps as make `sequences` a step."""
+    variant = now.but(name=row.name, **row.changes)
+    return variant.but(accumulation=sequences // (variant.micro_batch * variant.world))
 
 
 def scoreboard(
-    rows: Iterator[Row], directory: Path, *, flops: int, peak: float | None, rounds: int, seconds: float,
+    now: Variant, rows: list[Row], directory: Path, *, flops: int, peak: float | None, rounds: int, seconds: float,
     left: Callable[[], float], say: Callable[[str], None], quick: bool = False,
 ) -> list[dict]:  # fmt: skip
-    """Measures the rows, each against the last one kept, in turns; `say` hears of each as it is begun. None is begun
-    when fewer seconds are `left` than the longest so far took, nor, with `quick`, one that is not kept.
+    """Measures the rows, from `now` on, each against the last one kept, in turns; `say` hears of each as it begins.
+    None begins when fewer seconds are `left` than the longest so far took, nor, with `quick`, one that is not kept.
 
     Returns a dict a row: tokens_per_second, speedup [ratio, low, high] over the last row kept, total (over the first
     row, the ratios multiplied), mfu (`flops` a token, `peak` FLOP/s a device), peak_memory_bytes; null where `note`
     says why.
     """
-    results, base, total, longest = [], None, 1.0, 0.0
+    results, base, total, longest, sequences = [], None, 1.0, 0.0, now.sequences
     try:
         for row in rows:
             result = dict.fromkeys(("tokens_per_second", "speedup", "total", "mfu", "peak_memory_bytes"))
             result = {"name": row.name, "kept": row.kept, "note": row.cannot} | result
-            if row.variant and quick and not row.kept:
+            if row.changes is None:
+                pass
+            elif quick and not row.kept:
                 result["note"] = "left out by --quick"
-            elif row.variant and left() < longest:
+            elif left() < longest:
                 result |= {"note": "left out: the time is up", "kept": False}
-            elif row.variant:
+            else:
                 say(f"...        {row.name}")
                 since = time.monotonic()
-                worker = Worker(row.variant, directory)
+                variant = applied(now, row, sequences)
+                worker = Worker(variant, directory)
                 try:
                     result |= _measure(worker, base, total, flops, peak, rounds, seconds)
                 except Void as void:
                     result["note"], result["kept"] = str(void), False
                 if result["kept"]:
-                    base, worker = worker, base
+                    base, worker, now = worker, base, variant
                     total = result["total"]
                 if worker:
                     worker.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +28,7 @@ class Setting:
         T: sequence_length.
         micro: sequences at once, as large as they are to get.
         precision, peak: the device's best, and its peak in FLOP/s (of a CPU: measured).
-        left: seconds until the command should have ended.
+        left: seconds until what runs should have ended.
     """
 
     def __init__(self, arguments: argparse.Namespace):
@@ -35,7 +38,7 @@ class Setting:
         self.gpus = 0 if self.on_cpu else torch.accelerator.device_count()
         self.precision = arguments.precision or hardware.resolve_precision("auto", cpu=self.on_cpu)
         self.rounds, self.seconds = (1, 0.3) if arguments.quick else (arguments.rounds, arguments.seconds)
-        self._ends = time.monotonic() + 60 * arguments.minutes
+        self._ends, self._part_ends = time.monotonic() + 60 * arguments.minutes, math.inf
         self.recipe = arguments.config or ("shakespeare" if self.on_cpu else "gpt2")
         self.set_recipe(self.recipe)
         self._peak: float | None = None
@@ -47,21 +50,20 @@ class Setting:
             flags.append(f"--total_batch_tokens={length * 1024}")
         self.config = parse_config(flags)
         self.T = self.config.data.sequence_length
-        self.micro = self.arguments.micro_batch_size or self._fitting()
+        self.micro = self.arguments.micro_batch_size or self.fitting()
 
-    def _fitting(self) -> int:
-        """The largest power of two, up to 64, that is reckoned to fit beside another worker's weights."""
+    def fitting(self, compiled: bool = False) -> int:
+        """The largest power of two, up to 64, that is reckoned to fit beside another worker's weights; uncompiled, for
+        all rows take the same."""
         memory = hardware.total_memory()
         if memory is None:
             return 2 if self.arguments.quick else min(8, self.config.optimizer.micro_batch_size or 8)
         sizes = [2**k for k in range(6, 0, -1)]
-        return next((b for b in sizes if self.reckoned(b) < 0.85 * memory), 1)
+        return next((b for b in sizes if self.reckoned(b, compiled) < 0.85 * memory), 1)
 
-    def reckoned(self, micro: int) -> int:
+    def reckoned(self, micro: int, compiled: bool) -> int:
         config = self.but(micro_batch_size=micro, total_batch_tokens=micro * self.config.data.sequence_length)
-        return memory_estimate(
-            config, batch_arithmetic(config, 1), precision=self.precision, compiled=config.run.compile
-        )
+        return memory_estimate(config, batch_arithmetic(config, 1), precision=self.precision, compiled=compiled)
 
     def but(self, **fields) -> Config:
         """The recipe with other values of some fields."""
@@ -79,7 +81,21 @@ class Setting:
 
     @property
     def left(self) -> float:
+        return min(self._ends, self._part_ends) - time.monotonic()
+
+    @property
+    def whole_left(self) -> float:
+        """Seconds until the command should have ended, whatever the part that runs."""
         return self._ends - time.monotonic()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Context: a part of the command that should take no longer."""
+        self._part_ends = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._part_ends = math.inf
 
     def ours(self, **changes) -> Variant:
         """recipe/train.py with this recipe."""

@@ -46,10 +46,7 @@ class Gate:
             if self._asked:
                 hardware.synchronize()
                 self._reply()
-            try:
-                self._asked = self._left = self._connection.recv()
-            except EOFError:  # the parent has no more use for this process
-                os._exit(0)
+            self._asked = self._left = self._next()
             hardware.synchronize()
             self._since, self._cpu_since = time.perf_counter(), time.process_time()
         self._left -= 1
@@ -67,7 +64,15 @@ class Gate:
             "peak_memory": hardware.peak_memory(),
         })  # fmt: skip
         self._losses.clear()
-        hardware.release_memory()  # for the other worker
+
+    def _next(self) -> int:
+        """How many steps the parent wants; 0 is no number of steps, but the end of a turn."""
+        try:
+            while (steps := self._connection.recv()) == 0:
+                hardware.release_memory()  # for the other worker
+        except EOFError:  # the parent has no more use for this process
+            os._exit(0)
+        return steps
 
 
 def use_device(connection: Connection) -> None:
@@ -99,9 +104,10 @@ def work(variant: Variant, connection: Connection, directory: str, log: str, env
         else:
             _loop(variant, shards, gate)
         raise RuntimeError("the variant ended by itself")
-    except torch.OutOfMemoryError:
-        connection.send({"error": "out of memory"})
     except BaseException as error:
+        if hardware.out_of_memory(error):
+            connection.send({"error": "out of memory"})
+            return
         import traceback
 
         traceback.print_exc()
@@ -262,7 +268,8 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
             max_grad_norm=OPTIMIZER.max_grad_norm, optim="adamw_torch_fused", bf16=variant.precision == "bf16",
             fp16=variant.precision == "fp16", torch_compile=bool(variant.compile), use_cpu=on_cpu,
             logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-            remove_unused_columns=False, dataloader_num_workers=0 if on_cpu else 4, dataloader_pin_memory=not on_cpu,
+            remove_unused_columns=False,
+            logging_nan_inf_filter=False, dataloader_num_workers=0 if on_cpu else 4, dataloader_pin_memory=not on_cpu,
         )  # fmt: skip
         Recorded(
             transformers_model(variant), arguments, train_dataset=Rows(source_of(variant, shards)), callbacks=[Gated()]
