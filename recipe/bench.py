@@ -31,6 +31,7 @@ from recipe.speed.two import measure_two
 from recipe.speed.variants import Variant
 from recipe.speed.worker import make_step
 
+MODES = ("regional", "default", "max-autotune")
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -97,7 +98,7 @@ def run_compile(setting: Setting) -> dict:
         prepared(fresh=True) as directory,
         workers(directory, setting.ours(name="not compiled", compile="")) as (plain,),
     ):
-        for mode in ("regional", "default", "max-autotune"):
+        for mode in MODES:
             row = {"mode": mode, "note": "left out: the time is up"}
             if setting.left > 0:
                 with workers(directory, setting.ours(name=mode, compile=mode)) as (worker,):

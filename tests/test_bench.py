@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial, update_wrapper
 
 import pytest
 import torch
@@ -220,7 +221,15 @@ def tiny(tiny_recipe, tmp_path) -> tuple:
     return "--quick", "--config", tiny_recipe, "--precision", "fp32", "--out", tmp_path
 
 
-def test_the_command_writes_table_json_and_picture(tiny, tmp_path, capsys):
+def test_the_command_writes_table_json_and_picture(tiny, tmp_path, capsys, monkeypatch):
+    whole = bench.ladder
+
+    def some(*arguments, **options):
+        """Without those that compile, which take most of the time."""
+        first, rows = whole(*arguments, **options)
+        return first, [row for row in rows if row.name not in ("compile", "SDPA", "loss by rows", "fused AdamW")]
+
+    monkeypatch.setattr(bench, "ladder", some)
     assert command("scoreboard", *tiny) == 0
     found = json.loads((tmp_path / "scoreboard.json").read_text())
     assert (tmp_path / "scoreboard.png").read_bytes().startswith(b"\x89PNG")
@@ -248,7 +257,8 @@ def test_the_command_compares_with_peers(tiny, tmp_path, monkeypatch):
     assert (tmp_path / "peers.png").exists()
 
 
-def test_the_command_sweeps_profiles_and_compiles(tiny, tmp_path, capsys):
+def test_the_command_sweeps_profiles_and_compiles(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "MODES", ("regional",))
     for name in ("sweep", "profile", "compile"):
         assert command(name, *tiny, "--micro_batch_size", "2") == 0, capsys.readouterr().err
     sweep, profile, compiled = (
@@ -258,19 +268,24 @@ def test_the_command_sweeps_profiles_and_compiles(tiny, tmp_path, capsys):
     assert all(r["tokens_per_second"] > 0 and r["peak_memory_bytes"] > 0 for r in sweep["rows"])
     assert sum(profile["profile"]["shares"].values()) == pytest.approx(1)
     assert profile["floor"]["floor_of_actual"] > 0
-    assert [r["mode"] for r in compiled["rows"]] == ["regional", "default", "max-autotune"]
+    assert [r["mode"] for r in compiled["rows"]] == ["regional"]
     assert all(r["speedup"][0] > 0 for r in compiled["rows"])
 
 
 def test_all_goes_on_after_a_part_that_fails_and_ends_in_time(tiny, tmp_path, monkeypatch, capsys):
-    def fails(setting):
-        raise RuntimeError("no such kernel")
-
     ran = []
-    for name in list(bench.COMMANDS):
-        if name != "all":
-            monkeypatch.setitem(bench.COMMANDS, name, lambda setting, name=name: ran.append(name) or {"of": name})
-    monkeypatch.setitem(bench.COMMANDS, "peers", fails)
+
+    def part(setting, name):
+        """A part of it."""
+        if name == "peers":
+            raise RuntimeError("no such kernel")
+        ran.append(name)
+        assert 0 < setting.left < setting.whole_left
+        return {"of": name}
+
+    for name in set(bench.COMMANDS) - {"all"}:
+        stand_in = update_wrapper(partial(part, name=name), part)
+        monkeypatch.setitem(bench.COMMANDS, name, stand_in)
     assert command("all", *tiny) == 0
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
