@@ -19,6 +19,8 @@ from huggingface_hub.utils import logging as hub_logging
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eval.devices import UserError, choose_device
+
 METRICS = Path(__file__).resolve().parent / "metrics"
 STEP_DIR = re.compile(r"step_(\d+)")
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -26,10 +28,6 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
 # Rows of logits held in float32 at once, by device: 128 x 50257 x 4 bytes is 26 MB, and larger pieces were slower on a
 # CPU (they fall out of its cache); other devices take 2048 (412 MB).
 PIECE = {"cpu": 128}
-
-
-class UserError(ValueError):
-    """A mistake the user can mend. The message names the bad value and the way out."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
     result = argparse.ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
     result.add_argument("--model", dest="model_option", metavar="DIR_OR_ID", help="the same, as an option")
-    result.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"])
+    result.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu", "xla"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     if batch_size:
         result.add_argument("--batch_size", type=positive_int, default=batch_size, help=f"{batch_unit} a forward pass")
@@ -120,16 +118,6 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
     return str(path), path
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first there is of cuda, mps, cpu. Raises UserError if a named one is absent."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(device for device, present in there.items() if present)
-    if not there[name]:
-        raise UserError(f"--device {name}: not available here. There is: {', '.join(d for d, p in there.items() if p)}")
-    return torch.device(name)
-
-
 def load(args: argparse.Namespace) -> Loaded:
     """Load the model and tokenizer that the arguments of `parser` name, and say what was loaded.
 
@@ -144,7 +132,8 @@ def load(args: argparse.Namespace) -> Loaded:
     if args.dtype == "auto":
         dtype = (
             torch.bfloat16
-            if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            if device.type == "xla"
+            or (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
             else torch.float32
         )
     else:
@@ -183,11 +172,24 @@ def body_and_head(model: transformers.PreTrainedModel) -> tuple[Callable, Callab
     """Split a model into ids (N, T) -> states (N, T, D) and states (M, D) -> logits (M, V).
 
     So the scorers pay the output projection, which is most of a small model's time and memory, only where a token
-    is scored. Architectures other than GPT-2 may do more after the head: for them the states are the logits.
+    is scored. Architectures other than GPT-2 may do more after the head: for them the states are the logits. GPT-2's
+    first function also takes positions (N, T) and, where `shares_prefixes`, a mask (N, 1, T, T), true where a query
+    may see a key.
     """
-    if model.config.model_type == "gpt2":
-        return lambda ids: model.transformer(ids, use_cache=False).last_hidden_state, model.lm_head
-    return lambda ids: model(ids, use_cache=False).logits, identity
+    if model.config.model_type != "gpt2":
+        return lambda ids: model(ids, use_cache=False).logits, identity
+
+    def body(ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None):
+        states = model.transformer(ids, position_ids=positions, attention_mask=mask, use_cache=False)
+        return states.last_hidden_state
+
+    return body, model.lm_head
+
+
+def shares_prefixes(model: transformers.PreTrainedModel) -> bool:
+    """Whether several continuations of one context may stand in a row: known of GPT-2, whose attention is SDPA (which
+    reads a mask of booleans) and whose positions are what they are told to be."""
+    return model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
 
 
 def token_log_probs(states: torch.Tensor, targets: torch.Tensor, head: Callable = identity) -> torch.Tensor:

@@ -7,12 +7,14 @@ encoded as one string, length in characters. Neither puts a token before the con
 All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.07830).
 """
 
+import argparse
 import gzip
 import json
 import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,33 +25,12 @@ if __name__ == "__main__" and not __package__:
 import numpy as np
 import torch
 
-from eval import common
+from eval import common, devices
+from eval.continuations import Request, rows_of, score
+from eval.published import HELLASWAG, SOURCES
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
 WAYS = {"A": "llm.c / build-nanogpt", "B": "lm-evaluation-harness hellaswag v1"}
-# OpenAI's models on all 10,042 rows: (acc, acc_norm), None where it was not published for that way.
-PUBLISHED = {
-    "A": {
-        "GPT-2 124M": (0.2859, 0.2955),
-        "GPT-2 350M": (None, 0.375224),
-        "GPT-2 774M": (None, 0.431986),
-        "GPT-2 1558M": (0.3842, 0.4893),
-    },
-    "B": {"GPT-2 124M": (0.2892, 0.3114), "GPT-2 1558M": (0.4004, 0.5089)},
-}
-SOURCE = {
-    "A": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c dev/vislog.ipynb",
-    "B": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
-}
-
-
-@dataclass(frozen=True)
-class Request:
-    """One ending to score: `tokens` is context and ending, of which the last `n_scored` are the ending's."""
-
-    tokens: list[int]
-    n_scored: int
-    length: int  # what acc_norm divides by: tokens (A) or characters (B)
 
 
 @dataclass(frozen=True)
@@ -80,127 +61,77 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def encode_row(encode: Callable[[str], list[int]], row: dict) -> dict[str, list[Request]]:
-    """The four requests of a row in each way. `encode` turns text into token ids and adds no special tokens."""
-    context, a = encode(row["ctx"]), []
-    for ending in row["endings"]:
-        tokens = encode(" " + ending)
-        a.append(Request(context + tokens, len(tokens), len(tokens)))
-    query, b = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"), []
+def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> list[Request]:
+    """The four requests of a row in a way. `encode` turns text into token ids and adds no special tokens."""
+    if way == "A":
+        context = encode(row["ctx"])
+        endings = [encode(" " + ending) for ending in row["endings"]]
+        return [Request(context + tokens, len(tokens), len(tokens)) for tokens in endings]
+    query, requests = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"), []
     # As in the harness (_encode_pair in its api/model.py), spaces at the context's end belong to the continuation.
     n_context = len(encode(query.rstrip()))
     for ending in map(clean, row["endings"]):
         tokens = encode(f"{query} {ending}")
-        b.append(Request(tokens, len(tokens) - n_context, len(ending)))
-    return {"A": a, "B": b}
-
-
-def score_requests(
-    logits_fn: Callable,
-    requests: list[Request],
-    *,
-    device: torch.device | str,
-    max_length: int,
-    head: Callable = common.identity,
-    multiples: tuple[int, int, int] = (1, 1, 1),
-) -> list[float]:
-    """Summed log-likelihood in nats of each request's ending, from one call of `logits_fn`.
-
-    Args:
-        logits_fn: ids (N, T) -> logits (N, T, V), or whatever `head` takes: states (N, T, D).
-        max_length: positions the model has, in tokens. Longer requests lose tokens on the left.
-        head: states (M, D) -> logits (M, V), applied only where a token is scored.
-        multiples: of what N, T and M are filled up to, for a device that compiles for each shape.
-    """
-    # The last token predicts nothing, hence one token more than the model has positions.
-    tokens = [request.tokens[-(max_length + 1) :] for request in requests]
-    counts = [min(request.n_scored, max_length) for request in requests]
-    n, t, m = multiples
-    width = min(_fill(max(map(len, tokens)) - 1, t), max_length)
-    # (N, T); a causal model never sees the padding on the right
-    ids = np.zeros((_fill(len(tokens), n), width), dtype=np.int64)
-    for i, sequence in enumerate(tokens):
-        ids[i, : len(sequence) - 1] = sequence[:-1]
-    rows = np.repeat(np.arange(len(tokens)), counts)  # (M,)
-    columns = np.concatenate([np.arange(len(s) - 1 - n, len(s) - 1) for s, n in zip(tokens, counts, strict=True)])
-    targets = np.concatenate([s[-n:] for s, n in zip(tokens, counts, strict=True)])
-    rows, columns, targets = (np.pad(x, (0, _fill(len(x), m) - len(x))) for x in (rows, columns, targets))
-    ids, rows, columns, targets = (torch.from_numpy(x).to(device) for x in (ids, rows, columns, targets))
-    with torch.no_grad():
-        log_probs = common.token_log_probs(logits_fn(ids)[rows, columns], targets, head)
-    return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
-
-
-def _fill(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+        requests.append(Request(tokens, len(tokens) - n_context, len(ending)))
+    return requests
 
 
 def score_rows(
-    logits_fn: Callable,
+    states_fn: Callable,
     encode: Callable[[str], list[int]],
     rows: list[dict],
     *,
     device: torch.device | str,
     batch_size: int = 16,
     max_length: int = 1024,
-    head: Callable = common.identity,
-    multiples: tuple[int, int, int] = (1, 1, 1),
+    ways: Sequence[str] = tuple(WAYS),
+    share: bool = True,
     progress: bool = False,
+    **options,
 ) -> list[dict[str, RowScore]]:
-    """Score rows in both ways, `batch_size` rows (eight sequences each) a call; results in the order of `rows`.
+    """Score rows, `batch_size` of them a call, in ceil(len(rows) / batch_size) calls; results in the order of `rows`.
 
-    `logits_fn`, `head`, `multiples` and `max_length` are those of `score_requests`. Makes ceil(len(rows) / batch_size)
-    calls.
+    `states_fn`, `share`, `max_length` and further options (head, multiples, place) are those of
+    `eval.continuations.score`. Without `head`, whole logits are held: of 16 rows easily a gigabyte.
     """
-    encoded = [encode_row(encode, row) for row in rows]
+    encoded = [{way: encode_row(encode, row, way) for way in ways} for row in rows]
+    packed = [[rows_of(four, max_length, share) for four in row.values()] for row in encoded]
     # Rows of like length together: little padding. Longest first: memory that does not suffice shows at once.
-    order = sorted(range(len(rows)), key=lambda i: -max(len(r.tokens) for way in encoded[i].values() for r in way))
+    order = sorted(range(len(rows)), key=lambda i: -max(len(row.ids) for way in packed[i] for row in way))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     results: list = [None] * len(rows)
     for batch in common.track(batches, "HellaSwag", "rows", show=progress):
-        requests = [request for i in batch for way in WAYS for request in encoded[i][way]]
-        sums = score_requests(logits_fn, requests, device=device, max_length=max_length, head=head, multiples=multiples)
-        scored = iter(zip(requests, sums, strict=True))
+        together = [row for i in batch for way in packed[i] for row in way]
+        sums = iter(score(states_fn, together, device=device, share=share, max_length=max_length, **options))
         for i in batch:
-            results[i] = {way: _row_score(scored) for way in WAYS}
+            results[i] = {
+                way: RowScore([next(sums) for _ in four], [request.length for request in four])
+                for way, four in encoded[i].items()
+            }
     return results
 
 
-def _row_score(scored: Iterator[tuple[Request, float]]) -> RowScore:
-    four = [next(scored) for _ in range(4)]
-    return RowScore([total for _, total in four], [request.length for request, _ in four])
-
-
 def score_hellaswag(
-    logits_fn: Callable,
+    states_fn: Callable,
     encode: Callable[[str], list[int]],
     *,
     limit: int | None = None,
-    device: torch.device | str,
     rank: int = 0,
     world: int = 1,
-    batch_size: int = 8,
-    max_length: int = 1024,
-    head: Callable = common.identity,
-    multiples: tuple[int, int, int] = (1, 1, 1),
-    progress: bool = False,
+    **options,
 ) -> dict:
     """Counts of correct rows in this rank's share, to be summed over ranks: for a trainer's live module.
 
-    `logits_fn`, `head`, `multiples` and `max_length` are those of `score_requests`. Without `head`, whole logits are
-    held: 8 rows are at most 64 x 96 positions, 1.2 GB in float32. Every rank makes the same number of calls, because
-    under ZeRO-3 a forward pass is collective: a rank whose share is one row short scores another row and
-    leaves it out of its counts.
+    `states_fn` and `options` are those of `score_rows`. Every rank makes the same number of calls, because under ZeRO-3
+    a forward pass is collective: a rank whose share is one row short scores another row and leaves it out of its
+    counts.
 
     Returns {"rows": n, "A": {"acc": correct, "acc_norm": correct}, "B": {...}}, all of them integers.
     """
     rows = load_rows(limit)
-    mine = range(rank, rank + world * -(-len(rows) // world), world)
-    share = [rows[i % len(rows)] for i in mine]
-    options = {"device": device, "batch_size": batch_size, "max_length": max_length, "head": head}
-    options |= {"multiples": multiples, "progress": progress}
+    mine, share = share_of(rows, rank, world)
     counts = {"rows": 0} | {way: {"acc": 0, "acc_norm": 0} for way in WAYS}
-    for i, row, scores in zip(mine, share, score_rows(logits_fn, encode, share, **options), strict=True):
+    for i, row, scores in zip(mine, share, score_rows(states_fn, encode, share, **options), strict=True):
         if i >= len(rows):
             continue
         counts["rows"] += 1
@@ -210,14 +141,29 @@ def score_hellaswag(
     return counts
 
 
-def evaluate_rows(loaded: common.Loaded, rows: list[dict], *, batch_size: int, progress: bool = True) -> dict:
+def share_of(rows: list[dict], rank: int, world: int) -> tuple[range, list[dict]]:
+    """The rows of one of `world` processes, as many for each, and their numbers; a number that is not below len(rows)
+    stands for a row that only fills the share up."""
+    mine = range(rank, rank + world * -(-len(rows) // world), world)
+    return mine, [rows[i % len(rows)] for i in mine]
+
+
+def score_loaded(loaded: common.Loaded, rows: list[dict], *, batch_size: int) -> list[dict[str, RowScore]]:
+    """The scores of all `rows`, on every process of a launch, each of which has scored its share."""
+    body, head = common.body_and_head(loaded.model)
+    mine, share = share_of(rows, *devices.processes())
+    options = {"head": head, "max_length": loaded.n_positions, "share": common.shares_prefixes(loaded.model)}
+    options |= {"device": loaded.device, "batch_size": batch_size, "progress": devices.is_main()}
+    scores = score_rows(body, loaded.encode, share, **options, **devices.shapes(loaded.device))
+    together = devices.gather(zip(mine, scores, strict=True))
+    return [score for _, score in sorted(together, key=lambda pair: pair[0])][: len(rows)]
+
+
+def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
     """Both accuracies in both ways, each with its 95 % interval: {"rows": n, "A": {"acc": ..., "acc_ci95": ...}, ...}.
 
     The interval is the half width of the normal approximation, 1.96 sqrt(p (1 - p) / n).
     """
-    body, head = common.body_and_head(loaded.model)
-    options = {"device": loaded.device, "batch_size": batch_size, "max_length": loaded.n_positions, "head": head}
-    scores = score_rows(body, loaded.encode, rows, **options, progress=progress)
     result: dict = {"rows": len(rows)}
     for way in WAYS:
         metric = common.load_metric("hellaswag")
@@ -232,33 +178,90 @@ def evaluate_rows(loaded: common.Loaded, rows: list[dict], *, batch_size: int, p
     return result
 
 
+def paired_bootstrap(ours: Sequence[int], theirs: Sequence[int], samples: int = 100_000, seed: int = 0) -> dict:
+    """What is known of the difference of two models' accuracies on the same rows (1 or 0 for each row).
+
+    Rows are drawn with replacement `samples` times (Efron 1979; for two systems: Koehn 2004). A row's difference is -1,
+    0 or 1, so a sample is a draw of how many there are of each, and all rows need not be touched.
+
+    Returns {"difference": ours - theirs, "ci95": [low, high] of its percentiles, "p": two-sided, the share of samples
+    on the other side of 0 or at it, twice, "only_ours", "only_theirs": rows that one alone has right}.
+    """
+    difference = np.asarray(ours) - np.asarray(theirs)
+    counts = [int((difference == value).sum()) for value in (1, -1, 0)]
+    drawn = np.random.default_rng(seed).multinomial(sum(counts), np.array(counts) / sum(counts), size=samples)
+    means = (drawn[:, 0] - drawn[:, 1]) / sum(counts)
+    p = min(1.0, 2 * min((means <= 0).mean(), (means >= 0).mean()))
+    return {
+        "difference": float(difference.mean()),
+        "ci95": np.percentile(means, [2.5, 97.5]).tolist(),
+        "p": max(float(p), 1 / samples),  # not seen is not impossible
+        "only_ours": counts[0],
+        "only_theirs": counts[1],
+    }
+
+
+def compare(ours: list[dict[str, RowScore]], theirs: list[dict[str, RowScore]], rows: list[dict]) -> dict:
+    """`paired_bootstrap` of both accuracies in both ways: {"A": {"acc": ..., "acc_norm": ...}, "B": {...}}."""
+    result: dict = {}
+    for way in WAYS:
+        a, b = ([score[way].correct(row["label"]) for score, row in zip(s, rows, strict=True)] for s in (ours, theirs))
+        result[way] = {name: paired_bootstrap([x[name] for x in a], [x[name] for x in b]) for name in a[0]}
+    return result
+
+
 def table(result: dict) -> str:
-    """The result beside what is published for OpenAI's models, way by way."""
+    """The result beside what is published, way by way."""
     lines = [f"HellaSwag validation, {result['rows']:,} rows (chance: 0.2500; +- is the 95 % interval)"]
-    for way, title in WAYS.items():
-        ours = [f"{result[way][name]:.4f} +- {result[way][f'{name}_ci95']:.4f}" for name in ("acc", "acc_norm")]
-        lines += ["", f"{way}. {title:<36} {'acc':<18} acc_norm", f"   {'this model':<36} {ours[0]:<18} {ours[1]}"]
-        for model, numbers in PUBLISHED[way].items():
+    for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly as A"}).items():
+        lines += ["", f"{f'{way}. ' if way in WAYS else '   '}{title:<46} {'acc':<18} acc_norm"]
+        if way in result:
+            ours = [f"{result[way][name]:.4f} +- {result[way][f'{name}_ci95']:.4f}" for name in ("acc", "acc_norm")]
+            lines.append(f"   {'this model':<46} {ours[0]:<18} {ours[1]}")
+        for model, numbers in HELLASWAG[way].items():
             acc, norm = ("-" if number is None else f"{number:.4f}" for number in numbers)
-            lines.append(f"   {model + ', published':<36} {acc:<18} {norm}")
-        lines.append(f"   ({SOURCE[way]})")
+            lines.append(f"   {model:<46} {acc:<18} {norm}")
+        lines.append(textwrap.fill(f"({SOURCES[way]})", 110, initial_indent="   ", subsequent_indent="    "))
     if result["rows"] < 10042:
         lines += ["", "Published numbers are on all 10,042 rows, where the interval is about +- 0.009."]
     return "\n".join(lines)
 
 
+def comparison(differences: dict, ours: str, theirs: str) -> str:
+    """`compare`'s result as a user reads it."""
+    lines = [f"{ours} minus {theirs}, on the same rows (paired bootstrap, 95 % interval)"]
+    for way in WAYS:
+        for name, d in differences[way].items():
+            low, high = d["ci95"]
+            verdict = "not to be told from 0" if low <= 0 <= high else ("better" if low > 0 else "worse")
+            lines.append(
+                f"   {way} {name:<9} {d['difference']:+.4f}  [{low:+.4f}, {high:+.4f}]  p = {d['p']:.2g}  {verdict} "
+                f"(right alone: {d['only_ours']:,} and {d['only_theirs']:,} rows)"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
-    parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows (of 8 sequences)")
+    parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows (of 8 endings)")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
+    parser.add_argument("--compare", metavar="DIR_OR_ID", help="a second model, on the same rows: paired bootstrap")
     args = parser.parse_args()
-    loaded = common.load(args)
-    output = common.results_path(args.output, loaded)
-    rows = load_rows(args.limit)
-    start = time.monotonic()
-    result = evaluate_rows(loaded, rows, batch_size=args.batch_size)
-    seconds = time.monotonic() - start
-    print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
-    common.write_results(output, "hellaswag", loaded.describe() | result | {"seconds": round(seconds, 1)})
+    with devices.launched():
+        loaded = common.load(args)
+        output = common.results_path(args.output, loaded)
+        other = common.load(argparse.Namespace(**vars(args) | {"model_option": args.compare})) if args.compare else None
+        rows = load_rows(args.limit)
+        start = time.monotonic()
+        scores = score_loaded(loaded, rows, batch_size=args.batch_size)
+        seconds = time.monotonic() - start
+        result = accuracies(scores, rows)
+        print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
+        if other:
+            differences = compare(scores, score_loaded(other, rows, batch_size=args.batch_size), rows)
+            print(f"\n{comparison(differences, loaded.name, other.name)}\n")
+            result["compared_with"] = {"model": other.name} | differences
+        if devices.is_main():
+            common.write_results(output, "hellaswag", loaded.describe() | result | {"seconds": round(seconds, 1)})
 
 
 if __name__ == "__main__":

@@ -55,15 +55,15 @@ def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Calla
     # Body and head apart: only the endings' positions ever become logits.
     with eager(engine, model) as live, engine.autocast():
 
-        def body(ids: torch.Tensor) -> torch.Tensor:  # as often on every process
+        def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             faults.at("evaluate.hellaswag")
-            engine.check_stop()
-            return live.transformer(ids)
+            engine.check_stop()  # as often on every process
+            return live.transformer(ids, positions, mask)
 
         counts = score_hellaswag(
             body, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
             device=live.head_weight.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
-            head=live.head, multiples=engine.eval_multiples,
+            head=live.head, multiples=engine.eval_multiples, place=engine.to_device,
         )  # fmt: skip
     names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
     values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)

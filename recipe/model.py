@@ -62,12 +62,15 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         B, T, D = x.shape
         # split, not unbind: the backward of split is one concatenation.
         q, k, v = self.c_attn(x).split(D, dim=2)
         q, k, v = (t.view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, H, T, K)
-        y = self.attend(q, k, v, self.attn_pdrop if self.training else 0.0)
+        if mask is None:
+            y = self.attend(q, k, v, self.attn_pdrop if self.training else 0.0)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, D))
         return F.dropout(y, self.resid_pdrop, self.training)
 
@@ -93,8 +96,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -108,8 +111,16 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Final hidden states (B, T, D) of `input_ids` (B, T).
+
+        `positions` (B, T) and `mask` (B, 1, T, T), true where a query may see a key, are for evaluations that put
+        several continuations of one context into a row; without them a row is one text.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(positions)  # (B, T, D)
         device_type = x.device.type
         # Autocast leaves embeddings in fp32 and the residual stream with them: one cast here halves its traffic.
@@ -121,7 +132,7 @@ class Transformer(nn.Module):
             if self.recompute and self.training:
                 x = self.checkpoint(block, x)
             else:
-                x = block(x)
+                x = block(x, mask)
         return self.ln_f(x)
 
 

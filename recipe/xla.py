@@ -12,6 +12,7 @@ Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,7 +52,6 @@ class XlaEngine(Engine):
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
     optimizer_options = MappingProxyType({"capturable": True})  # keeps AdamW's step count in tensors
-    eval_multiples = (64, 64, 1024)  # few shapes, each of which is compiled
     no_compile = "XLA compiles whole steps by itself"
 
     def __init__(self, precision: str, *, tracker: str, output_dir: str):
@@ -67,6 +67,7 @@ class XlaEngine(Engine):
             torch_xla.backends.set_mat_mul_precision("highest")  # a TPU multiplies fp32 as bf16 unless told not to
         self.devices = xr.global_runtime_device_count()
         self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
+        self.eval_multiples = (math.lcm(32, self.devices), 64, 1024)  # few shapes, each of which is compiled
         self.checkpoint = checkpoint
         if self.generation in _FLASH and find_spec("jax"):
             self.attention = partial(_flash_or_sdpa, mesh=self.mesh)

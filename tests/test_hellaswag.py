@@ -1,5 +1,6 @@
 """HellaSwag: way A by hand, way B against lm-evaluation-harness itself, shares of ranks, and the metric module."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
 from eval import common, hellaswag
+from eval.continuations import Request, rows_of, score, sees
 
 BPE = Path(__file__).parent.parent / "recipe" / "data" / "gpt2_bpe"
 
@@ -41,7 +43,7 @@ def letters(text: str) -> list[int]:
 def bigram(probabilities: dict[tuple[str, str], float]):
     """logits_fn in which p(next | previous) is as given; pairs that are not given are impossible (e^-100)."""
 
-    def logits_fn(ids: torch.Tensor) -> torch.Tensor:
+    def logits_fn(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         table = torch.full((128, 128), -100.0)
         for (previous, following), p in probabilities.items():
             table[ord(previous), ord(following)] = np.log(p)
@@ -56,7 +58,7 @@ def test_way_a_by_hand():
     row = {"ctx": "c", "endings": ["x", "yy", "xz", "z"], "label": 1, "activity_label": "L", "ctx_a": "", "ctx_b": ""}
     # " x": .9 * .2 = .18; " yy": .9 * .3 * .6 = .162; " xz": .9 * .2 * .1 = .018; " z": .9 * .1 = .09
     p = {("c", " "): 0.9, (" ", "x"): 0.2, (" ", "y"): 0.3, ("y", "y"): 0.6, ("x", "z"): 0.1, (" ", "z"): 0.1}
-    requests = hellaswag.encode_row(letters, row)["A"]
+    requests = hellaswag.encode_row(letters, row, "A")
     assert [r.tokens for r in requests] == [letters("c x"), letters("c yy"), letters("c xz"), letters("c z")]
     assert [r.n_scored for r in requests] == [r.length for r in requests] == [2, 3, 3, 2]
 
@@ -69,7 +71,7 @@ def test_way_a_by_hand():
 
 def test_way_a_encodes_context_and_ending_apart(tokenizer):
     row = {"ctx": "He sp", "endings": ["in", "lit.", "a", "b"], "activity_label": "", "ctx_a": "", "ctx_b": ""}
-    first, second = hellaswag.encode_row(tokenizer.encode, row)["A"][:2]
+    first, second = hellaswag.encode_row(tokenizer.encode, row, "A")[:2]
     assert first.tokens == tokenizer.encode("He sp") + tokenizer.encode(" in")
     assert tokenizer.decode(second.tokens[-second.n_scored :]) == " lit."
 
@@ -82,12 +84,12 @@ def test_way_b_cleans_text_and_keeps_boundaries():
         "ctx": "",
         "endings": ["a [step] b"] * 4,
     }
-    request = hellaswag.encode_row(letters, row)["B"][0]
+    request = hellaswag.encode_row(letters, row, "B")[0]
     # One pass over the double spaces: "A.  b  Then" with [x] gone.
     assert "".join(map(chr, request.tokens)) == "Tidy: A. b Then a b"
     assert (request.n_scored, request.length) == (4, 3)  # " a b", and "a b" in characters
     # A context that ends in a space: the space belongs to the continuation.
-    spaced = hellaswag.encode_row(letters, row | {"ctx_b": "x [y]"})["B"][0]
+    spaced = hellaswag.encode_row(letters, row | {"ctx_b": "x [y]"}, "B")[0]
     assert "".join(map(chr, spaced.tokens[-spaced.n_scored :])) == "  a b"
 
 
@@ -130,12 +132,12 @@ def test_way_b_equals_lm_evaluation_harness(n_positions, limit, make_model, tmp_
     ours = hellaswag.score_rows(body, loaded.encode, rows, head=head, **options)
     np.testing.assert_allclose([score["B"].log_likelihoods for score in ours], expected, atol=1e-3, rtol=0)
     if n_positions == 52:
-        requests = [r for row in rows for r in hellaswag.encode_row(loaded.encode, row)["B"]]
+        requests = [r for row in rows for r in hellaswag.encode_row(loaded.encode, row, "B")]
         assert sum(len(r.tokens) > n_positions + 1 for r in requests) > 5  # so truncation was at work
     else:
         assert expected.std() > 50  # far from uniform
 
-    counts = hellaswag.score_hellaswag(lambda ids: loaded.model(ids).logits, loaded.encode, limit=limit, **options)
+    counts = hellaswag.score_hellaswag(body, loaded.encode, limit=limit, head=head, **options)
     for name in ("acc", "acc_norm"):
         assert counts["B"][name] / limit == pytest.approx(
             harness["results"]["hellaswag_local"][f"{name},none"], abs=1e-12
@@ -145,25 +147,85 @@ def test_way_b_equals_lm_evaluation_harness(n_positions, limit, make_model, tmp_
 def test_too_long_requests_lose_their_context_first():
     seen = []
 
-    def uniform(ids):
-        seen.append(ids.tolist())
+    def uniform(ids, positions, mask):
+        seen.append((ids.tolist(), positions.tolist()))
+        assert mask.tolist() == [[torch.ones(3, 3).tril().bool().tolist()]] * 2
         return torch.zeros(*ids.shape, 128)
 
-    request = hellaswag.Request(tokens=[1, 2, 3, 4, 5, 6], n_scored=2, length=2)
-    long_ending = hellaswag.Request(tokens=[1, 2, 3, 4, 5, 6], n_scored=5, length=5)
-    sums = hellaswag.score_requests(uniform, [request, long_ending], device="cpu", max_length=3)
-    assert seen == [[[3, 4, 5], [3, 4, 5]]]
+    request = Request(tokens=[1, 2, 3, 4, 5, 6], n_scored=2)
+    long_ending = Request(tokens=[1, 2, 3, 4, 5, 6], n_scored=5)
+    rows = rows_of([request, long_ending], max_length=3)  # each by itself: what they see is not the same
+    sums = score(uniform, rows, device="cpu", share=True, max_length=3)
+    assert seen == [([[3, 4, 5], [3, 4, 5]], [[0, 1, 2], [0, 1, 2]])]
     assert sums == pytest.approx([-2 * np.log(128), -3 * np.log(128)], abs=1e-5)
 
 
+def test_a_shared_context_is_computed_once():
+    """Context 1 2 3; the continuations 4 5, 4 6 7 and, encoded as one text with another end of the context, 8."""
+    requests = [Request([1, 2, 3, 4, 5], 2), Request([1, 2, 3, 4, 6, 7], 3), Request([1, 2, 8, 9], 1)]
+    (row,) = rows_of(requests, max_length=50)
+    assert row.ids.tolist() == [1, 2, 3, 4, 3, 4, 6, 8]
+    assert row.positions.tolist() == [0, 1, 2, 3, 2, 3, 4, 2]
+    assert row.segments.tolist() == [0, 0, 1, 1, 2, 2, 2, 3]
+    assert row.columns.tolist() == [2, 3, 4, 5, 6, 7]  # 4 and 5 after 3 and 4; 4, 6, 7 after 3, 4, 6; 9 after 8
+    assert row.targets.tolist() == [4, 5, 4, 6, 7, 9]
+    assert row.counts == [2, 3, 1]
+    mask = sees(torch.from_numpy(row.segments)[None])[0, 0]
+    for i, j in itertools.product(range(8), repeat=2):
+        own = row.segments[i] == row.segments[j]
+        assert mask[i, j] == (j <= i and (own or row.segments[j] == 0))
+
+
+@pytest.mark.parametrize("n_positions", [1024, 60])
+def test_sharing_the_context_changes_no_score(n_positions, make_model):
+    """At 60 positions some rows are cut, and stand alone; others do not share all of the context."""
+    loaded = make_model(n_positions)
+    body, head = common.body_and_head(loaded.model)
+    shapes = []
+
+    def counted(ids, *rest):
+        shapes.append(ids.numel())
+        return body(ids, *rest)
+
+    def run(share):
+        shapes.clear()
+        options = {"device": "cpu", "batch_size": 6, "max_length": n_positions, "head": head, "share": share}
+        return hellaswag.score_rows(counted, loaded.encode, hellaswag.load_rows(40)[::2], **options), sum(shapes)
+
+    (together, few), (apart, many) = run(True), run(False)
+    assert common.shares_prefixes(loaded.model)
+    for a, b in zip(together, apart, strict=True):
+        for way in hellaswag.WAYS:
+            assert a[way].log_likelihoods == pytest.approx(b[way].log_likelihoods, abs=2e-3)
+            assert a[way].lengths == b[way].lengths
+    assert few < (0.6 if n_positions == 1024 else 0.8) * many
+
+
+def test_own_module_scores_as_transformers_does(make_model):
+    """The trainer's module with positions and a mask, in the place of transformers'."""
+    from recipe.model import GPT2LMHeadModel as OwnModel
+
+    loaded = make_model(128)
+    own = OwnModel(loaded.model.config)
+    own.load_weights(loaded.model.state_dict(), "test")
+    own.eval()
+    options = {"device": "cpu", "batch_size": 4, "max_length": 128}
+    rows = hellaswag.load_rows(8)
+    body, head = common.body_and_head(loaded.model)
+    theirs = hellaswag.score_rows(body, loaded.encode, rows, head=head, **options)
+    ours = hellaswag.score_rows(own.transformer, loaded.encode, rows, head=own.head, **options)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["B"].log_likelihoods == pytest.approx(b["B"].log_likelihoods, abs=1e-3)
+
+
 def test_filled_up_shapes_are_few_and_change_no_score(make_model):
-    """For a device that compiles for each shape; 130 positions are no multiple of 64, and not more than there are."""
+    """For a device that compiles for each shape."""
     loaded = make_model(130)
     shapes, scored = set(), set()
 
-    def logits_fn(ids):
+    def logits_fn(ids, positions, mask):
         shapes.add(tuple(ids.shape))
-        return loaded.model(ids).logits
+        return loaded.model(ids, position_ids=positions, attention_mask=mask).logits
 
     def head(logits):
         scored.add(len(logits))
@@ -173,26 +235,37 @@ def test_filled_up_shapes_are_few_and_change_no_score(make_model):
         options = {"device": "cpu", "batch_size": 3, "max_length": 130, "head": head, "multiples": multiples}
         shapes.clear()
         scored.clear()
-        return hellaswag.score_rows(logits_fn, loaded.encode, hellaswag.load_rows(10), **options)
+        return hellaswag.score_rows(logits_fn, loaded.encode, hellaswag.load_rows(12), **options)
 
     plain = run((1, 1, 1))
     assert len(shapes) == 4
-    filled = run((64, 64, 128))
-    assert shapes <= {(64, 64), (64, 128), (64, 130)}
+    filled = run((8, 64, 128))
+    assert shapes <= {(8, 64), (8, 128), (8, 192)}
     assert scored == {128}  # eval.common cuts what it scores on a CPU into pieces of this size
     for a, b in zip(plain, filled, strict=True):
         for way in hellaswag.WAYS:
             assert a[way].log_likelihoods == pytest.approx(b[way].log_likelihoods, abs=1e-3)
-            assert a[way].lengths == b[way].lengths
+
+
+def test_other_architectures_are_given_each_ending_apart(make_model):
+    loaded = make_model(128)
+    loaded.model.config._attn_implementation = "eager"
+    assert not common.shares_prefixes(loaded.model)
+    rows = hellaswag.load_rows(6)
+    apart = hellaswag.score_loaded(loaded, rows, batch_size=4)
+    loaded.model.config._attn_implementation = "sdpa"
+    together = hellaswag.score_loaded(loaded, rows, batch_size=4)
+    for a, b in zip(together, apart, strict=True):
+        assert a["A"].log_likelihoods == pytest.approx(b["A"].log_likelihoods, abs=1e-3)
 
 
 def test_shares_of_ranks_add_up(make_model):
     loaded = make_model(128)
     calls = []
 
-    def logits_fn(ids):
+    def logits_fn(ids, positions, mask):
         calls.append(ids.shape)
-        return loaded.model(ids).logits
+        return loaded.model(ids, position_ids=positions, attention_mask=mask).logits
 
     def run(rank, world):
         calls.clear()
@@ -214,9 +287,10 @@ def test_shares_of_ranks_add_up(make_model):
 def test_command_and_counts_agree(make_model):
     loaded = make_model(128)
     rows = hellaswag.load_rows(12)
-    result = hellaswag.evaluate_rows(loaded, rows, batch_size=5, progress=False)
-    options = {"limit": 12, "device": "cpu", "batch_size": 2, "max_length": 128}
-    counts = hellaswag.score_hellaswag(lambda ids: loaded.model(ids).logits, loaded.encode, **options)
+    result = hellaswag.accuracies(hellaswag.score_loaded(loaded, rows, batch_size=5), rows)
+    body, head = common.body_and_head(loaded.model)
+    options = {"limit": 12, "device": "cpu", "batch_size": 2, "max_length": 128, "head": head}
+    counts = hellaswag.score_hellaswag(body, loaded.encode, **options)
     for way in ("A", "B"):
         for name in ("acc", "acc_norm"):
             p = counts[way][name] / 12
@@ -224,11 +298,38 @@ def test_command_and_counts_agree(make_model):
             assert result[way][f"{name}_ci95"] == pytest.approx(1.96 * np.sqrt(p * (1 - p) / 12), abs=1e-12)
     text = hellaswag.table(result)
     a, b = text.split("\nB. ")
-    assert "0.2859" in a
-    assert "0.2955" in a
+    b, gpt3 = b.split("GPT-3's paper")
+    assert all(
+        number in a for number in ("0.2859", "0.2955", "0.3752", "0.4320", "0.4893", "0.2990", "0.3100", "0.2962")
+    )
+    assert "0.3114" in b
     assert "0.3114" not in a
-    assert "0.2892" in b
-    assert "all 10,042 rows" in b
+    assert all(number in gpt3 for number in ("0.3370", "0.4360", "0.5100", "0.5470"))
+    assert "all 10,042 rows" in gpt3
+
+
+def test_paired_bootstrap():
+    """Against the same thing done the long way, and where the answer is known."""
+    rng = np.random.default_rng(1)
+    ours = rng.random(400) < 0.4
+    theirs = np.where(rng.random(400) < 0.8, ours, rng.random(400) < 0.3)  # they agree on most rows
+    found = hellaswag.paired_bootstrap(ours.astype(int), theirs.astype(int))
+    difference = ours.astype(int) - theirs.astype(int)
+    assert found["difference"] == pytest.approx(difference.mean())
+    drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])
+    assert found["ci95"] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.004)
+    assert found["p"] == pytest.approx(2 * min((drawn <= 0).mean(), (drawn >= 0).mean()), abs=0.02)
+    assert (found["only_ours"], found["only_theirs"]) == ((ours & ~theirs).sum(), (theirs & ~ours).sum())
+    # Unpaired intervals of these two would be twice as wide, and overlap.
+    assert found["ci95"][1] - found["ci95"][0] < 0.75 * 2 * 1.96 * np.sqrt(2 * 0.4 * 0.6 / 400)
+
+    same = hellaswag.paired_bootstrap([1, 0, 1], [1, 0, 1])
+    assert same == {"difference": 0.0, "ci95": [0.0, 0.0], "p": 1.0, "only_ours": 0, "only_theirs": 0}
+    always = hellaswag.paired_bootstrap([1] * 50, [0] * 50, samples=1000)
+    assert (always["difference"], always["ci95"], always["p"]) == (1.0, [1.0, 1.0], 1 / 1000)
+    swapped = hellaswag.paired_bootstrap(theirs.astype(int), ours.astype(int))
+    assert swapped["difference"] == -found["difference"]
+    assert swapped["ci95"] == pytest.approx([-x for x in reversed(found["ci95"])], abs=0.003)
 
 
 def test_all_rows_are_there():

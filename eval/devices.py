@@ -1,0 +1,97 @@
+"""Where an evaluation runs: one device, the processes of `accelerate launch`, or TPU cores behind one process."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from accelerate.utils.environment import parse_flag_from_env
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. The message names the bad value and the way out."""
+
+
+def _several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _state() -> PartialState:
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """Context of a command that may be one of several processes: the first alone is heard on standard output."""
+    if not _several():
+        yield
+        return
+    state = _state()
+    with contextlib.ExitStack() as stack:
+        if not state.is_main_process:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield
+    state.destroy_process_group()
+
+
+def processes() -> tuple[int, int]:
+    """(number of this process, how many there are)."""
+    return (_state().process_index, _state().num_processes) if _several() else (0, 1)
+
+
+def is_main() -> bool:
+    return processes()[0] == 0
+
+
+def gather(items: Iterable) -> list:
+    """The items of all processes, on each of them. A collective call."""
+    return gather_object(list(items)) if _several() else list(items)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first there is of a TPU, cuda, mps, cpu. Raises UserError if a named one is absent."""
+    xla = find_spec("torch_xla") is not None
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "xla": xla}
+    if name == "auto" and not (_several() and parse_flag_from_env("ACCELERATE_USE_CPU")):
+        name = "xla" if xla and _on_tpu() else next(device for device, present in there.items() if present)
+    elif name == "auto":
+        name = "cpu"
+    if not there[name]:
+        raise UserError(f"--device {name}: not available here. There is: {', '.join(d for d, p in there.items() if p)}")
+    if name == "xla":
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        xr.use_spmd()  # one process for all cores; before anything is on the device
+        return torch_xla.device()
+    return _state().device if _several() and name == "cuda" else torch.device(name)
+
+
+def _on_tpu() -> bool:
+    import torch_xla.runtime as xr
+
+    return xr.device_type() == "TPU"
+
+
+def shapes(device: torch.device) -> dict:
+    """Options of `eval.continuations.score` for a device that compiles a program for each shape: few shapes, and rows
+    cut over its cores."""
+    if device.type != "xla":
+        return {}
+    import numpy as np
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    cores = xr.global_runtime_device_count()
+    mesh = xs.Mesh(np.arange(cores), (cores,), ("data",))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        spec = xs.ShardingSpec(mesh, ("data",) + (None,) * (tensor.ndim - 1))
+        return xm.send_cpu_data_to_device(tensor, device, spec)[0]
+
+    return {"multiples": (math.lcm(32, cores), 64, 1024), "place": place}

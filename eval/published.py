@@ -1,0 +1,31 @@
+"""HellaSwag numbers that others have published, by the way they were scored; none of them was measured here."""
+
+# Of each way, what was scored, and (acc, acc_norm) on all 10,042 rows; None where that was not published.
+HELLASWAG = {
+    "A": {
+        "GPT-2 124M, OpenAI": (0.2859, 0.2955),
+        "GPT-2 350M, OpenAI": (None, 0.3752),
+        "GPT-2 774M, OpenAI": (None, 0.4320),
+        "GPT-2 1558M, OpenAI": (0.3842, 0.4893),
+        "124M, llm.c, 10 B tokens of FineWeb": (None, 0.299),
+        "124M, llm.c's run in 1 h 47": (None, 0.310),
+        "124M, Kaggle TPU, FineWeb-Edu": (None, 0.2962),
+        "124M, scaling journal": (None, 0.3007),
+        "1558M, scaling journal, 10 B tokens": (None, 0.4122),
+    },
+    "B": {"GPT-2 124M, OpenAI": (0.2892, 0.3114), "GPT-2 1558M, OpenAI": (0.4004, 0.5089)},
+    # Zero-shot, "by comparing the mean per-token log-likelihood" of completions, with a prompt of its own: near to A.
+    "GPT-3": {
+        "GPT-3 125M": (None, 0.337),
+        "GPT-3 350M": (None, 0.436),
+        "GPT-3 760M": (None, 0.510),
+        "GPT-3 1.3B": (None, 0.547),
+    },
+}
+SOURCES = {
+    "A": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c dev/vislog.ipynb; "
+    "llm.c: its discussion 481; Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; "
+    "journal: jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
+    "B": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
+    "GPT-3": "Brown et al. 2020 (arXiv:2005.14165), table H.1",
+}
