@@ -92,6 +92,13 @@ class Saver:
         self.finish()
         self._job = None
 
+    def commit(self) -> None:
+        """Waits for the save under way, as a part of what training has waited: before an evaluation, which can take
+        long and must not cost a checkpoint."""
+        since = time.monotonic()
+        self.finish()
+        self.waited += time.monotonic() - since
+
     def finish(self, seconds: float | None = None) -> bool:
         """Waits for the save under way, so long at most; whether the last one was committed."""
         if self._thread:

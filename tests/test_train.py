@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import checkpoints
-from tests.conftest import ROOT, TINY, flags, train
+from tests.conftest import ROOT, TINY, by_step, flags, run_train, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
 
@@ -196,7 +197,14 @@ def test_bf16_recomputation_and_chunks_follow_the_fp32_curve(shards, whole_run, 
 def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path):
     settings = {"max_steps": 4, "warmup_steps": 1, "eval_every": 2, "n_layer": 1}
     plain, _ = train(shards, tmp_path / "plain", **settings)
-    compiled, _ = train(shards, tmp_path / "compiled", **settings, compile="true", loss_chunk_size=100)
+    whole = TINY | settings | {"data": shards, "output_dir": tmp_path / "compiled", "compile": "true"}
+    whole |= {"loss_chunk_size": 100, "hellaswag_every": 2, "hellaswag_limit": 20, "sample_every": 2}
+    result = run_train(*flags(**whole), env={"TORCH_LOGS": "recompiles"})
+    assert result.returncode == 0, result.stdout + result.stderr
+    # Training and the validation that needs no gradients are two programs; nothing else is compiled for an evaluation.
+    reasons = re.findall(r"- \d+/\d+: (.+)", result.stdout + result.stderr)
+    assert {reason.strip() for reason in reasons} == {"GLOBAL_STATE changed: grad_mode"}
+    compiled = by_step(tmp_path / "compiled")
     assert losses(compiled) == pytest.approx(losses(plain), abs=1e-4)
     assert compiled[4]["val_loss"] == pytest.approx(plain[4]["val_loss"], abs=1e-4)
     a, b = tensors(tmp_path / "compiled" / "step_00000004"), tensors(tmp_path / "plain" / "step_00000004")

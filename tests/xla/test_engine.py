@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from recipe import optim
 from recipe.config import Batch, OptimizerConfig, UserError
 from recipe.guard import Guard
-from tests.conftest import EQUAL, flags
+from tests.conftest import EQUAL, by_step, flags
 
 
 class Toy(torch.nn.Module):
@@ -172,10 +172,13 @@ def test_a_run_within_this_process_falls_back_nowhere(engine, shards, tmp_path):
     from recipe import train
 
     xla_metrics.clear_counters()
-    settings = EQUAL | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1,
+    settings = EQUAL | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 6, "warmup_steps": 1,
                         "eval_every": 2, "save_every": 2, "hellaswag_every": 2, "hellaswag_limit": 9,
                         "sample_every": 2, "dropout": 0.1}  # fmt: skip
     assert train.main(flags(**settings)) == 0
+    lines = by_step(tmp_path / "run")
+    assert lines[4]["compilations"] == lines[6]["compilations"]  # the second evaluation has found all of its programs
+    assert lines[6]["hellaswag_A_acc"] * 9 == pytest.approx(round(lines[6]["hellaswag_A_acc"] * 9), abs=1e-5)
     names = xla_metrics.counter_names()
     assert "xla::mm" in names or "xla::addmm" in names
     assert {name for name in names if name.startswith("aten::")} <= {"aten::_local_scalar_dense"}
