@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import checkpoints
-from tests.conftest import ROOT, TINY, by_step, flags, run_train, train
+from tests.conftest import ROOT, TINY, by_step, environment, flags, metrics, run_train, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
 
@@ -219,6 +219,32 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
         assert correct == pytest.approx(round(correct), abs=1e-5)
     assert "HellaSwag (9 rows)" in output
     assert output.count(": sample ") == 2
+
+
+def test_a_checkpoint_is_committed_before_its_step_is_evaluated(shards, tmp_path):
+    """Also where writing takes a second."""
+    code = """
+import sys, time
+from recipe import saver, train
+save, validate = saver.save_checkpoint, train.validate
+def slowly(*arguments):
+    time.sleep(1)
+    return save(*arguments)
+def evaluate(config, *rest):
+    print("there are", [path.name for path in saver.checkpoints(saver.Path(config.run.output_dir))])
+    return validate(config, *rest)
+saver.save_checkpoint, train.validate = slowly, evaluate
+sys.exit(train.main(sys.argv[1:]))
+"""
+    settings = TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
+    settings |= {"eval_every": 2, "save_every": 2, "n_layer": 1}
+    command = [sys.executable, "-c", code, *flags(**settings)]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [line for line in result.stdout.splitlines() if line.startswith("there are")]
+    steps = ["step_00000002", "step_00000004"]
+    assert found == [f"there are {steps[:n]}" for n in range(3)]
+    assert metrics(tmp_path / "run")[-1]["save_wait"] > 0.2  # and the second is told as what training waited
 
 
 def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
