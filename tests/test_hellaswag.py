@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
 from eval import common, hellaswag
 from eval.continuations import Request, rows_of, score, sees
+from tests.conftest import launch
 
 BPE = Path(__file__).parent.parent / "recipe" / "data" / "gpt2_bpe"
 
@@ -216,6 +217,36 @@ def test_own_module_scores_as_transformers_does(make_model):
     ours = hellaswag.score_rows(own.transformer, loaded.encode, rows, head=own.head, **options)
     for a, b in zip(ours, theirs, strict=True):
         assert a["B"].log_likelihoods == pytest.approx(b["B"].log_likelihoods, abs=1e-3)
+
+
+def test_one_operation_for_gelu_changes_no_logit(make_model):
+    model = make_model(32).model
+    ids = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        before = model(ids).logits
+        common.fuse_activations(model)
+        assert sum(isinstance(module, torch.nn.GELU) for module in model.modules()) == 2
+        torch.testing.assert_close(model(ids).logits, before, atol=1e-4, rtol=1e-5)  # logits as large as 30
+    assert model.config.activation_function == "gelu_new"
+
+
+def test_processes_share_the_rows_and_models_are_compared(whole_run, tmp_path):
+    """Under accelerate launch with two processes, 13 rows; at 64 positions some are cut."""
+    run = whole_run[0]
+    arguments = ["eval/hellaswag.py", str(run), "--limit", "13", "--compare", str(run / "step_00000010")]
+    two = launch("ddp", 2, *arguments, "--output", str(tmp_path / "two.json"))
+    assert two.returncode == 0, two.stdout + two.stderr
+    assert two.stdout.count("this model") == 2  # one process alone is heard
+    rows, scores = hellaswag.load_rows(13), {}
+    for step in ("step_00000020", "step_00000010"):
+        loaded = common.load(common.parser("").parse_args([str(run / step), "--device", "cpu"]))
+        scores[step] = hellaswag.score_loaded(loaded, rows, batch_size=16)
+    found = json.loads((tmp_path / "two.json").read_text())["hellaswag"]
+    expected = hellaswag.accuracies(scores["step_00000020"], rows)
+    assert {key: found[key] for key in expected} == expected
+    differences = hellaswag.compare(*scores.values(), rows)
+    assert found["compared_with"] == {"model": str(run / "step_00000010")} | differences
+    assert f"{differences['B']['acc']['difference']:+.4f}" in two.stdout
 
 
 def test_filled_up_shapes_are_few_and_change_no_score(make_model):

@@ -1,14 +1,17 @@
 """Whole runs on XLA's CPU client, launched as a user does: the same numbers as the engine of one device."""
 
+import json
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import ROOT, by_step
+from tests.conftest import ROOT, by_step, environment
 from tests.test_docs import COMMANDS
 from tests.xla.conftest import column, launch, train, train_here
 
@@ -167,3 +170,16 @@ def test_accelerates_own_xla_launch_is_refused(tmp_path):
     result = launch(tmp_path / "tpu_processes.yaml", 1, "--dry_run")
     assert "distributed_type XLA starts a process a core" in result.stderr
     assert "launch with accelerate_configs/tpu.yaml" in result.stderr
+
+
+def test_hellaswag_on_xla_equals_the_cpus(plain, tmp_path):
+    """Rows cut over four devices, in few shapes; at 64 positions some are cut short and stand alone."""
+    results, env = {}, environment({"CPU_NUM_DEVICES": "4", "ACCELERATE_USE_CPU": "false"})
+    for device in ("cpu", "xla"):
+        arguments = ["--device", device, "--dtype", "float32", "--limit", "9", "--output", str(tmp_path / device)]
+        command = [sys.executable, "eval/hellaswag.py", str(plain[0]), *arguments]
+        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
+        results[device] = json.loads((tmp_path / device).read_text())["hellaswag"]
+    assert results["xla"]["device"] == "xla"
+    assert {way: results["xla"][way] for way in "AB"} == {way: results["cpu"][way] for way in "AB"}
