@@ -32,7 +32,7 @@ $(error a TPU wants an environment of its own: pip install -e '.[tpu]', then acc
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample eval-val eval-hellaswag export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-gpu
+.PHONY: help train data sample eval-val eval-hellaswag report export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-gpu
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MO
 
 eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMIT=500 for a quick look)
 	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
+report: .venv/installed ## pictures of RUN ("runs/a runs/b" for several; default: the newest) and whether its loss looks right
+	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 export: .venv/installed ## the latest checkpoint of RUN as a clean model directory, OUT
 	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)

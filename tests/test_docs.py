@@ -51,6 +51,11 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         elif target in ("sample", "eval-val", "eval-hellaswag"):
             options |= {"MODEL": str(run), "ARGS": f"{options.get('ARGS', '')} --output {tmp_path}/results.json"}
             options |= {"LIMIT": "4"} if target == "eval-hellaswag" else {}
+        elif target == "report":
+            options |= {
+                "RUN": " ".join(str(run) for _ in options.get("RUN", "").split()),
+                "OUT": str(tmp_path / "report"),
+            }
         elif target == "export":
             options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
         # The environment is the one that the tests run in: nothing is installed here.
@@ -110,6 +115,7 @@ def test_the_readme_has_the_two_commands_and_every_target_exists():
         "sample",
         "eval-val",
         "eval-hellaswag",
+        "report",
         "export",
         "lint",
         "clean",
