@@ -52,10 +52,8 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options |= {"MODEL": str(run), "ARGS": f"{options.get('ARGS', '')} --output {tmp_path}/results.json"}
             options |= {"LIMIT": "4"} if target == "eval-hellaswag" else {}
         elif target == "report":
-            options |= {
-                "RUN": " ".join(str(run) for _ in options.get("RUN", "").split()),
-                "OUT": str(tmp_path / "report"),
-            }
+            runs = len(options.get("RUN", "newest").split())
+            options |= {"RUN": " ".join([str(run)] * runs), "OUT": str(tmp_path / "report")}
         elif target == "export":
             options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
         # The environment is the one that the tests run in: nothing is installed here.
