@@ -109,11 +109,12 @@ class Run:
     @cached_property
     def hellaswag(self) -> dict[str, list[tuple[float, float, int]]]:
         """Way -> (tokens, acc_norm, rows) of evaluations during training and of results.json, in order of tokens."""
-        rows = int(_number(self.config.get("hellaswag_limit")) or 0) if self.config else 0
+        limit = _number(self.config.get("hellaswag_limit"))
+        rows = int(limit) if limit > 0 else HELLASWAG_ROWS
         points: dict[str, dict[float, tuple[float, int]]] = {"A": {}, "B": {}}
         for way, at in points.items():
             for tokens, value in zip(*self.series(f"hellaswag_{way}_acc_norm"), strict=True):
-                at[float(tokens)] = (float(value), rows or HELLASWAG_ROWS)
+                at[float(tokens)] = (float(value), rows)
             for step, results in self.results.items():
                 result = results.get("hellaswag")
                 scores = result.get(way) if isinstance(result, dict) else None
@@ -155,7 +156,8 @@ def read_run(path: str | Path) -> Run:
     for checkpoint in sorted(steps, key=lambda path: int(STEP_DIR.fullmatch(path.name).group(1))):
         state = _read_object(checkpoint / "trainer_state.json")
         if isinstance(state.get("config"), dict):
-            config, engine = state["config"], str(state.get("engine") or "")
+            config = {k: v for k, v in state["config"].items() if isinstance(v, (str, int, float, type(None)))}
+            engine = str(state.get("engine") or "")
         if found := _read_object(checkpoint / "results.json"):
             results[int(STEP_DIR.fullmatch(checkpoint.name).group(1))] = found
     return Run(directory.resolve().name, directory, records, config, engine, results, damaged)
@@ -287,7 +289,9 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: np.ndarray, noise:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    """NaN for what is no number, or so large that it was not measured: a picture has no room for 1e300."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+    return float(value) if ok else math.nan
 
 
 def _near(a: object, b: object) -> bool:

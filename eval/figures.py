@@ -199,10 +199,10 @@ def learning_rate(runs: list[Run]) -> Picture | str:
 
 def gradient_norm(runs: list[Run]) -> Picture | str:
     caption = "Norm of the whole gradient before clipping, of single steps, on a logarithmic scale."
-    limits = {run.config.get("max_grad_norm") for run in runs} - {None, 0}
+    limits = {run.config.get("max_grad_norm") for run in runs}
     result = _columns(runs, "grad_norm", "Gradient norm", "gradient norm", caption, log=True)
-    if isinstance(result, Picture) and len(limits) == 1:
-        limit = float(limits.pop())
+    limit = limits.pop()
+    if isinstance(result, Picture) and not limits and isinstance(limit, (int, float)) and limit > 0:
         axes = result.figure.axes[0]
         axes.axhline(limit, **style.OPENAI)
         axes.annotate(f"clipped at {limit:g}", (1, limit), xycoords=("axes fraction", "data"), xytext=(0, 2),
@@ -257,7 +257,7 @@ def _columns(runs: list[Run], column: str, title: str, label: str, caption: str,
     axes.set_xlim(0, 1.02 * max(run.tokens for run in runs) or 1)
     style.ticks_in_tokens(axes)
     axes.set_ylabel(label)
-    if log:
+    if log and any((run.series(column)[1] > 0).any() for run in runs):
         style.log_y(axes)
     if zero:
         axes.set_ylim(0, 1.08 * max(run.series(column)[1].max(initial=0) for run in runs) or 1)

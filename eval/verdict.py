@@ -44,11 +44,12 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
         return Finding("note", "It goes on from other weights (init_from), for which no reference curve holds.")
     reference, differing = find_reference(run, references)
     if reference is None:
-        what = SHOWN.get(run.dataset, "these data") if run.config else "a run without a checkpoint"
-        model = (
-            f" and this model ({run.config.get('n_layer')} layers of {run.config.get('n_embd')})" if run.config else ""
-        )
-        return Finding("note", f"No reference curve ships for {what}{model}.")
+        if not run.config:
+            return Finding("note", "It has no checkpoint yet, so its settings are not known, nor is it called after a "
+                           "recipe that has a reference curve.")  # fmt: skip
+        model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
+        data = SHOWN.get(run.dataset, "these data")
+        return Finding("note", f"No reference curve ships for {data} and this model ({model}).")
     name = f"the reference ({reference.name}, {SHOWN[reference.dataset]})"
     guide = f" The comparison is only a guide: {'; '.join(differing)}." if differing else ""
     validation = distance(run.series("val_loss"), reference.val_loss, reference.noise)
@@ -185,6 +186,8 @@ def whole(run: Run) -> Iterator[Finding]:
     done, planned = run.records[-1]["step"], run.config.get("max_steps")
     if isinstance(planned, int) and done < planned:
         yield Finding("note", f"It is at step {done:,} of {planned:,}.")
+    if not len(run.series("loss")[0]) + len(run.series("val_loss")[0]):
+        yield Finding("note", "Not a loss is in its log yet.")
     if run.damaged:
         lines = "1 line" if run.damaged == 1 else f"{run.damaged} lines"
         yield Finding("note", f"{lines} of metrics.jsonl could not be read, and left out.")

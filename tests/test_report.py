@@ -209,8 +209,10 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
     assert "follows" in findings[0].text
 
 
-@pytest.mark.parametrize(("shift", "word"), [(0.4, "above"), (-0.4, "below")])
-def test_a_run_that_departs_is_told_since_when_and_how_far(shift, word, tmp_path):
+@pytest.mark.parametrize(
+    ("shift", "word", "hint"), [(0.4, "above", "Usual causes"), (-0.4, "below", "Lower is suspicious too")]
+)
+def test_a_run_that_departs_is_told_since_when_and_how_far(shift, word, hint, tmp_path):
     lines = lines_of("shakespeare")
     for line in lines:
         if line["tokens"] > 400_000 and line["val_loss"]:
@@ -218,6 +220,7 @@ def test_a_run_that_departs_is_told_since_when_and_how_far(shift, word, tmp_path
     finding = judged(write_run(tmp_path / "run", lines, config_of("shakespeare")))[0]
     assert finding.kind == "bad"
     assert f"since 0.584 M tokens: 0.40 nats {word} at 0.778 M" in finding.text
+    assert hint in finding.text
 
 
 def test_a_run_that_came_back_follows_and_says_so(tmp_path):
@@ -269,7 +272,7 @@ def test_before_the_first_checkpoint_the_recipes_name_and_batch_tell(tmp_path):
     assert "training loss follows" in finding.text
     assert "no checkpoint yet" in finding.text
     other = [line | {"tokens": line["step"] * 4096} for line in lines_of("shakespeare")]
-    assert "No reference" in judged(write_run(tmp_path / "b" / "shakespeare", other))[0].text
+    assert "nor is it called after a recipe" in judged(write_run(tmp_path / "b" / "shakespeare", other))[0].text
 
 
 def changed(lines, column, value, first=0, last=None):
@@ -378,6 +381,29 @@ def test_a_run_that_has_just_begun_is_reported(lines, tmp_path):
     assert "bad" not in [finding.kind for finding in findings["run"]]
     assert "loss_tokens" in [picture.name for picture in drawn]
     assert "not there yet" in (tmp_path / "out" / "report.html").read_text()
+
+
+NONSENSE = {
+    "numbers that are none": [
+        {"step": 0, "tokens": "x", "loss": "y"},
+        {"step": 9, "tokens": None, "val_loss": math.inf},
+    ],
+    "out of range": [
+        {"step": 9, "tokens": -5, "loss": -4.0, "seconds": -3, "grad_norm": -1},
+        {"step": 10, "loss": 1e308},
+    ],
+    "nothing changes": [{"step": i, "tokens": i, "loss": 4.0, "grad_norm": 0.0, "mfu": 0.0} for i in range(99)],
+}
+
+
+@pytest.mark.parametrize("lines", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.filterwarnings("error")
+def test_nonsense_is_drawn_as_far_as_it_goes(lines, tmp_path):
+    odd = {"n_layer": [1], "n_embd": "x", "max_grad_norm": "y", "max_steps": {}, "hellaswag_limit": "all", "source": 3}
+    results = {"hellaswag": {"rows": 0, "A": {"acc_norm": 0.3}, "B": 3}, "perplexity": None}
+    directory = write_run(tmp_path / "run", lines, odd, results)
+    report.write_report([curves.read_run(directory)], tmp_path, dpi=20)
+    assert "</html>" in (tmp_path / "report.html").read_text()
 
 
 # --- the page
