@@ -94,7 +94,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 200) -> tuple[dict[str, 
     images = {}
     with matplotlib.rc_context(style.RC):
         for picture in drawn:
-            picture.figure.savefig(out / f"{picture.name}.png", dpi=dpi)
+            picture.figure.savefig(out / f"{picture.name}.png", dpi=dpi, pil_kwargs={"optimize": True})
             buffer = io.BytesIO()
             picture.figure.savefig(buffer, format="svg", dpi=dpi, metadata={"Date": None, "Creator": None})
             images[picture.name] = base64.b64encode(buffer.getvalue()).decode()

@@ -115,14 +115,14 @@ def test_a_long_log_is_drawn_whole_and_its_mean_stays_within_it(tmp_path):
 
 
 def test_runs_lie_over_each_other_each_with_its_own_look(healthy, tmp_path):
-    other = write_run(tmp_path / "_$other_run$", lines_of("shakespeare", upto=600_000), config_of("shakespeare"))
+    other = write_run(tmp_path / r"_$\run$", lines_of("shakespeare", upto=600_000), config_of("shakespeare"))
     picture = draw(healthy, other)["loss_tokens"]
     axes = picture.figure.axes[0]
     first, second = (next(line for line in axes.lines if line.get_gid() == f"{i}-val_loss") for i in (0, 1))
     assert first.get_color() != second.get_color()
     assert first.get_marker() != second.get_marker()
     labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert labels[:2] == ["healthy", " _$other_run$"]
+    assert labels[:2] == ["healthy", r" _$\run$"]
     assert any("reference" in label for label in labels)
     with style_of_report():
         picture.figure.savefig(tmp_path / "x.png", dpi=30)  # $ is no formula
@@ -373,7 +373,7 @@ def test_without_a_run_it_is_the_newest_and_without_any_an_error(tmp_path):
     assert curves.newest_run(tmp_path) == tmp_path / "new"
 
 
-@pytest.mark.parametrize("lines", [1, 2, 3])
+@pytest.mark.parametrize("lines", [1, 3])
 def test_a_run_that_has_just_begun_is_reported(lines, tmp_path):
     directory = write_run(tmp_path / "run", lines_of("shakespeare")[:lines])
     (tmp_path / "out").mkdir()
