@@ -40,7 +40,7 @@ class Picture:
 def pictures(runs: list[Run], references: list[Reference], published: dict) -> tuple[list[Picture], list[str]]:
     """(the pictures that the runs have numbers for, a sentence for each that they have none for).
 
-    `published` is eval/hellaswag.py's: way -> "GPT-2 124M" -> (acc, acc_norm) of OpenAI's models.
+    `published` is eval/published.py's: way -> "GPT-2 124M, OpenAI" -> (acc, acc_norm) of OpenAI's models.
     """
     parts = [
         partial(loss_over, runs, references, "tokens"),
@@ -161,7 +161,7 @@ def hellaswag(runs: list[Run], references: list[Reference], published: dict) -> 
         for reference in references if way == "A" else []:
             axes.plot(*reference.hellaswag_A_acc_norm.T, gid="reference-hellaswag", **style.REFERENCE)
         for size in sizes:
-            if (score := published[way].get(f"GPT-2 {size}", (None, None))[1]) is not None:
+            if (score := published[way].get(f"GPT-2 {size}, OpenAI", (None, None))[1]) is not None:
                 half = _half(score, rows)
                 axes.axhspan(score - half, score + half, color=style.BLACK, alpha=0.07, linewidth=0)
                 axes.axhline(score, gid=f"openai-{way}-{size}", **(style.OPENAI | {"linestyle": dashes[size]}))

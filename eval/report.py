@@ -84,13 +84,13 @@ def main() -> None:
 
 def write_report(runs: list[Run], out: Path, dpi: int = 200) -> tuple[dict[str, list[Finding]], list[Picture]]:
     """Writes the pictures as PNG and the page, into a directory that exists; returns what it found and drew."""
-    from eval.hellaswag import PUBLISHED
+    from eval.published import HELLASWAG
 
     references = load_references()
     findings = {run.name: judge(run, references) for run in runs}
     used = [find_reference(run, references)[0] for run in runs if not run.config.get("init_from")]
     used = [reference for reference in references if any(reference is other for other in used)]
-    drawn, left_out = pictures(runs, used, PUBLISHED)
+    drawn, left_out = pictures(runs, used, HELLASWAG)
     images = {}
     with matplotlib.rc_context(style.RC):
         for picture in drawn:

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from eval import common, curves, figures, report, style, verdict
-from eval.hellaswag import PUBLISHED
+from eval.published import HELLASWAG
 from recipe.config import FIELDS, parse_config
 from tests.conftest import metrics
 
@@ -61,7 +61,7 @@ def judged(directory) -> list[verdict.Finding]:
     return verdict.judge(curves.read_run(directory), curves.load_references())
 
 
-def draw(*directories, published=PUBLISHED) -> dict[str, figures.Picture]:
+def draw(*directories, published=HELLASWAG) -> dict[str, figures.Picture]:
     runs = curves.read_runs([str(directory) for directory in directories])
     used = [curves.find_reference(run, curves.load_references())[0] for run in runs]
     drawn, _ = figures.pictures(runs, [reference for reference in used[:1] if reference], published)
@@ -155,7 +155,7 @@ def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
         expected = [[line["tokens"], line[f"hellaswag_{way}_acc_norm"]] for line in lines[1:]]
         expected[-1][1] = scores[way]["acc_norm"]  # of all rows, at the same step
         assert drawn_line(panel, f"0-hellaswag_{way}") == expected
-        assert drawn_line(panel, f"openai-{way}-124M")[0][1] == PUBLISHED[way]["GPT-2 124M"][1]
+        assert drawn_line(panel, f"openai-{way}-124M")[0][1] == HELLASWAG[way]["GPT-2 124M, OpenAI"][1]
     assert [point[2] for point in curves.read_run(run).hellaswag["A"]] == [1000] * (len(lines) - 2) + [10042]
     half = 1.96 * math.sqrt(0.2955 * 0.7045 / 1000)
     (band,) = axes[0].patches
