@@ -123,3 +123,24 @@ def whole_run(shards, once):
     """The tiny run, dropout on, uninterrupted: (directory, metrics, output)."""
     run, output = once("whole", lambda run: train(shards, run, dropout=0.1)[1])
     return run, by_step(run), output
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2():
+    """n_positions, initializer_range -> a random GPT-2 with GPT-2's tokenizer, as the evaluation commands load one."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
+
+    from eval import common
+
+    bpe = ROOT / "recipe" / "data" / "gpt2_bpe"
+    tokenizer = GPT2TokenizerFast(vocab=str(bpe / "encoder.json"), merges=str(bpe / "vocab.bpe"))
+
+    def make(n_positions: int = 64, initializer_range: float = 0.3) -> common.Loaded:
+        torch.manual_seed(0)
+        # The wide initialisation spreads the logits: nearly uniform ones would agree whatever the scorer did.
+        sizes = {"n_positions": n_positions, "n_layer": 2, "n_embd": 32, "n_head": 2}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=initializer_range)).eval()
+        return common.Loaded("tiny", None, model, tokenizer, torch.device("cpu"), torch.float32)
+
+    return make
