@@ -1,0 +1,197 @@
+"""LAMBADA's last words: `python eval/lambada.py MODEL [--rows FILE.jsonl] [--limit N]`.
+
+Scored as lm-evaluation-harness's `lambada_openai` (version 1): the context is the text up to its last space, the
+target that space and the last word, encoded as one string; acc counts rows where each token of the target is the
+model's likeliest, perplexity is exp of the mean negative log-likelihood of a target. The rows are OpenAI's variant of
+the test split, 5,153 of them (Paperno et al., arXiv:1606.06031), which do not ship with the project.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:
+    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import torch
+
+from eval import common
+
+DATA_SET = "EleutherAI/lambada_openai"
+N_ROWS = 5153
+# OpenAI's models on all rows: (acc, perplexity), None where it was not published for that way.
+HARNESS = {"GPT-2 124M": (0.3256, 40.0554), "GPT-2 1558M": (None, 10.63)}
+PAPER = {
+    "GPT-2 117M": (0.4599, 35.13),
+    "GPT-2 345M": (0.5548, 15.60),
+    "GPT-2 762M": (0.6012, 10.87),
+    "GPT-2 1542M": (0.6324, 8.63),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row's `tokens`, of which the last `n_target` are the target's."""
+
+    tokens: list[int]
+    n_target: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Summed log-likelihood of a target in nats, and whether all its tokens are the likeliest."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+def read_rows(path: Path) -> list[str]:
+    """The texts of a JSON lines file, each row with "text", or with "context" and "continuation" (a space between).
+
+    Raises UserError if a line holds something else.
+    """
+    texts = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            text = row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or not text.strip():
+            wanted = 'one JSON object a line, with "text" or with "context" and "continuation"'
+            raise common.UserError(f"--rows {path}, line {number}: {wanted}")
+        texts.append(text)
+    if not texts:
+        raise common.UserError(f"--rows {path}: empty")
+    return texts
+
+
+def load_texts(path: Path | None) -> tuple[list[str], str]:
+    """(texts of all rows, where they are from): of a file (`read_rows`), or of the Hub's data set."""
+    if path:
+        return read_rows(path), str(path)
+    from datasets import load_dataset
+    from datasets.utils import logging
+
+    logging.set_verbosity_error()
+    print(f"no --rows: asking the Hub for {DATA_SET}, test", flush=True)
+    try:
+        return list(load_dataset(DATA_SET, "default", split="test")["text"]), DATA_SET
+    except Exception as error:  # whatever the libraries raise without a network
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        way_out = 'Use --rows FILE: JSON lines with "text"'
+        raise common.UserError(f"{DATA_SET}: not to be had from the Hub ({reason}). {way_out}") from error
+
+
+def encode_text(loaded: common.Loaded, text: str) -> Request:
+    """Context and target as one string. A text of one word is predicted from end-of-text, as in the harness."""
+    context, _, word = text.rpartition(" ")
+    if not context:
+        tokens = loaded.encode(" " + word)
+        return Request([loaded.tokenizer.eos_token_id, *tokens], len(tokens))
+    # As in the harness (_encode_pair in its api/model.py), spaces at the context's end belong to the target.
+    tokens = loaded.encode(text)
+    return Request(tokens, len(tokens) - len(loaded.encode(context.rstrip())))
+
+
+def score_requests(loaded: common.Loaded, requests: list[Request]) -> list[Score]:
+    """One forward pass. Requests longer than the model's positions and one lose tokens on the left, as in the harness.
+
+    A target that alone is longer loses its first tokens too, where the harness gives up.
+    """
+    longest = loaded.n_positions
+    # The last token predicts nothing, hence one token more than the model has positions.
+    tokens = [request.tokens[-(longest + 1) :] for request in requests]
+    counts = [min(request.n_target, longest) for request in requests]
+    ids = np.zeros((len(tokens), max(map(len, tokens)) - 1), dtype=np.int64)  # (N, T); padding on the right is not seen
+    for i, sequence in enumerate(tokens):
+        ids[i, : len(sequence) - 1] = sequence[:-1]
+    rows = np.repeat(np.arange(len(tokens)), counts)  # (M,)
+    columns = np.concatenate([np.arange(len(s) - 1 - n, len(s) - 1) for s, n in zip(tokens, counts, strict=True)])
+    targets = np.concatenate([s[-n:] for s, n in zip(tokens, counts, strict=True)])
+    ids, rows, columns, targets = (torch.from_numpy(x).to(loaded.device) for x in (ids, rows, columns, targets))
+    body, head = common.body_and_head(loaded.model)
+    with torch.no_grad():
+        logits = head(body(ids)[rows, columns]).float()  # (M, V): a target is a token or two, so M is small
+        log_probs = common.token_log_probs(logits, targets).cpu().double()
+        right = (logits.argmax(-1) == targets).cpu()
+    parts = zip(log_probs.split(counts), right.split(counts), strict=True)
+    return [Score(part.sum().item(), bool(hits.all())) for part, hits in parts]
+
+
+def score_texts(
+    loaded: common.Loaded, texts: list[str], *, batch_size: int = 16, progress: bool = False
+) -> list[Score]:
+    """Scores in the order of `texts`, `batch_size` texts a forward pass."""
+    requests = [encode_text(loaded, text) for text in texts]
+    # Rows of like length together: little padding. Longest first: memory that does not suffice shows at once.
+    order = sorted(range(len(texts)), key=lambda i: -len(requests[i].tokens))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    results: list = [None] * len(texts)
+    for batch in common.track(batches, "LAMBADA", "rows", show=progress):
+        for i, score in zip(batch, score_requests(loaded, [requests[i] for i in batch]), strict=True):
+            results[i] = score
+    return results
+
+
+def evaluate_texts(loaded: common.Loaded, texts: list[str], *, batch_size: int, progress: bool = True) -> dict:
+    """{"rows", "acc", "acc_ci95", "perplexity"}; the interval is the half width 1.96 sqrt(p (1 - p) / n)."""
+    scores = score_texts(loaded, texts, batch_size=batch_size, progress=progress)
+    metric = common.load_metric("last_word")
+    metric.add_batch(log_likelihoods=[s.log_likelihood for s in scores], greedy=[s.greedy for s in scores])
+    result = metric.compute()
+    p = result["acc"]
+    return {"rows": len(texts), "acc_ci95": 1.96 * (p * (1 - p) / len(texts)) ** 0.5} | result
+
+
+def table(result: dict) -> str:
+    """The result beside what is published for OpenAI's models, way by way."""
+
+    def line(name: str, acc: float | None, perplexity: float) -> str:
+        return f"   {name:<30} {'-' if acc is None else f'{acc:.4f}':<18} {perplexity:.2f}"
+
+    ours = f"{result['acc']:.4f} +- {result['acc_ci95']:.4f}"
+    lines = [
+        f"LAMBADA (OpenAI's variant), {result['rows']:,} rows (+- is the 95 % interval)",
+        "",
+        f"   {'lm-evaluation-harness v1':<30} {'acc':<18} perplexity",
+        f"   {'this model':<30} {ours:<18} {result['perplexity']:.2f}",
+        *(line(f"{model}, harness", *numbers) for model, numbers in HARNESS.items()),
+        "   (issues 2159 and 911 of EleutherAI/lm-evaluation-harness)",
+        "",
+        "   scored otherwise: the last token instead of the last word (not to be compared)",
+        *(line(f"{model}, paper", *numbers) for model, numbers in PAPER.items()),
+        "   (table 3 of GPT-2's paper, Radford et al. 2019; EleutherAI/lm-evaluation-harness issue 356)",
+    ]
+    if result["rows"] != N_ROWS:
+        lines += ["", f"Published numbers are on all {N_ROWS:,} rows, where the interval is about +- 0.013."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = common.parser(
+        "LAMBADA's last words, as lm-evaluation-harness scores them.", batch_size=16, batch_unit="rows"
+    )
+    parser.add_argument("--rows", type=Path, help=f'JSON lines with "text" (default: the Hub\'s {DATA_SET})')
+    parser.add_argument("--limit", type=common.positive_int, help=f"the first N rows only (default: all {N_ROWS:,})")
+    args = parser.parse_args()
+    loaded = common.load(args)
+    output = common.results_path(args.output, loaded)
+    texts, source = load_texts(args.rows)
+    texts = texts[: args.limit]
+    start = time.monotonic()
+    result = evaluate_texts(loaded, texts, batch_size=args.batch_size)
+    seconds = time.monotonic() - start
+    print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(texts) / seconds:.1f} rows/s")
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    about = {"data": source, "sha256": digest, "seconds": round(seconds, 1)}
+    common.write_results(output, "lambada", loaded.describe() | result | about)
+
+
+if __name__ == "__main__":
+    common.run_main(main)
