@@ -8,6 +8,8 @@ OUT ?= model
 LIMIT ?=
 PROMPT ?= The king
 TEXT ?=
+ROWS ?=
+TASKS ?= hellaswag
 FRESH ?=
 PROCESSES ?=
 ARGS ?=
@@ -32,12 +34,12 @@ $(error a TPU wants an environment of its own: pip install -e '.[tpu]', then acc
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample eval-val eval-hellaswag report export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-gpu
+.PHONY: help train data sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-gpu
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
 	@echo
-	@echo "  variables: CONFIG ACCELERATE PROCESSES ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT | TEXT     e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
+	@echo "  variables: CONFIG ACCELERATE PROCESSES ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT | TEXT ROWS TASKS   e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
 
 train: .venv/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
@@ -62,11 +64,23 @@ bench-gpu: .venv/installed ## all measurements of a GPU in less than nine minute
 sample: .venv/installed ## continue PROMPT with MODEL (a directory or Hub id; default: the newest run)
 	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)
 
+chat: .venv/installed ## continue with MODEL what you type, line by line (Ctrl-D ends)
+	@$(BIN)/python eval/sample.py $(MODEL_ARG) --interactive $(ARGS)
+
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
 	$(BIN)/python eval/perplexity.py $(MODEL_ARG) $(ARGS)
 
+eval-wikitext: .venv/installed ## perplexity of MODEL on WikiText-2, sliding window (TEXT=joined rows; default: from the Hub; LIMIT=windows)
+	$(BIN)/python eval/wikitext.py $(MODEL_ARG) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
+
+eval-lambada: .venv/installed ## LAMBADA's last words of MODEL (ROWS=rows.jsonl; default: from the Hub; LIMIT=500)
+	$(BIN)/python eval/lambada.py $(MODEL_ARG) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
 eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMIT=500 for a quick look)
 	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
+eval-lm: .venv/installed-eval ## lm-evaluation-harness on MODEL (TASKS=hellaswag,lambada_openai ROWS=rows.jsonl LIMIT=100)
+	$(BIN)/python eval/harness.py $(MODEL_ARG) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 report: .venv/installed ## pictures of RUN ("runs/a runs/b" for several; default: the newest) and whether its loss looks right
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
@@ -110,11 +124,16 @@ clean: ## delete the environment, the shards and caches; runs/ stays
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[deepspeed]'
 	@touch $@
 
+.venv/installed-eval: .venv/installed
+	@echo "installing lm-evaluation-harness into .venv"
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[eval]'
+	@touch $@
+
 # All at once: each call of pip works out anew what goes with what.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev,deepspeed]'
-	@touch .venv/installed .venv/installed-deepspeed $@
+	@touch .venv/installed .venv/installed-deepspeed .venv/installed-eval $@
 
 # Where torch_xla is installed it is used, and it wants a torch of its own version: hence a second environment. The tpu
 # extra would add libtpu, which only a TPU needs.

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,37 +94,14 @@ def test_way_b_cleans_text_and_keeps_boundaries():
 
 
 @pytest.mark.parametrize(("n_positions", "limit"), [(1024, 50), (52, 20)])
-def test_way_b_equals_lm_evaluation_harness(n_positions, limit, make_model, tmp_path):
-    pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[dev]')")
-    import lm_eval.tasks
-    from lm_eval.models.huggingface import HFLM
+def test_way_b_equals_lm_evaluation_harness(n_positions, limit, make_model):
+    pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
+    from eval import harness
 
     rows = hellaswag.load_rows(limit)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # The harness's own task, with nothing but the place of its data changed.
-    theirs = Path(lm_eval.tasks.__file__).parent / "hellaswag"
-    shutil.copy(theirs / "utils.py", tmp_path)
-    task = (theirs / "hellaswag.yaml").read_text()
-    where = json.dumps(
-        {"data_files": {"validation": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")}
-    )
-    for old, new in {
-        "task: hellaswag": "task: hellaswag_local",
-        "dataset_path: Rowan/hellaswag": f"dataset_path: json\ndataset_kwargs: {where}",
-        "training_split: train": "training_split: null",
-    }.items():
-        assert old in task
-        task = task.replace(old, new)
-    (tmp_path / "hellaswag_local.yaml").write_text(task)
-
     loaded = make_model(n_positions)
-    harness = lm_eval.simple_evaluate(
-        HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=8, device="cpu"),
-        tasks=["hellaswag_local"],
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
-        bootstrap_iters=0,
-    )
-    samples = sorted(harness["samples"]["hellaswag_local"], key=lambda sample: sample["doc_id"])
+    theirs = harness.evaluate(loaded, ["hellaswag"], limit=limit, batch_size=8)
+    samples = sorted(theirs["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
     expected = np.array([[choice[0] for choice in sample["filtered_resps"]] for sample in samples])
 
     options = {"device": "cpu", "batch_size": 7, "max_length": n_positions}
@@ -140,9 +116,7 @@ def test_way_b_equals_lm_evaluation_harness(n_positions, limit, make_model, tmp_
 
     counts = hellaswag.score_hellaswag(body, loaded.encode, limit=limit, head=head, **options)
     for name in ("acc", "acc_norm"):
-        assert counts["B"][name] / limit == pytest.approx(
-            harness["results"]["hellaswag_local"][f"{name},none"], abs=1e-12
-        )
+        assert counts["B"][name] / limit == pytest.approx(theirs["results"]["hellaswag"][f"{name},none"], abs=1e-12)
 
 
 def test_too_long_requests_lose_their_context_first():

@@ -1,0 +1,102 @@
+"""lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, and its absence."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from eval import common, harness, hellaswag, lambada
+
+TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]
+
+
+def command(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["harness", *map(str, arguments)])
+    harness.main()
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def needs_lm_eval():
+    pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
+
+
+def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch, capfd):
+    needs_lm_eval()
+    output = tmp_path / "results.json"
+    output.write_text('{"perplexity": {"loss": 1}}')
+    flags = [whole_run[0], "--device", "cpu", "--output", output, "--rows", rows, "--limit", 3]
+    command(monkeypatch, *flags, "--tasks", "hellaswag, lambada_openai,hellaswag")
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2::2] == [
+        "hellaswag",
+        "lambada_openai",
+    ]
+    assert "bootstrapping" not in out
+    results = json.loads(output.read_text())
+    assert results["perplexity"] == {"loss": 1}
+    result = results["lm_eval"]
+    assert result["limit"] == 3
+    assert result["version"].startswith("0.4")
+    assert result["model"].endswith("step_00000020")
+
+    loaded = common.load(common.parser("").parse_args([str(whole_run[0]), "--device", "cpu"]))
+    ours = hellaswag.evaluate_rows(loaded, hellaswag.load_rows(3), batch_size=3, progress=False)["B"]
+    theirs = result["tasks"]["hellaswag"]
+    assert theirs["version"] == 1.0
+    assert {name: theirs[name] for name in ("acc", "acc_norm")} == pytest.approx(
+        {name: ours[name] for name in ("acc", "acc_norm")}
+    )
+    ours, theirs = (
+        lambada.evaluate_texts(loaded, TEXTS[:3], batch_size=2, progress=False),
+        result["tasks"]["lambada_openai"],
+    )
+    assert theirs["version"] == 1.0
+    assert theirs["acc"] == pytest.approx(ours["acc"])
+    assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
+    assert theirs["perplexity_stderr"] > 0
+
+
+def test_local_tasks_differ_from_the_harnesss_own_in_their_data_alone(rows, tmp_path):
+    needs_lm_eval()
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    (tmp_path / "tasks").mkdir()
+    names = harness.write_local_tasks(tmp_path / "tasks", rows, limit=3)
+    assert names == ["hellaswag", "lambada_openai"]
+    tasks = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False).load(names)["tasks"]
+    for name, folder in zip(names, ("hellaswag", "lambada"), strict=True):
+        theirs = load_yaml(harness.harness_tasks() / folder / f"{name}.yaml")
+        changed = {"dataset_path", "dataset_name", "dataset_kwargs", "training_split", "metadata", "metric_list", "tag"}
+        kept = {key: value for key, value in theirs.items() if key not in changed}
+        assert len(kept) > 5
+        assert {key: getattr(tasks[name].config, key) for key in kept} == kept
+        assert theirs["metadata"]["version"] == tasks[name].VERSION
+        assert list(tasks[name].aggregation()) == [metric["metric"] for metric in theirs["metric_list"]]
+    assert [doc["gold"] for doc in tasks["hellaswag"].eval_docs] == [row["label"] for row in hellaswag.load_rows(3)]
+    assert [doc["text"] for doc in tasks["lambada_openai"].eval_docs] == TEXTS[:3]
+
+
+def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
+    needs_lm_eval()
+    loaded = tiny_gpt2()
+    with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
+        harness.evaluate(loaded, ["no_such", "hellaswag"], limit=1, batch_size=1)
+    with pytest.raises(common.UserError, match=r"no data to be had .*lambada_openai with --rows"):
+        harness.evaluate(loaded, ["lambada_openai"], limit=1, batch_size=1)
+    with pytest.raises(common.UserError, match="--tasks: names none"):
+        command(monkeypatch, "--tasks", " , ")
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
+        command(monkeypatch, "--tasks", "hellaswag")
