@@ -40,9 +40,9 @@ def loaded(model_dir):
     return common.load(common.parser("").parse_args([str(model_dir), "--device", "cpu"]))
 
 
-def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+def run(script: str, *arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess:
     command = [sys.executable, str(REPOSITORY / "eval" / f"{script}.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120)
 
 
 def main_of(module, monkeypatch, *arguments: str) -> None:
@@ -215,11 +215,111 @@ def test_generate_leaves_nothing_to_warn_about(loaded, caplog):
     try:
         for flags in (["--greedy"], ["--top_k", "7", "--top_p", "0.9"]):
             args = sample.arguments().parse_args(["--max_new_tokens", "3", *flags])
-            sample.generate(loaded, [END_OF_TEXT], args)
+            sample.generate(loaded, [END_OF_TEXT], args, seed=1)
     finally:
         transformers.logging.disable_propagation()
         transformers.logging.set_verbosity_error()
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def drawn(loaded, capsys, *flags: str, seed: int, prompt: str = "A man is") -> tuple[list[str], str]:
+    """The texts and the screen of `generate`."""
+    args = sample.arguments().parse_args(["--max_new_tokens", "12", *flags])
+    texts = sample.generate(loaded, loaded.tokenizer.encode(prompt), args, seed)
+    return texts, capsys.readouterr().out
+
+
+def test_a_sample_is_its_seeds_whatever_is_drawn_beside_it(loaded, capsys):
+    alone = [drawn(loaded, capsys, seed=seed)[0][0] for seed in range(5, 10)]
+    assert len(set(alone)) == 5
+    together, screen = drawn(loaded, capsys, "--num_samples", "5", seed=5)
+    assert together == alone
+    assert drawn(loaded, capsys, "--num_samples", "5", "--batch_size", "2", seed=5) == (together, screen)
+    # All are on the screen, in order, each under its seed.
+    parts = screen.split("--- sample ")[1:]
+    assert parts == [f"{i + 1} of 5 (seed {5 + i})\nA man is{text}\n" for i, text in enumerate(together)]
+
+
+def test_draws_follow_softmax():
+    logits = torch.tensor([1.0, 0.0, -torch.inf, 2.0])
+    n = 4000
+    rows = sample.SeededNoise(range(n))(None, logits.expand(n, 4)).argmax(-1)
+    shares = torch.bincount(rows, minlength=4) / n
+    assert shares[2] == 0
+    assert shares.tolist() == pytest.approx(logits.softmax(-1).tolist(), abs=0.03)  # four standard errors
+
+
+def test_temperature_top_k_and_top_p_are_at_work(loaded, capsys):
+    greedy = drawn(loaded, capsys, "--greedy", seed=1)[0]
+    for flags in (["--top_k", "1"], ["--top_p", "1e-6"], ["--temperature", "1e-4"], ["--temperature", "0"]):
+        assert drawn(loaded, capsys, *flags, "--num_samples", "2", seed=2)[0] == greedy * 2
+    plain = ["--top_k", "0", "--temperature", "1"]
+    free = drawn(loaded, capsys, *plain, seed=2)[0]
+    assert free != greedy
+    for flags in (["--top_k", "2"], ["--top_p", "0.5"], ["--temperature", "0.3"]):
+        assert drawn(loaded, capsys, *plain, *flags, seed=2)[0] != free
+
+
+def test_a_text_that_ends_early_is_cut_there(loaded, capsys, monkeypatch):
+    """A row that is done is filled up while the others go on; the filling is not text."""
+    steps = []
+
+    def processors(args, seeds):
+        def force(input_ids, scores):
+            steps.append(len(scores))
+            token = torch.tensor([END_OF_TEXT if len(steps) == 3 else 1000, 1000])
+            return torch.nn.functional.one_hot(token, scores.shape[1]).float()
+
+        return transformers.LogitsProcessorList([force])
+
+    monkeypatch.setattr(sample, "processors", processors)
+    texts, screen = drawn(loaded, capsys, "--num_samples", "2", seed=0)
+    word = loaded.tokenizer.decode([1000])
+    assert steps == [2] * 12
+    assert texts == [word * 2, word * 12]
+    assert f"A man is{word * 2}\n" in screen
+
+
+def test_interactive_continues_what_is_piped_in(loaded, model_dir, tmp_path, capsys):
+    flags = ["--max_new_tokens", "12", "--seed", "3", "--num_samples", "2"]
+    out = run("sample", model_dir, "--interactive", *flags, cwd=tmp_path, stdin="A man is\n \n\nA man is")
+    assert (out.returncode, out.stderr) == (0, "")
+    assert "does not answer questions" in out.stdout
+    assert "> " not in out.stdout
+    for seed in (3, 5):  # the second line goes on where the first one's seeds end
+        assert drawn(loaded, capsys, *flags, seed=seed)[1] in out.stdout
+    assert out.stdout.count("--- sample") == 4
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", ["", EOFError, KeyboardInterrupt])
+def test_interactive_on_a_terminal(end, loaded, monkeypatch, capsys):
+    typed, stopped = iter(["one", "two", end, "three"]), []
+
+    def type_line(prompt):
+        assert prompt == "> "
+        line = next(typed)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    def generate(loaded, ids, args, seed):
+        stopped.append((loaded.tokenizer.decode(ids), seed))
+        if len(stopped) == 1:
+            raise KeyboardInterrupt  # ends this text alone
+        return []
+
+    class Terminal:
+        isatty = staticmethod(lambda: True)
+        reconfigure = staticmethod(lambda errors: None)
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(sys, "stdin", Terminal)
+    monkeypatch.setattr(sample, "generate", generate)
+    sample.interact(loaded, sample.arguments().parse_args(["--seed", "7"]))
+    assert stopped == [("one", 7), ("two", 8)]
+    assert "(stopped)" in capsys.readouterr().out
+    assert next(typed) == "three"
 
 
 # Finding models, results, errors
@@ -286,6 +386,7 @@ def test_errors_are_one_line_and_exit_2(script, argument, message, tmp_path):
         (perplexity, ["--text", "absent.txt"], "absent.txt"),
         (perplexity, ["--sequence_length", "65", "--text", "absent.txt"], "the model has 64 positions"),
         (sample, ["--top_p", "0"], "--top_p lies in"),
+        (sample, ["--interactive", "--prompt", "The"], "leave out --prompt"),
         (sample, ["--output", "absent/results.json"], "absent: not a directory"),
     ],
 )
