@@ -1,5 +1,6 @@
 """Perplexity, sampling, and what the evaluation commands share: finding models, results, errors."""
 
+import io
 import json
 import math
 import os
@@ -40,9 +41,9 @@ def loaded(model_dir):
     return common.load(common.parser("").parse_args([str(model_dir), "--device", "cpu"]))
 
 
-def run(script: str, *arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess:
+def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, str(REPOSITORY / "eval" / f"{script}.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def main_of(module, monkeypatch, *arguments: str) -> None:
@@ -280,15 +281,20 @@ def test_a_text_that_ends_early_is_cut_there(loaded, capsys, monkeypatch):
     assert f"A man is{word * 2}\n" in screen
 
 
-def test_interactive_continues_what_is_piped_in(loaded, model_dir, tmp_path, capsys):
+def test_interactive_continues_what_is_piped_in(loaded, model_dir, tmp_path, monkeypatch, capsys):
+    """tests/test_docs.py runs the command itself."""
     flags = ["--max_new_tokens", "12", "--seed", "3", "--num_samples", "2"]
-    out = run("sample", model_dir, "--interactive", *flags, cwd=tmp_path, stdin="A man is\n \n\nA man is")
-    assert (out.returncode, out.stderr) == (0, "")
-    assert "does not answer questions" in out.stdout
-    assert "> " not in out.stdout
+    piped = b"A man is\n \n\nA man is\n\xff no UTF-8"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    main_of(sample, monkeypatch, model_dir, "--interactive", "--device", "cpu", *flags)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "does not answer questions" in out
+    assert "> " not in out
     for seed in (3, 5):  # the second line goes on where the first one's seeds end
-        assert drawn(loaded, capsys, *flags, seed=seed)[1] in out.stdout
-    assert out.stdout.count("--- sample") == 4
+        assert drawn(loaded, capsys, *flags, seed=seed)[1] in out
+    assert out.count("--- sample") == 6
     assert not list(tmp_path.iterdir())
 
 
