@@ -27,7 +27,7 @@ def needs_lm_eval():
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
 
 
-def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch, capfd):
+def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch, capfd, caplog):
     needs_lm_eval()
     output = tmp_path / "results.json"
     output.write_text('{"perplexity": {"loss": 1}}')
@@ -35,6 +35,7 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch
     command(monkeypatch, *flags, "--tasks", "hellaswag, lambada_openai,hellaswag")
     out, err = capfd.readouterr()
     assert err == ""
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2::2] == [
         "hellaswag",
         "lambada_openai",
