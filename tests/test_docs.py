@@ -48,16 +48,20 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 20"}
         elif target == "data":
             options["ARGS"] = shlex.join(["--out", str(tmp_path / "shards")])
-        elif target in ("sample", "eval-val", "eval-hellaswag"):
+        elif target == "chat":
+            options["MODEL"] = str(run)
+        elif target in ("sample", "eval-val", "eval-wikitext", "eval-lambada", "eval-hellaswag", "eval-lm"):
             options |= {"MODEL": str(run), "ARGS": f"{options.get('ARGS', '')} --output {tmp_path}/results.json"}
-            options |= {"LIMIT": "4"} if target == "eval-hellaswag" else {}
+            options |= {"LIMIT": "4"} if target not in ("sample", "eval-val") else {}
+            options |= {"TEXT": str(SHAKESPEARE)} if target == "eval-wikitext" else {}
+            options |= {"ROWS": str(texts(tmp_path))} if target in ("eval-lambada", "eval-lm") else {}
         elif target == "report":
             runs = len(options.get("RUN", "newest").split())
             options |= {"RUN": " ".join([str(run)] * runs), "OUT": str(tmp_path / "report")}
         elif target == "export":
             options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
         # The environment is the one that the tests run in: nothing is installed here.
-        made = ["-o", ".venv/installed", "-o", ".venv/installed-dev", f"BIN={BIN}"]
+        made = [word for kind in ("", "-dev", "-eval") for word in ("-o", f".venv/installed{kind}")] + [f"BIN={BIN}"]
         return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
     if "recipe.data.prepare" in words:
         assert words[:3] == ["python", "-m", "recipe.data.prepare"]
@@ -88,6 +92,8 @@ RUN_HERE = [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN) and 
 
 @pytest.mark.parametrize("command", RUN_HERE)
 def test_command_of_the_readme(command, shards, whole_run, tmp_path):
+    if command.startswith("make eval-lm"):
+        pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
     words = shortened(command, shards, whole_run[0], tmp_path)
     environment = os.environ | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -98,7 +104,8 @@ def test_command_of_the_readme(command, shards, whole_run, tmp_path):
         environment.pop(inherited, None)
     if "=" in words[0]:
         words = ["env", *words]
-    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    pipes = {"input": "The king\n", "capture_output": True, "text": True}
+    result = subprocess.run(words, cwd=ROOT, env=environment, timeout=600, **pipes)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.splitlines()) > ("verify" not in words)  # every command says what it is doing
 
@@ -111,8 +118,12 @@ def test_the_readme_has_the_two_commands_and_every_target_exists():
         "test",
         "data",
         "sample",
+        "chat",
         "eval-val",
+        "eval-wikitext",
+        "eval-lambada",
         "eval-hellaswag",
+        "eval-lm",
         "report",
         "export",
         "lint",
