@@ -205,5 +205,5 @@ def model_files(model: GPT2LMHeadModel) -> dict[str, bytes]:
     """What transformers needs beside the weights, by file name: configuration and tokenizer."""
     with TemporaryDirectory() as directory:
         model.save_config(Path(directory))
-        tokenizer.save_tokenizer(Path(directory))
+        tokenizer.save_tokenizer(Path(directory), model.config.n_positions)
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}

@@ -68,6 +68,9 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     assert "lm_head.weight" not in load_file(checkpoint / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(tokenizer("First Citizen: hear me").input_ids) == "First Citizen: hear me"
+    assert tokenizer.model_max_length == 64  # the model's positions, and not GPT-2's
+    generation = json.loads((checkpoint / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == generation["bos_token_id"] == 50256
     config = json.loads((checkpoint / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"]
     assert (config["dtype"], config["vocab_size"], config["tie_word_embeddings"]) == ("float32", 50257, True)

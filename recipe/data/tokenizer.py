@@ -74,17 +74,19 @@ def _encode(text: str) -> np.ndarray:
     return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
 
-def hf_tokenizer() -> GPT2TokenizerFast:
-    """The same tokenizer as `transformers` knows it, built offline. It does parse a literal "<|endoftext|>"."""
+def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:
+    """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens,
+    and cuts there where it is asked to. It does parse a literal "<|endoftext|>"."""
     from transformers import GPT2TokenizerFast  # seconds to import; only export needs it
 
     vocab = json.loads((_FILES / "encoder.json").read_text(encoding="utf-8"))
     merges = (_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]  # after a version line
     return GPT2TokenizerFast(
-        vocab=vocab, merges=[tuple(merge.split()) for merge in merges], model_max_length=CONTEXT_LENGTH
+        vocab=vocab, merges=[tuple(merge.split()) for merge in merges], model_max_length=max_length
     )
 
 
-def save_tokenizer(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(directory)` loads."""
-    hf_tokenizer().save_pretrained(directory)
+def save_tokenizer(directory: Path, max_length: int = CONTEXT_LENGTH) -> None:
+    """Write tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(directory)` loads, for a
+    model of `max_length` positions."""
+    hf_tokenizer(max_length).save_pretrained(directory)
