@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -214,9 +215,24 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator().type.upper()
+    return processor()
+
+
+def processor() -> str:
+    """The processor's name."""
     with suppress(OSError, IndexError):
         return re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
     return platform.processor() or "CPU"
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a run's numbers may depend on, those that are installed."""
+    names = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def total_memory() -> int | None:

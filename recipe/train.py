@@ -18,6 +18,7 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from recipe import faults, optim
+from recipe.about import about
 from recipe.checkpoint import Checkpoint
 from recipe.cli import emit
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
@@ -135,6 +136,7 @@ def train(
         saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, before=log.sync, committed=add,
                       patience=launcher_patience())  # fmt: skip
     files = model_files(raw_model) if engine.is_main else {}
+    parts = about(config, engine, step, state.get("about")) if engine.is_main else []
     flops = flops_per_token(config.model, config.data.sequence_length)
     engine.start_tracker("gpt2-recipe", run.run_name, redacted(config.flat()))
     batches = engine.batches(source, batch, step, opt.max_steps)
@@ -187,6 +189,7 @@ def train(
                 state = {
                     "config": redacted(config.flat()),
                     "engine": engine.name,
+                    "about": parts,
                     "tokens": step * opt.total_batch_tokens,
                     "seconds": throughput.seconds,
                     "record": record,

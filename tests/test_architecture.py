@@ -36,6 +36,7 @@ ALLOWED = {
     "xla": {"config", "engine", "optim"},
     "zero": {"config", "device", "engine", "launch"},
     "plan": {"config", "data"},
+    "about": {"config", "data", "device", "engine", "redact"},
     "live": {"config", "data", "engine", "faults", "loss", "model"},
     "rundir": {"checkpoint", "config", "lock"},
     "outbox": {"data"},
@@ -47,8 +48,8 @@ ALLOWED = {
     "speed": {"attention", "config", "loss", "data", "device", "engine", "faults", "fit", "guard", "metrics", "model",
               "optim", "plan", "start", "train"},
     "bench": {"config", "device", "plan", "speed"},
-    "train": {"cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model", "live",
-              "push", "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
+    "train": {"about", "cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model",
+              "live", "push", "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
 }  # fmt: skip
 
 
