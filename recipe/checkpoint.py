@@ -33,8 +33,7 @@ from safetensors.torch import load_file
 from recipe import faults
 from recipe.config import UserError
 
-# What belongs to the trainer and not to the model; results.json is an evaluation's.
-_TRAINERS_OWN = {"optimizer.safetensors", "trainer_state.json", "manifest.json", "results.json"}
+_TRAINERS_OWN = {"optimizer.safetensors", "trainer_state.json"}  # and not the model's
 _NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY, _DELETING = ".saving-", ".deleting-"
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
@@ -169,8 +168,9 @@ def step_of(path: Path) -> int:
 
 
 def model_only(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint that `from_pretrained` reads."""
-    return sorted(p for p in checkpoint.iterdir() if p.is_file() and p.name not in _TRAINERS_OWN)
+    """The files of a whole checkpoint that `from_pretrained` reads; not what was put beside them since."""
+    names = json.loads((checkpoint / "manifest.json").read_text())["files"].keys() - _TRAINERS_OWN
+    return sorted(checkpoint / name for name in names)
 
 
 def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.catalog import DATASETS, names_a_data_set, resolve
+from recipe.catalog import DATASETS, license_error, names_a_data_set, resolve
 from recipe.cli import Parser, Sequences, UserError, yaml_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +109,7 @@ class RunConfig:
     milestone_every: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
     push_to_hub: str = _opt("", "ORG/NAME on the Hub to which milestones and the final checkpoint go (empty: none)")
     hub_private: bool = _opt(False, "push_to_hub makes a private repository, and pushes to no public one")
+    hub_license: str = _opt("mit", "licence of the weights in their model card, by the Hub's name for it, or other")
     sample_every: int = _opt(0, "steps between samples printed from the live model (0: never)")
     sample_prompt: str = _opt("\n", "what a sample during training continues")
     hellaswag_every: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
@@ -231,6 +232,7 @@ def _validated(config: Config) -> Config:
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
     )
+    require(not (error := license_error(run.hub_license)), f"hub_license {error}")
     if run.push_to_hub:
         check_repo_name(run.push_to_hub, "push_to_hub")
     if opt.total_batch_tokens % data.sequence_length:

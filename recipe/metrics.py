@@ -134,12 +134,15 @@ class MetricsLog:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl, as far as they are whole."""
+def read_metrics(path: Path, tail: int = 0) -> list[dict]:
+    """The lines of a metrics.jsonl, as far as they are whole; with `tail`, of its last so many bytes."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text(errors="replace").splitlines():
+    with path.open("rb") as file:
+        file.seek(-min(tail, os.fstat(file.fileno()).st_size) if tail else 0, os.SEEK_END if tail else os.SEEK_SET)
+        content = file.read().decode(errors="replace")
+    for text in content.splitlines():
         with suppress(ValueError):  # the last line of a run that was killed while writing it, or a damaged one
             line = json.loads(text)
             if isinstance(line, dict) and isinstance(line.get("step"), int):

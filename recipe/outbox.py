@@ -1,7 +1,7 @@
 """Checkpoints that wait for the Hugging Face Hub: a queue on the disk, which outlives whoever works on it.
 
-RUN/.push/step-005000/           the model's files of a checkpoint, hard links where the disk has them
-RUN/.push/step-005000/push.json  {"repo", "private", "step", "todo": ["step-005000", "main"], "error"}
+RUN/.push/step-005000/           the model's files of a checkpoint, hard links where the disk has them, and its card
+RUN/.push/step-005000/push.json  {"repo", "private", "step", "todo": ["step-005000", "main"], "error", "held"}
 RUN/.push/uploaded.json          {repo: [steps]}
 RUN/.push/log                    last words of the process that uploads
 """
@@ -28,7 +28,8 @@ _POLL = 0.2  # seconds between attempts at the lock
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint that waits: `todo` are the branches it is not on yet, `error` says why it waits for the user."""
+    """A checkpoint that waits: `todo` are the branches it is not on yet, `error` says why it waits for the user. One
+    that is `held` is the trainer's still, which has not evaluated it yet."""
 
     path: Path
     repo: str
@@ -36,9 +37,16 @@ class Entry:
     step: int
     todo: tuple[str, ...]
     error: str | None = None
+    held: bool = False
 
     def files(self) -> list[Path]:
         return sorted(p for p in self.path.iterdir() if p.name not in (_ENTRY, f"{_ENTRY}.tmp"))
+
+    def put(self, name: str, content: bytes) -> None:
+        """Changes a file of it, whole or not at all, and none that it has links to. Raises OSError."""
+        temporary = self.path.with_name(f"{_MAKING}{self.path.name}-{name}")
+        temporary.write_bytes(content)
+        os.replace(temporary, self.path / name)
 
     def write(self, directory: Path | None = None) -> Entry:
         values = {k: v for k, v in dataclasses.asdict(self).items() if k != "path"}
@@ -68,8 +76,11 @@ def entries(run: Path) -> list[Entry]:
     return sorted(found, key=lambda e: (e.step, e.path.name))
 
 
-def enqueue(run: Path, files: list[Path], step: int, repo: str, private: bool, todo: list[str]) -> Entry:
-    """Puts `files` into the queue, whole or not at all. Raises OSError."""
+def enqueue(
+    run: Path, files: list[Path], made: dict[str, bytes], step: int, repo: str, private: bool, todo: list[str],
+    held: bool = False,
+) -> Entry:  # fmt: skip
+    """Puts `files`, and those `made` for it, into the queue, whole or not at all. Raises OSError."""
     queue = run / QUEUE
     queue.mkdir(parents=True, exist_ok=True)
     name = branch_of(step)
@@ -81,10 +92,12 @@ def enqueue(run: Path, files: list[Path], step: int, repo: str, private: bool, t
             os.link(file, temporary / file.name)  # costs nothing until the checkpoint is pruned
         except OSError:
             shutil.copyfile(file, temporary / file.name)
+    for name_made, content in made.items():
+        (temporary / name_made).write_bytes(content)
     # The same step again, of a resumed run, comes after the one that may be going up right now.
     numbers = (f"{name}.{n}" if n else name for n in range(1000))
     path = next(p for p in map(queue.joinpath, numbers) if not p.exists())
-    entry = Entry(path, repo, private, step, tuple(todo)).write(temporary)
+    entry = Entry(path, repo, private, step, tuple(todo), held=held).write(temporary)
     fd = os.open(temporary / _ENTRY, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -101,7 +114,7 @@ def is_new(run: Path, repo: str, step: int) -> bool:
 def sweep(run: Path) -> None:
     """Deletes what those who were killed left half made or half deleted."""
     for leftover in [*(run / QUEUE).glob(f"{_MAKING}*"), *(run / QUEUE).glob(f"{_DONE}*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+        leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
 
 
 def branch_of(step: int) -> str:

@@ -6,11 +6,13 @@ Whatever goes wrong there is a line of the log, and the checkpoint stays queued:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +24,7 @@ from huggingface_hub import HfApi
 from recipe import outbox, upload
 from recipe.checkpoint import model_only, step_of
 from recipe.config import ROOT, UserError
+from recipe.package import evaluated, package, renew_card
 
 PATIENCE = 300  # seconds without anything new on the Hub after which nobody waits for it any more
 _SILENCE = 3600  # the same where it does not fail either: a large file
@@ -29,6 +32,7 @@ _CHECK_TIMEOUT, _CHECK_PATIENCE = 10, 15  # seconds, before step 0
 _RESTARTS = 3  # of a process that died without having uploaded anything in between
 _BETWEEN_LINES = 60.0  # seconds, of those that say the same
 _FAREWELL = 5  # seconds in which the process may end by itself
+_TAIL = 2_000_000  # bytes of metrics.jsonl of which a card is written while the run waits: some 20 ms
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 
@@ -114,6 +118,7 @@ class Uploads:
         self._moved: set[tuple] = set()
         self._moved_at, self._failing_since = time.monotonic(), None
         self._said: dict[str, tuple[str, float]] = {}  # of each checkpoint, why it failed, and when that was said
+        self._lock, self._held = threading.Lock(), True  # perhaps, from before
         self._guard(self._begin)
 
     def add(self, checkpoint: Path, again: bool = True) -> None:
@@ -121,7 +126,9 @@ class Uploads:
         self._guard(self._add, checkpoint, again)
 
     def report(self) -> None:
-        """Says what is new, and starts the process again if it died; call it now and then."""
+        """Lets go of what has been evaluated, says what is new, and starts the process again if it died; call it now
+        and then, and after each line of metrics.jsonl."""
+        self._guard(self._release)
         self._guard(self._hear)
         self._guard(self._keep_alive)
 
@@ -130,6 +137,8 @@ class Uploads:
         if self._closed:
             return
         self._closed = True
+        if wait:  # or else the same command goes on, and evaluates what it has not
+            self._guard(self._release, True)
         try:
             if wait and self._waiting():
                 self._say(f"upload     waiting for {self._waiting()} of {self.repo}; Ctrl-C leaves it queued")
@@ -178,7 +187,29 @@ class Uploads:
         if not wanted or not (again or outbox.is_new(self.run, self.repo, step)):
             return
         todo = [outbox.branch_of(step), *([outbox.MAIN] if final else [])]
-        outbox.enqueue(self.run, model_only(checkpoint), step, self.repo, self.private, todo)
+        try:
+            files, made = package(checkpoint, repo=self.repo, tail=_TAIL)
+        except Exception as error:
+            self._say(f"upload     {checkpoint.name} has no card: {upload.judge(error)[1]}")
+            files, made = model_only(checkpoint), {}
+        # It goes up once, with its evaluations, which come after it was saved.
+        held = not evaluated(self.run, step)
+        outbox.enqueue(self.run, files, made, step, self.repo, self.private, todo, held)
+        with self._lock:
+            self._held |= held
+
+    def _release(self, everything: bool = False) -> None:
+        with self._lock:
+            if not self._held:
+                return
+            held = [entry for entry in outbox.entries(self.run) if entry.held]
+            for entry in held.copy():
+                if everything or evaluated(self.run, entry.step):
+                    if error := renew_card(self.run, entry, tail=_TAIL):
+                        self._say(error)
+                    dataclasses.replace(entry, held=False).write()
+                    held.remove(entry)
+            self._held = bool(held)
 
     def _hear(self) -> None:
         if self._process is None:
@@ -266,6 +297,8 @@ def describe(event: dict, run: Path) -> str:
     """The line that a user reads of an event of upload.py; empty for what is not worth one."""
     if event["event"] == "uploaded":
         return f"upload     {event['name']} is at {event['url']}"
+    if event["event"] == "card":
+        return f"upload     {event['name']} goes up without its card, which the Hub refuses: {event['reason']}"
     if event["event"] == "failing":
         return f"upload     {event['name']}: {event['reason']}; trying again in {event['wait']:.0f} s"
     if event["event"] == "refused":

@@ -31,6 +31,7 @@ _LONGEST_WAIT = 60  # seconds between two attempts, unless the Hub asks for more
 _LONGEST_ASKED = 3600
 _TRIES = 5  # at what another attempt mends at times, but not always
 _POLL = 0.5  # seconds between looks into an empty queue
+_BAD_CARD = "Invalid metadata in README.md."  # how create_commit begins what the Hub has against a card
 _CONFLICT = (409, 412, 423)  # another commit came in between
 _PASSING = (408, 425, 429)  # and whatever is 500 or more
 
@@ -163,20 +164,32 @@ class Uploader:
                 self._api.preupload_lfs_files(entry.repo, [addition], revision=branch, free_memory=False)
                 self.moved.add((entry.path.name, branch, number))
                 self._tell("file", name=entry.path.name, branch=branch, number=number, of=len(additions))
-            self._api.create_commit(entry.repo, additions, commit_message=f"Step {entry.step}", revision=branch)
+            self._commit(entry, branch, additions)
             entry = dataclasses.replace(entry, todo=tuple(b for b in entry.todo if b != branch)).write()
             self.moved.add((entry.path.name, branch))
             self._tell("uploaded", name=entry.path.name, url=page(entry.repo, branch))
         faults.at("upload.after")
         entry.remove()
 
+    def _commit(self, entry: Entry, branch: str, additions: list[CommitOperationAdd]) -> None:
+        options = {"commit_message": f"Step {entry.step}", "revision": branch}
+        try:
+            self._api.create_commit(entry.repo, additions, **options)
+        except ValueError as error:
+            if not str(error).startswith(_BAD_CARD):
+                raise
+            # The weights are worth more than what is said of them.
+            self._tell("card", name=entry.path.name, reason=clean(" ".join(str(error)[len(_BAD_CARD) :].split())))
+            rest = [addition for addition in additions if addition.path_in_repo != "README.md"]
+            self._api.create_commit(entry.repo, rest, **options)
+
 
 def drain(run: Path, tell: Tell, patience: float = float("inf")) -> None:
     """Uploads what is queued until nothing is left that another attempt could bring up, or until it has failed for
-    `patience` seconds without anything new on the Hub. Entries with an error are left alone."""
+    `patience` seconds without anything new on the Hub. Entries with an error, or held, are left alone."""
     uploader = Uploader(tell)
     failures, doubtful, moved, since = 0, 0, 0, time.monotonic()
-    while entry := next((e for e in entries(run) if not e.error), None):
+    while entry := next((e for e in entries(run) if not e.error and not e.held), None):
         try:
             uploader.upload(entry)
             failures = doubtful = 0

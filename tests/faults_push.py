@@ -12,7 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import ModelCard
+
 from recipe.checkpoint import model_only
+from recipe.metrics import read_metrics
 from recipe.outbox import entries
 from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
 from tests.hub import Fault
@@ -82,17 +85,32 @@ def losses(run: Path) -> dict[int, tuple]:
 
 
 def missing(hub: PushHub, run: Path, branches: dict[str, int] = BRANCHES) -> str | None:
-    """What of a run's checkpoints is not on its branch, byte by byte, or too much there; None: nothing."""
+    """What of a run's checkpoints is not on its branch, byte by byte, or too much there, or not a card with the step's
+    validation loss; None: nothing."""
     repository = hub.repositories.get(REPO)
     if repository is None or set(repository.branches) != {"main", *branches}:
         return f"the branches are {sorted(repository.branches) if repository else None}"
     for branch, step in branches.items():
         expected = {p.name: p.read_bytes() for p in model_only(run / f"step_{step:08d}")}
-        if hub.files(REPO, branch) != expected:
-            return f"{branch} has {sorted(hub.files(REPO, branch))}, or others' bytes, and not {sorted(expected)}"
+        found = dict(hub.files(REPO, branch))
+        if problem := wrong_card(found.pop("README.md", b"").decode(), run, step):
+            return f"{branch}: {problem}"
+        if found != expected:
+            return f"{branch} has {sorted(found)}, or others' bytes, and not {sorted(expected)}"
         if [c.message for c in repository.branches[branch]] != ["initial", f"Step {step}"]:
             return f"{branch} has the commits {[c.message for c in repository.branches[branch]]}"
     return None
+
+
+def wrong_card(card: str, run: Path, step: int) -> str | None:
+    """What is wrong with the card of a step; None: nothing."""
+    found = ModelCard(card)
+    if found.data.get("pipeline_tag") != "text-generation" or f"the weights after step {step:,}." not in found.text:
+        return f"the card is {card[:300]!r}"
+    losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
+    expected = [] if losses.get(step) is None else [round(losses[step], 6)]
+    values = [e.metric_value for e in found.data.eval_results or [] if e.metric_name.startswith("validation loss")]
+    return None if values == expected else f"the card has the validation loss {values}, and not {expected}"
 
 
 def inject(fault: str, mode: str, directory: Path, prepared: Prepared) -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from tests.card_spec import problems
 from tests.hub import LFS, MEANING, Answer, Hub, error, success
 
 TOKEN = "hf_canary_of_the_tests"
@@ -86,6 +87,10 @@ class PushHub(Hub):
         with self._state:
             if path == "/api/whoami-v2":
                 return success(self.me)
+            if path == "/api/validate-yaml":
+                wrong = [{"message": p} for p in problems(given[0]["content"])]
+                answer = {"errors": wrong, "warnings": []}
+                return (400 if wrong else 200), {"Content-Type": "application/json"}, json.dumps(answer).encode()
             if path == "/api/repos/create":
                 return self._create(given[0])
             if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub import ModelCard
 
 from recipe import export, push, upload
 from recipe.config import UserError
@@ -44,10 +45,12 @@ def run(tmp_path) -> Path:
         checkpoint = tmp_path / "run" / f"step_{step:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "model.safetensors").write_bytes(bytes([step]) * 2_000_000)
-        (checkpoint / "config.json").write_text(f'{{"step": {step}}}')
-        for name in ("optimizer.safetensors", "trainer_state.json", "results.json"):
-            (checkpoint / name).write_text("the trainer's own")
-        content = {p.name: p.read_bytes() for p in checkpoint.iterdir() if p.name != "results.json"}
+        (checkpoint / "config.json").write_text(f'{{"dtype": "float32", "step": {step}}}')
+        (checkpoint / "optimizer.safetensors").write_text("the trainer's own")
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"step": step, "config": {"run_name": "mine"}}))
+        content = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+        for name in ("results.json", "notes.txt"):  # which came later
+            (checkpoint / name).write_text("{}")
         files = {k: {"bytes": len(v), "sha256": hashlib.sha256(v).hexdigest()} for k, v in content.items()}
         (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
     return tmp_path / "run"
@@ -229,8 +232,7 @@ def test_a_hub_that_cannot_be_reached_is_no_error(hub, monkeypatch):
 
 def test_what_is_pruned_is_still_uploaded_and_queueing_takes_no_time(hub, run):
     hub.faults.append(Fault(path="/api/repos/create", status=500, times=2))
-    expected = {p.name: p.read_bytes() for p in (run / "step_00000010").iterdir() if p.name[0] in "mc"}
-    del expected["manifest.json"]
+    expected = {name: (run / "step_00000010" / name).read_bytes() for name in ("config.json", "model.safetensors")}
     uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
     start = time.monotonic()
     uploads.add(run / "step_00000010")
@@ -239,7 +241,9 @@ def test_what_is_pruned_is_still_uploaded_and_queueing_takes_no_time(hub, run):
     assert os.path.samefile(entry.path / "model.safetensors", run / "step_00000010" / "model.safetensors")
     shutil.rmtree(run / "step_00000010")
     uploads.close(wait=True)
-    assert hub.files(REPO, "step-000010") == expected
+    assert hub.files(REPO, "step-000010").keys() == expected.keys() | {"README.md"}
+    assert hub.files(REPO, "step-000010").items() >= expected.items()
+    assert b"the weights after step 10." in hub.files(REPO, "step-000010")["README.md"]
     assert not hub.files(REPO, "main")
     assert lines.have("HTTP 500: Internal Server Error; trying again in 1 s")
     assert lines.have(f"upload     step-000010 is at {hub.url}/{REPO}/tree/step-000010")
@@ -314,6 +318,108 @@ def test_a_killed_process_is_started_again(hub, run):
     assert hub.files(REPO, "main") == hub.files(REPO, "step-000020") != {}
 
 
+# The card
+
+
+def write_line(run: Path, step: int, val_loss: float | None) -> None:
+    with open(run / "metrics.jsonl", "a") as log:
+        log.write(json.dumps({"step": step, "val_loss": val_loss}) + "\n")
+
+
+def card_of(run: Path, step: int) -> str:
+    return (run / QUEUE / f"step-{step:06d}" / "README.md").read_text()
+
+
+def test_a_checkpoint_goes_up_once_with_the_evaluation_that_comes_after_it(hub, run):
+    write_line(run, 0, 10.8)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads.add(run / "step_00000010")
+    uploads.report()
+    drain(run)
+    assert [e.held for e in entries(run)] == [True]
+    assert not hub.repositories
+    assert "validation loss" not in card_of(run, 10)
+    write_line(run, 10, 4.5)
+    uploads.report()
+    uploads.add(run / "step_00000020")
+    write_line(run, 20, 4.25)
+    uploads.close(wait=True)  # without a report in between
+    assert lines.have("step-000020 is at") == 2
+    for step, loss in ((10, 4.5), (20, 4.25)):
+        card = ModelCard(hub.files(REPO, f"step-{step:06d}")["README.md"].decode())
+        assert [(e.metric_name, e.metric_value) for e in card.data.eval_results] == [
+            ("validation loss, nats a token", loss)
+        ]
+        assert f'from_pretrained("{REPO}")' in card.text
+    messages = {b: [c.message for c in commits][1:] for b, commits in hub.repositories[REPO].branches.items()}
+    assert messages == {"main": ["Step 20"], "step-000010": ["Step 10"], "step-000020": ["Step 20"]}
+
+
+def test_who_is_killed_before_the_evaluation_leaves_a_checkpoint_that_is_not_lost(hub, run):
+    write_line(run, 0, 10.8)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    uploads.close(wait=False)
+    uploads.add(run / "step_00000010")
+    again = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    again.add(run / "step_00000010", again=False)
+    again.close(wait=False)
+    assert [(e.step, e.held) for e in entries(run)] == [(10, True)]
+    again.report()
+    write_line(run, 10, 4.5)
+    again.report()
+    assert [(e.step, e.held) for e in entries(run)] == [(10, False)]
+    assert "4.5" in card_of(run, 10)
+    uploads.add(run / "step_00000020")
+    assert [e.held for e in entries(run)] == [False, True]
+    assert export.main(["push", str(run), "--license", "cc-by-4.0"]) == 0  # by hand nothing is waited for
+    assert b"license: cc-by-4.0\n" in hub.files(REPO, "main")["README.md"]
+
+
+def test_a_card_that_fails_costs_nothing_but_the_card(hub, run, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("in the card")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recipe.package.card_of", broken)
+        write_line(run, 0, 10.8)
+        uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+        uploads.add(run / "step_00000010")
+        write_line(run, 10, 4.5)
+        uploads.close(wait=True)
+    assert lines.have("step_00000010 has no card: ZeroDivisionError: in the card") == 1
+    assert lines.have("step-000010 has no new card: ZeroDivisionError: in the card") == 1
+    assert hub.files(REPO, "step-000010").keys() == {"config.json", "model.safetensors"}
+
+
+def test_a_card_that_the_hub_refuses_does_not_hold_up_the_weights(hub, run):
+    queue(run)
+    (run / QUEUE / "step-000010" / "README.md").write_text("---\nlicense: mine\n---\n")
+    lines = drain(run)
+    assert lines.have("step-000010 goes up without its card, which the Hub refuses: - license 'mine'") == 1
+    assert hub.files(REPO, "step-000010").keys() == {"config.json", "model.safetensors"}
+    assert "README.md" in hub.files(REPO, "step-000020")
+
+
+def test_the_best_of_what_is_kept_goes_to_main_with_its_results(hub, run, capsys):
+    assert export.main(["push", str(run), "--repo", REPO, "--best"]) == 2
+    assert "no checkpoint that is kept and whole was evaluated at its step" in capsys.readouterr().err
+    for step, loss in ((0, 1.0), (10, 4.25), (20, 4.5)):
+        write_line(run, step, loss)
+    scores = {"acc": 0.25, "acc_ci95": 0.1}
+    (run / "step_00000010" / "results.json").write_text(json.dumps({"hellaswag": {"rows": 72, "A": scores}}))
+    assert export.main(["push", str(run), "--repo", REPO, "--best"]) == 0
+    assert json.loads(hub.files(REPO, "main")["config.json"])["step"] == 10
+    card = ModelCard(hub.files(REPO, "main")["README.md"].decode())
+    assert [e.metric_value for e in card.data.eval_results] == [4.25, 0.25]
+    assert "| 0.2500 ± 0.1000 | way A, as llm.c and build-nanogpt score, the first 72 of 10,042 rows |" in card.text
+    hub.repositories[REPO].branches["main"][-1].files["README.md"] = b"a person's"
+    assert export.main(["push", str(run), "--repo", REPO, "--no_card"]) == 0
+    assert hub.files(REPO, "main")["README.md"] == b"a person's"
+    assert json.loads(hub.files(REPO, "main")["config.json"])["step"] == 20
+    assert export.main(["push", str(run), "--best"]) == 2
+    assert "--best chooses what goes to main of --repo" in capsys.readouterr().err
+
+
 # The queue, drained
 
 
@@ -354,11 +460,11 @@ def test_what_will_not_pass_is_left_for_the_user(hub, run, fault, attempts):
 def test_a_step_queued_again_comes_after_the_one_before(hub, run):
     queue(run)
     (run / "step_00000010" / "config.json").unlink()  # and not through the link
-    (run / "step_00000010" / "config.json").write_text("another one")
+    (run / "step_00000010" / "config.json").write_text('{"dtype": "float32", "another": "one"}')
     queue(run)
     assert [e.path.name for e in entries(run)] == ["step-000010", "step-000010.1", "step-000020", "step-000020.1"]
     drain(run)
-    assert hub.files(REPO, "step-000010")["config.json"] == b"another one"
+    assert hub.files(REPO, "step-000010")["config.json"] == b'{"dtype": "float32", "another": "one"}'
 
 
 def test_what_is_shown_has_no_secrets(monkeypatch):
@@ -375,8 +481,8 @@ def test_a_run_that_pushed_nothing_is_pushed_by_name(hub, run, capsys):
     assert "nothing of" in capsys.readouterr().out
     assert export.main(["push", str(run), "--repo", REPO, "--private"]) == 0
     assert set(hub.repositories[REPO].branches) == {"main"}
-    assert hub.files(REPO, "main").keys() == {"config.json", "model.safetensors"}
-    assert hub.files(REPO, "main")["config.json"] == b'{"step": 20}'
+    assert hub.files(REPO, "main").keys() == {"README.md", "config.json", "model.safetensors"}
+    assert json.loads(hub.files(REPO, "main")["config.json"])["step"] == 20
     assert hub.repositories[REPO].private
     output = capsys.readouterr().out
     assert f"{run}/step_00000020, to main of {REPO}" in output
