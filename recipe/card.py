@@ -95,11 +95,11 @@ def data_set(state: dict) -> dict:
     if hub and source.get("commit"):
         return {"id": "/".join(hub.split("@")[0].split("/")[:2]), "commit": source["commit"],
                 "subset": source.get("name"), "split": source.get("split")}  # fmt: skip
-    if config.get("source") in {known for known, _ in DATASETS.values()}:
-        return {"id": config["source"], "subset": config.get("name"), "split": config.get("split")}
     if files := source.get("files"):
         more = source.get("of", len(files)) - 1
         return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
+    if config.get("source") in {known for known, _ in DATASETS.values()}:
+        return {"id": config["source"], "subset": config.get("name"), "split": config.get("split")}
     local = config.get("source") or config.get("data") or ""
     return {"name": Path(local.rstrip("/")).name} if local else {}
 
@@ -202,11 +202,10 @@ def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:
 
 
 def _hardware(part: dict) -> str | None:
-    if not (device := part.get("device")):
-        return part.get("engine")
-    processes, machines = part["processes"], part["machines"]
-    many = f"{processes} processes" + (f" on {machines} machines" if machines > 1 else "")
-    return ", ".join([device, *([part["engine"]] if part["engine"] != device else []), *([many] * (processes > 1))])
+    device, engine, machines = part.get("device"), part.get("engine"), part.get("machines", 1)
+    if engine and device and not engine.startswith(device):  # a processor, whose engine is only "CPU"
+        engine = f"{device}, {engine}"
+    return engine and engine + (f", on {machines} machines" if machines > 1 else "")
 
 
 def _median(lines: list[dict], key: str, how: str) -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from huggingface_hub import EvalResult
 
+from recipe.redact import redact
+
 HELLASWAG_ROWS = 10042
 _WAYS = {"A": "way A, as llm.c and build-nanogpt score", "B": "way B, as lm-evaluation-harness (hellaswag v1) scores"}
 _NO_METRICS = ("rows", "samples", "sample_len", "limit", "version", "num_fewshot")  # beside an lm-eval task's metrics
@@ -78,7 +80,7 @@ def of_results(results: dict, text: dict) -> Iterator[Score]:
         # of the run's own shards, unless another text was named
         files = found.get("files") or {}
         ours = not files or all(name.endswith(".bin") for name in files)
-        data = _held_out(text) if ours else {"type": "text", "name": ", ".join(list(files)[:3])}
+        data = _held_out(text) if ours else {"type": "text", "name": redact(", ".join(list(files)[:3]))}
         yield from _losses(data, found, ("loss", "perplexity", "bits_per_byte"))
     if found := _of(results, "wikitext2"):
         yield from _losses({"type": "Salesforce/wikitext", "name": "WikiText-2"}, found,
@@ -93,6 +95,7 @@ def of_results(results: dict, text: dict) -> Iterator[Score]:
     if found := _of(results, "lm_eval"):
         version = found.get("version")
         for task, metrics in (found.get("tasks") or {}).items():
+            task = redact(task)  # a key, which `redacted` leaves
             for key, value in metrics.items():
                 kind = key.split(",")[0]
                 if _number(value) is not None and "stderr" not in key and kind not in _NO_METRICS:

@@ -39,7 +39,7 @@ ALLOWED = {
     "about": {"config", "data", "device", "engine", "redact"},
     "live": {"config", "data", "engine", "faults", "loss", "model"},
     "rundir": {"checkpoint", "config", "lock"},
-    "scores": set(),
+    "scores": {"redact"},
     "card": {"catalog", "checkpoint", "config", "metrics", "plan", "redact", "scores"},
     "package": {"card", "checkpoint", "data", "metrics", "outbox", "upload"},
     "outbox": {"data"},

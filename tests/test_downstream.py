@@ -1,0 +1,124 @@
+"""What people do with an exported model, with the libraries that they do it with."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+
+from recipe.export import export
+from recipe.model import GPT2LMHeadModel
+from tests.conftest import SHAKESPEARE
+
+STEPS = {
+    "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+    "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exported(whole_run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "model"
+    export(whole_run[0], out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """Speeches that the run did not train on."""
+    return [text for text in SHAKESPEARE.read_text()[200_000:].split("\n\n") if len(text) > 200][:20]
+
+
+def greedy(model: GPT2LMHeadModel, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` more tokens behind `ids` (1, T), each the likeliest, all of them computed anew for each."""
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+def test_a_pipeline_generates_text(exported):
+    generate = pipeline("text-generation", model=str(exported), device="cpu")
+    (answer,) = generate("First Citizen:", max_new_tokens=12, do_sample=False)
+    assert answer["generated_text"].startswith("First Citizen:")
+    assert len(answer["generated_text"]) > len("First Citizen:")
+    both = generate(["KING", "First Citizen:"], max_new_tokens=12, do_sample=False)
+    assert both[1][0]["generated_text"] == answer["generated_text"]
+
+
+@torch.no_grad()
+def test_generating_with_the_cache_is_what_this_projects_own_model_says_without(exported):
+    theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
+    ours = GPT2LMHeadModel.from_pretrained(str(exported)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer("First Citizen:\nBefore we proceed any further,", return_tensors="pt").input_ids
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 50256}
+    for case in ("as it is", "with weights that make every token before matter"):  # after 20 steps hardly any does
+        if case != "as it is":
+            weights = torch.Generator().manual_seed(0)
+            for parameter in ours.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.3, generator=weights)
+            theirs.load_state_dict(ours.state_dict(), strict=False)  # the head is tied
+        expected = greedy(ours, ids, 24)
+        assert torch.equal(theirs.generate(ids, use_cache=True, **options), expected), case
+        assert torch.equal(theirs.generate(ids, use_cache=False, **options), expected), case
+    assert len(set(expected[0, ids.shape[1] :].tolist())) > 3  # or any cache would do
+
+
+def test_generation_ends_at_end_of_text(exported):
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (50256, 50256)
+    with torch.no_grad():  # end-of-text is now what comes next, whatever came before
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.copy_(model.transformer.wte.weight[50256])
+        model.transformer.wte.weight[50256] *= 100
+    ids = model.generate(torch.tensor([[464]]), max_new_tokens=5, do_sample=False, pad_token_id=50256)
+    assert ids.tolist() == [[464, 50256]]
+
+
+def falls(history: list[dict]) -> bool:
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    return len(losses) == STEPS["max_steps"] and losses[-1] < losses[0] - 0.1
+
+
+def same(directory: Path, model: torch.nn.Module, exported: Path) -> bool:
+    """Whether `directory` holds the weights of `model`, which are no more the exported ones."""
+    loaded, before = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory, exported))
+    trained = model.state_dict()
+    return all(torch.equal(loaded[k], trained[k]) for k in trained) and not torch.equal(
+        loaded["transformer.wte.weight"], before["transformer.wte.weight"]
+    )
+
+
+def test_transformers_trainer_fine_tunes_it(exported, lines, tmp_path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    rows = []
+    for line in lines:
+        ids = tokenizer(line, truncation=True, max_length=48).input_ids
+        rows.append({"input_ids": ids, "labels": ids} if len(ids) == 48 else None)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path / "runs"), **STEPS), train_dataset=[r for r in rows if r])
+    trainer.train()
+    assert falls(trainer.state.log_history)
+    trainer.save_model(str(tmp_path / "tuned"))
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    assert same(tmp_path / "tuned", trainer.model, exported)
+    assert AutoTokenizer.from_pretrained(tmp_path / "tuned").model_max_length == 64
+    assert GPT2LMHeadModel.from_pretrained(str(tmp_path / "tuned"))  # and this project trains on from there
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL: pip install -e '.[trl]'")
+def test_trl_fine_tunes_it(exported, lines, tmp_path):
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.pad_token = tokenizer.eos_token  # GPT-2 has none
+    settings = SFTConfig(str(tmp_path / "runs"), max_length=48, bf16=False, **STEPS)
+    rows = datasets.Dataset.from_dict({"text": lines})
+    trainer = SFTTrainer(str(exported), args=settings, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert falls(trainer.state.log_history)
+    trainer.save_model(str(tmp_path / "tuned"))
+    assert same(tmp_path / "tuned", trainer.model, exported)
+    assert AutoTokenizer.from_pretrained(tmp_path / "tuned").eos_token_id == 50256
