@@ -50,7 +50,8 @@ def search(directories: list[Path], *results: CompletedProcess) -> list[str]:
 
 def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list[str]:
     """A run to its end, with secrets in the environment, in a comment of its recipe, and where the environment's are
-    repeated in fields: the prompt of samples and the name of a subset. `directory` is made."""
+    repeated in fields: the prompt of samples and the name of a subset. What it would push, with its model cards, waits
+    in its queue. `directory` is made."""
     directory.mkdir(parents=True)
     recipe = directory / "aside" / "mine.yaml"
     recipe.parent.mkdir()
@@ -58,13 +59,15 @@ def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list
     home = directory / "home"  # what the libraries keep there is the run's as well
     home.mkdir()
     settings = TINY | {"config": recipe, "output_dir": directory / "run", "max_steps": 2, "warmup_steps": 1,
-                       "eval_every": 0, "tracker": tracker, "name": HUB_TOKEN} | fields  # fmt: skip
-    env = ENVIRONMENT | {"HF_HOME": str(home / "hf"), "WANDB_DIR": str(home), "TMPDIR": str(home)}
+                       "eval_every": 0, "tracker": tracker, "name": HUB_TOKEN,
+                       "push_to_hub": "acme/gpt2"} | fields  # fmt: skip
+    env = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | {"HF_HOME": str(home / "hf"), "WANDB_DIR": str(home), "TMPDIR": str(home)}
     first = run_train(*flags(**settings), env=env)
     again = run_train(*flags(**(settings | {"max_steps": 3})), env=env)  # what was saved is compared with what is asked
     dry = run_train(*flags(**(settings | {"dry_run": "true"})), env=env)
     assert (first.returncode, again.returncode, dry.returncode) == (0, 0, 0), first.stderr + again.stderr + dry.stderr
     assert "from step 2" in again.stdout
+    assert len(list((directory / "run").glob(".push/*/README.md"))) == 2  # the cards of what waits to be pushed
     assert "sample_prompt" not in again.stdout + again.stderr  # the same as before
     return search([directory / "run", home], first, again, dry)
 
