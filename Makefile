@@ -85,7 +85,7 @@ eval-lm: .venv/installed-eval ## lm-evaluation-harness on MODEL (TASKS=hellaswag
 report: .venv/installed ## pictures of RUN ("runs/a runs/b" for several; default: the newest) and whether its loss looks right
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-export: .venv/installed ## the latest checkpoint of RUN as a clean model directory, OUT
+export: .venv/installed ## the latest checkpoint of RUN as a model directory with its card, OUT (ARGS="--best")
 	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
 test: .venv/installed-dev ## all tests (ARGS="-k name" for some, WORKERS=1 for one after the other)

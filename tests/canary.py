@@ -61,7 +61,11 @@ def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list
     settings = TINY | {"config": recipe, "output_dir": directory / "run", "max_steps": 2, "warmup_steps": 1,
                        "eval_every": 0, "tracker": tracker, "name": HUB_TOKEN,
                        "push_to_hub": "acme/gpt2"} | fields  # fmt: skip
-    env = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | {"HF_HOME": str(home / "hf"), "WANDB_DIR": str(home), "TMPDIR": str(home)}
+    env = (
+        ENVIRONMENT
+        | {"HF_HUB_OFFLINE": "1"}
+        | {"HF_HOME": str(home / "hf"), "WANDB_DIR": str(home), "TMPDIR": str(home)}
+    )
     first = run_train(*flags(**settings), env=env)
     again = run_train(*flags(**(settings | {"max_steps": 3})), env=env)  # what was saved is compared with what is asked
     dry = run_train(*flags(**(settings | {"dry_run": "true"})), env=env)
