@@ -171,7 +171,7 @@ def test_export_takes_the_newest_valid_checkpoint_without_the_trainers_files(tmp
     save(run, 1)
     (save(run, 2) / "model.safetensors").unlink()
     assert export(run, out).name == "step_00000001"
-    assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json"}
+    assert {p.name for p in out.iterdir()} == {"README.md", "model.safetensors", "config.json"}
     with pytest.raises(UserError, match="exists; name another"):
         export(run, out)
     with pytest.raises(UserError, match="no checkpoint there"):

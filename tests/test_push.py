@@ -355,6 +355,17 @@ def test_a_checkpoint_goes_up_once_with_the_evaluation_that_comes_after_it(hub, 
     assert messages == {"main": ["Step 20"], "step-000010": ["Step 10"], "step-000020": ["Step 20"]}
 
 
+def test_a_run_at_its_end_holds_nothing_back(hub, run, monkeypatch):
+    """Where the line of metrics.jsonl could not be written."""
+    monkeypatch.setattr(push, "_SILENCE", 5)
+    write_line(run, 0, 10.8)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    uploads.add(run / "step_00000010")
+    uploads.close(wait=True)
+    assert "README.md" in hub.files(REPO, "step-000010")
+    assert not entries(run)
+
+
 def test_who_is_killed_before_the_evaluation_leaves_a_checkpoint_that_is_not_lost(hub, run):
     write_line(run, 0, 10.8)
     uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
