@@ -34,7 +34,7 @@ $(error a TPU wants an environment of its own: pip install -e '.[tpu]', then acc
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-gpu
+.PHONY: help train data sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -57,6 +57,9 @@ scoreboard: .venv/installed ## what each optimisation brings here: a table, scor
 
 bench-peers: .venv/installed ## transformers' Trainer, and others, beside recipe/train.py: ratios (CONFIG, ARGS)
 	$(BIN)/python -m recipe.bench peers $(BENCH_ARGS)
+
+bench-eval: .venv/installed-eval ## HellaSwag's speed beside lm-evaluation-harness (MODEL; ARGS="--rows 200 --rounds 3")
+	$(BIN)/python eval/bench.py $(MODEL_ARG) $(ARGS)
 
 bench-gpu: .venv/installed ## all measurements of a GPU in less than nine minutes, under OUT
 	$(BIN)/python -m recipe.bench all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)

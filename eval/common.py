@@ -130,15 +130,7 @@ def load(args: argparse.Namespace) -> Loaded:
     hub_logging.set_verbosity_error()
     name, directory = resolve_model(args.model_option or args.model)
     device = choose_device(args.device)
-    if args.dtype == "auto":
-        dtype = (
-            torch.bfloat16
-            if device.type == "xla"
-            or (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
-            else torch.float32
-        )
-    else:
-        dtype = getattr(torch, args.dtype)
+    dtype = choose_dtype(args.dtype, device)
     if directory is None:
         print(f"{name} is no directory here: asking the Hub for it", flush=True)
     try:
@@ -158,6 +150,14 @@ def load(args: argparse.Namespace) -> Loaded:
         f"model {name}: {model.num_parameters():,} parameters, {device.type}, {loaded.describe()['dtype']}", flush=True
     )
     return loaded
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device computes in it, float32 on a CPU, on MPS and on older GPUs."""
+    if name != "auto":
+        return getattr(torch, name)
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native or device.type == "xla" else torch.float32
 
 
 def fuse_activations(model: transformers.PreTrainedModel) -> None:

@@ -77,9 +77,16 @@ def harness_tasks() -> Path:
 
 
 def evaluate(
-    loaded: common.Loaded, tasks: list[str], *, rows: Path | None = None, limit: int | None = None, batch_size: int
+    loaded: common.Loaded,
+    tasks: list[str],
+    *,
+    rows: Path | None = None,
+    limit: int | None = None,
+    samples: dict[str, list[int]] | None = None,
+    batch_size: int,
 ) -> dict:
-    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task.
+    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `samples` chooses rows
+    by their numbers instead.
 
     Raises UserError for a task that the harness does not know, and for data that cannot be had.
     """
@@ -98,7 +105,7 @@ def evaluate(
         if unknown:
             raise common.UserError(f"--tasks {','.join(unknown)}: lm-eval has none of this name (`lm-eval ls tasks`)")
         lm = HFLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, softmax_dtype="float32")
-        options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
+        options = {"task_manager": manager, "limit": limit, "samples": samples, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
         except OSError as error:  # those of an absent network or data set are of this kind

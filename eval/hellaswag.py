@@ -148,24 +148,36 @@ def share_of(rows: list[dict], rank: int, world: int) -> tuple[range, list[dict]
     return mine, [rows[i % len(rows)] for i in mine]
 
 
-def score_loaded(loaded: common.Loaded, rows: list[dict], *, batch_size: int) -> list[dict[str, RowScore]]:
+def score_loaded(
+    loaded: common.Loaded,
+    rows: list[dict],
+    *,
+    batch_size: int,
+    ways: Sequence[str] = tuple(WAYS),
+    progress: bool = True,
+) -> list[dict[str, RowScore]]:
     """The scores of all `rows`, on every process of a launch, each of which has scored its share."""
     body, head = common.body_and_head(loaded.model)
     mine, share = share_of(rows, *devices.processes())
     options = {"head": head, "max_length": loaded.n_positions, "share": common.shares_prefixes(loaded.model)}
-    options |= {"device": loaded.device, "batch_size": batch_size, "progress": devices.is_main()}
+    options |= {
+        "device": loaded.device,
+        "batch_size": batch_size,
+        "ways": ways,
+        "progress": progress and devices.is_main(),
+    }
     scores = score_rows(body, loaded.encode, share, **options, **devices.shapes(loaded.device))
     together = devices.gather(zip(mine, scores, strict=True))
     return [score for _, score in sorted(together, key=lambda pair: pair[0])][: len(rows)]
 
 
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
-    """Both accuracies in both ways, each with its 95 % interval: {"rows": n, "A": {"acc": ..., "acc_ci95": ...}, ...}.
+    """Both accuracies in each way, with their 95 % intervals: {"rows": n, "A": {"acc": ..., "acc_ci95": ...}, ...}.
 
     The interval is the half width of the normal approximation, 1.96 sqrt(p (1 - p) / n).
     """
     result: dict = {"rows": len(rows)}
-    for way in WAYS:
+    for way in scores[0]:
         metric = common.load_metric("hellaswag")
         metric.add_batch(
             log_likelihoods=[score[way].log_likelihoods for score in scores],

@@ -50,8 +50,11 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options["ARGS"] = shlex.join(["--out", str(tmp_path / "shards")])
         elif target == "chat":
             options["MODEL"] = str(run)
+        elif target == "bench-eval":
+            options |= {"MODEL": str(run), "ARGS": "--rows 2 --rounds 1"}
         elif target in ("sample", "eval-val", "eval-wikitext", "eval-lambada", "eval-hellaswag", "eval-lm"):
             options |= {"MODEL": str(run), "ARGS": f"{options.get('ARGS', '')} --output {tmp_path}/results.json"}
+            options["ARGS"] = re.sub(r"--compare \S+", f"--compare {run}", options["ARGS"])
             options |= {"LIMIT": "4"} if target not in ("sample", "eval-val") else {}
             options |= {"TEXT": str(SHAKESPEARE)} if target == "eval-wikitext" else {}
             options |= {"ROWS": str(texts(tmp_path))} if target in ("eval-lambada", "eval-lm") else {}
@@ -130,6 +133,7 @@ def test_the_readme_has_the_two_commands_and_every_target_exists():
         "eval-lambada",
         "eval-hellaswag",
         "eval-lm",
+        "bench-eval",
         "report",
         "export",
         "lint",

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from eval import common, harness, hellaswag, lambada
+from eval import bench, common, harness, hellaswag, lambada
 
 TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]
 
@@ -49,7 +49,8 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch
     assert result["model"].endswith("step_00000020")
 
     loaded = common.load(common.parser("").parse_args([str(whole_run[0]), "--device", "cpu"]))
-    ours = hellaswag.evaluate_rows(loaded, hellaswag.load_rows(3), batch_size=3, progress=False)["B"]
+    three = hellaswag.load_rows(3)
+    ours = hellaswag.accuracies(hellaswag.score_loaded(loaded, three, batch_size=3, progress=False), three)["B"]
     theirs = result["tasks"]["hellaswag"]
     assert theirs["version"] == 1.0
     assert {name: theirs[name] for name in ("acc", "acc_norm")} == pytest.approx(
@@ -105,3 +106,34 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(monkeypatch, "--tasks", "hellaswag")
+
+
+def test_speed_beside_the_harness(tiny_gpt2):
+    """One turn each on the same rows: both find the same; only our copy has the fused GELU."""
+    needs_lm_eval()
+    loaded = tiny_gpt2()
+    common.fuse_activations(loaded.model)
+    plain, indices = bench.as_transformers_builds_it(loaded), [0, 5000, 10041]
+    kinds = [
+        {type(module).__name__ for module in x.model.modules() if "GELU" in type(module).__name__}
+        for x in (loaded, plain)
+    ]
+    assert kinds == [{"GELU"}, {"NewGELUActivation"}]
+    variants = {
+        bench.OURS_BOTH: lambda: bench.ours(loaded, indices, 4, ("A", "B")),
+        bench.OURS: lambda: bench.ours(loaded, indices, 4, ("B",)),
+        bench.THEIRS: lambda: bench.theirs(plain, indices, 16),
+    }
+    seconds, found = bench.measure(variants, rounds=1)
+    assert [len(turns) for turns in seconds.values()] == [2, 2, 2]
+    assert found[bench.OURS_BOTH].keys() == {"rows", "A", "B"}
+    for ours in (found[bench.OURS_BOTH], found[bench.OURS]):
+        assert {name: ours["B"][name] for name in ("acc", "acc_norm")} == pytest.approx(found[bench.THEIRS]["B"])
+
+
+def test_speed_is_told_as_ratios_of_neighbouring_turns():
+    seconds = {bench.OURS_BOTH: [2.0, 4.0], bench.OURS: [1.0, 2.0], bench.THEIRS: [4.0, 6.0]}
+    lines = [line.split() for line in bench.report(seconds, rows=30).splitlines()]
+    assert lines[1][-5:] == ["10.00", "1.75", "(1.50", "to", "2.00)"]
+    assert lines[2][-5:] == ["20.00", "3.50", "(3.00", "to", "4.00)"]
+    assert lines[3][-2:] == ["6.00", "1.00"]
