@@ -49,13 +49,31 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def write_local_tasks(directory: Path, rows: Path | None, limit: int | None) -> list[str]:
+@contextlib.contextmanager
+def local_tasks(rows: Path | None = None, limit: int | None = None, hellaswag_rows: list[dict] | None = None):
+    """Context: a TaskManager of the harness's LAMBADA tasks and of `write_local_tasks`. Its `whole()` is one of all that
+    the harness has, and takes a while."""
+    from lm_eval.tasks import TaskManager
+
+    with tempfile.TemporaryDirectory(prefix="tasks-") as directory:
+        write_local_tasks(Path(directory), rows, limit, hellaswag_rows)
+        # Reading all of the harness's thousands of task files takes a while; of two tasks of one name the last counts.
+        manager = TaskManager(include_path=[harness_tasks() / "lambada", directory], include_defaults=False)
+        manager.whole = lambda: TaskManager(include_path=directory)
+        yield manager
+
+
+def write_local_tasks(
+    directory: Path, rows: Path | None, limit: int | None, hellaswag_rows: list[dict] | None = None
+) -> list[str]:
     """Task files of the harness's own tasks with nothing but the place of their data changed; the tasks' names.
 
     `rows` are LAMBADA's (`eval.lambada.read_rows`). Of all data the first `limit` rows, or all, are written beside.
     """
     theirs = harness_tasks()
-    local = {"hellaswag": ("hellaswag", "validation", hellaswag.load_rows(limit), {"training_split": None})}
+    local = {
+        "hellaswag": ("hellaswag", "validation", hellaswag_rows or hellaswag.load_rows(limit), {"training_split": None})
+    }
     if rows:
         texts = [{"text": text} for text in lambada.read_rows(rows)[:limit]]
         local["lambada_openai"] = ("lambada", "test", texts, {})
@@ -82,30 +100,24 @@ def evaluate(
     *,
     rows: Path | None = None,
     limit: int | None = None,
-    samples: dict[str, list[int]] | None = None,
     batch_size: int,
 ) -> dict:
-    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `samples` chooses rows
-    by their numbers instead.
+    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task.
 
     Raises UserError for a task that the harness does not know, and for data that cannot be had.
     """
     require()
-    with quiet(), tempfile.TemporaryDirectory(prefix="tasks-") as directory:
+    with quiet(), local_tasks(rows, limit) as manager:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
 
-        write_local_tasks(Path(directory), rows, limit)
-        # Reading all of the harness's thousands of task files takes a while; of two tasks of one name the last counts.
-        manager = TaskManager(include_path=[harness_tasks() / "lambada", directory], include_defaults=False)
         if not set(tasks) <= set(manager.all_tasks):
-            manager = TaskManager(include_path=directory)
+            manager = manager.whole()
         unknown = [task for task in tasks if task not in manager.all_tasks]
         if unknown:
             raise common.UserError(f"--tasks {','.join(unknown)}: lm-eval has none of this name (`lm-eval ls tasks`)")
         lm = HFLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, softmax_dtype="float32")
-        options = {"task_manager": manager, "limit": limit, "samples": samples, "bootstrap_iters": BOOTSTRAP}
+        options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
         except OSError as error:  # those of an absent network or data set are of this kind
