@@ -101,9 +101,9 @@ def main() -> None:
     args = arguments().parse_args()
     harness.require()
     if args.model_option or args.model:
-        loaded = common.load(args)
+        loaded = common.load(args, shared=True)
     else:
-        device = devices.choose_device(args.device)
+        device = devices.choose_device(args.device, shared=True)
         loaded = random_gpt2(device, common.choose_dtype(args.dtype, device))
     plain = as_transformers_builds_it(loaded)
     rows = hellaswag.load_rows()[:: -(-10042 // args.rows)]

@@ -119,8 +119,9 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
     return str(path), path
 
 
-def load(args: argparse.Namespace) -> Loaded:
-    """Load the model and tokenizer that the arguments of `parser` name, and say what was loaded.
+def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
+    """Load the model and tokenizer that the arguments of `parser` name, and say what was loaded; `shared` is
+    `choose_device`'s.
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
     """
@@ -129,7 +130,7 @@ def load(args: argparse.Namespace) -> Loaded:
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
     name, directory = resolve_model(args.model_option or args.model)
-    device = choose_device(args.device)
+    device = choose_device(args.device, shared)
     dtype = choose_dtype(args.dtype, device)
     if directory is None:
         print(f"{name} is no directory here: asking the Hub for it", flush=True)

@@ -52,21 +52,30 @@ def gather(items: Iterable) -> list:
     return gather_object(list(items)) if _several() else list(items)
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first there is of a TPU, cuda, mps, cpu. Raises UserError if a named one is absent."""
+def choose_device(name: str, shared: bool = False) -> torch.device:
+    """`auto` is the first there is of cuda, mps, cpu. Raises UserError if a named one is absent.
+
+    `shared`: of a command that shares its work over processes, and whose shapes are few enough for a device that
+    compiles a program for each. There `auto` may be a TPU; others refuse to be started as several processes, each of
+    which would do all of the work.
+    """
+    if _several() and not shared:
+        raise UserError("this command does not share its work over processes; run it with python, as one")
     xla = find_spec("torch_xla") is not None
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "xla": xla}
     if name == "auto" and not (_several() and parse_flag_from_env("ACCELERATE_USE_CPU")):
-        name = "xla" if xla and _on_tpu() else next(device for device, present in there.items() if present)
+        name = "xla" if xla and shared and _on_tpu() else next(device for device, present in there.items() if present)
     elif name == "auto":
         name = "cpu"
     if not there[name]:
         raise UserError(f"--device {name}: not available here. There is: {', '.join(d for d, p in there.items() if p)}")
     if name == "xla":
-        import torch_xla
+        import torch_xla.backends
         import torch_xla.runtime as xr
 
         xr.use_spmd()  # one process for all cores; before anything is on the device
+        # A TPU multiplies fp32 as bf16 unless told not to. bf16 itself is not slowed by it.
+        torch_xla.backends.set_mat_mul_precision("highest")
         return torch_xla.device()
     return _state().device if _several() and name == "cuda" else torch.device(name)
 

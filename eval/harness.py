@@ -51,8 +51,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_tasks(rows: Path | None = None, limit: int | None = None, hellaswag_rows: list[dict] | None = None):
-    """Context: a TaskManager of the harness's LAMBADA tasks and of `write_local_tasks`. Its `whole()` is one of all that
-    the harness has, and takes a while."""
+    """Context: a TaskManager of the harness's LAMBADA tasks and of `write_local_tasks`; its `whole()` makes one of all
+    that the harness has, which takes a while."""
     from lm_eval.tasks import TaskManager
 
     with tempfile.TemporaryDirectory(prefix="tasks-") as directory:
@@ -120,7 +120,7 @@ def evaluate(
         options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
-        except OSError as error:  # those of an absent network or data set are of this kind
+        except (OSError, RuntimeError) as error:  # an absent network or data set; one that wants to run code
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             way_out = "Without a network there are hellaswag, and lambada_openai with --rows FILE"
             raise common.UserError(f"--tasks {','.join(tasks)}: no data to be had ({reason}). {way_out}") from error

@@ -10,6 +10,7 @@ All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.078
 import argparse
 import gzip
 import json
+import math
 import re
 import sys
 import textwrap
@@ -194,20 +195,23 @@ def paired_bootstrap(ours: Sequence[int], theirs: Sequence[int], samples: int = 
     """What is known of the difference of two models' accuracies on the same rows (1 or 0 for each row).
 
     Rows are drawn with replacement `samples` times (Efron 1979; for two systems: Koehn 2004). A row's difference is -1,
-    0 or 1, so a sample is a draw of how many there are of each, and all rows need not be touched.
+    0 or 1, so a sample is a draw of how many there are of each, and all rows need not be touched. `p` is exact, of the
+    sign test on the rows that one model alone has right (McNemar's, by the binomial): with few of those a bootstrap is
+    too sure of itself.
 
-    Returns {"difference": ours - theirs, "ci95": [low, high] of its percentiles, "p": two-sided, the share of samples
-    on the other side of 0 or at it, twice, "only_ours", "only_theirs": rows that one alone has right}.
+    Returns {"difference": ours - theirs, "ci95": [low, high] of its percentiles, "p": two-sided, "only_ours",
+    "only_theirs": rows that one alone has right}.
     """
     difference = np.asarray(ours) - np.asarray(theirs)
     counts = [int((difference == value).sum()) for value in (1, -1, 0)]
     drawn = np.random.default_rng(seed).multinomial(sum(counts), np.array(counts) / sum(counts), size=samples)
     means = (drawn[:, 0] - drawn[:, 1]) / sum(counts)
-    p = min(1.0, 2 * min((means <= 0).mean(), (means >= 0).mean()))
+    fewer, apart = min(counts[:2]), sum(counts[:2])
+    p = min(1.0, 2 * sum(math.comb(apart, k) for k in range(fewer + 1)) / 2**apart)
     return {
         "difference": float(difference.mean()),
         "ci95": np.percentile(means, [2.5, 97.5]).tolist(),
-        "p": max(float(p), 1 / samples),  # not seen is not impossible
+        "p": p,
         "only_ours": counts[0],
         "only_theirs": counts[1],
     }
@@ -245,7 +249,7 @@ def comparison(differences: dict, ours: str, theirs: str) -> str:
     for way in WAYS:
         for name, d in differences[way].items():
             low, high = d["ci95"]
-            verdict = "not to be told from 0" if low <= 0 <= high else ("better" if low > 0 else "worse")
+            verdict = "not to be told from 0" if d["p"] > 0.05 else ("better" if d["difference"] > 0 else "worse")
             lines.append(
                 f"   {way} {name:<9} {d['difference']:+.4f}  [{low:+.4f}, {high:+.4f}]  p = {d['p']:.2g}  {verdict} "
                 f"(right alone: {d['only_ours']:,} and {d['only_theirs']:,} rows)"
@@ -259,9 +263,10 @@ def main() -> None:
     parser.add_argument("--compare", metavar="DIR_OR_ID", help="a second model, on the same rows: paired bootstrap")
     args = parser.parse_args()
     with devices.launched():
-        loaded = common.load(args)
+        loaded = common.load(args, shared=True)
         output = common.results_path(args.output, loaded)
-        other = common.load(argparse.Namespace(**vars(args) | {"model_option": args.compare})) if args.compare else None
+        second = argparse.Namespace(**vars(args) | {"model_option": args.compare})
+        other = common.load(second, shared=True) if args.compare else None
         rows = load_rows(args.limit)
         start = time.monotonic()
         scores = score_loaded(loaded, rows, batch_size=args.batch_size)

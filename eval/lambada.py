@@ -57,6 +57,8 @@ def read_rows(path: Path) -> list[str]:
     """
     texts = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             text = row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
@@ -91,7 +93,7 @@ def load_texts(path: Path | None) -> tuple[list[str], str]:
 def encode_text(loaded: common.Loaded, text: str) -> Request:
     """Context and target as one string. A text of one word is predicted from end-of-text, as in the harness."""
     context, _, word = text.rpartition(" ")
-    if not context:
+    if not context.strip():
         tokens = loaded.encode(" " + word)
         return Request([loaded.tokenizer.eos_token_id, *tokens], len(tokens))
     # As in the harness (_encode_pair in its api/model.py), spaces at the context's end belong to the target.

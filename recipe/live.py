@@ -85,8 +85,8 @@ def sample(config: Config, engine: Engine, model: GPT2LMHeadModel) -> str:
 
 @contextmanager
 def eager(engine: Engine, model: GPT2LMHeadModel):
-    """The live model in evaluation mode, or one put together from the parts of it that ZeRO-3 has cut up. Call its
-    `forward`: the call itself is what model.compile() replaces."""
+    """The live model in evaluation mode and uncompiled, or one put together from the parts of it that ZeRO-3 has cut
+    up."""
     weights = engine.whole_weights(model)
     if weights is None:
         live = model
@@ -95,8 +95,14 @@ def eager(engine: Engine, model: GPT2LMHeadModel):
             live = GPT2LMHeadModel(model.config)
         live.load_state_dict(weights, assign=True)
     live.eval()
+    # Blocks compiled by themselves would be compiled again for each shape of an evaluation.
+    compiled = [(m, m._compiled_call_impl) for m in live.modules() if m._compiled_call_impl is not None]
     try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
         with torch.no_grad():
             yield live
     finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
         model.train()

@@ -93,8 +93,8 @@ class Saver:
         self._job = None
 
     def commit(self) -> None:
-        """Waits for the save under way, as a part of what training has waited: before an evaluation, which can take
-        long and must not cost a checkpoint."""
+        """Waits for the save under way, as a part of what training has waited: before an evaluation that can take
+        minutes, a kill in which must not cost the checkpoint."""
         since = time.monotonic()
         self.finish()
         self.waited += time.monotonic() - since

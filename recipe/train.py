@@ -204,7 +204,7 @@ def train(
                 weights, moments = engine.snapshot(raw_model, optimizer)
                 if saver:
                     saver.save(step, weights, moments, state, files, since=since, pruning=not guard.in_a_row)
-                    if not stopping and (due(run.eval_every) or due(run.hellaswag_every) or due(run.sample_every)):
+                    if not stopping and any(every and due(every) for every in (run.hellaswag_every, run.sample_every)):
                         saver.commit()
                 saved_at = step
         if stopping:  # what else was due at this step, a resumed run does

@@ -1,15 +1,17 @@
 """HellaSwag: way A by hand, way B against lm-evaluation-harness itself, shares of ranks, and the metric module."""
 
+import dataclasses
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from eval import common, hellaswag
 from eval.continuations import Request, rows_of, score, sees
@@ -223,6 +225,25 @@ def test_processes_share_the_rows_and_models_are_compared(whole_run, tmp_path):
     assert f"{differences['B']['acc']['difference']:+.4f}" in two.stdout
 
 
+def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(make_model):
+    from recipe import live
+    from recipe.model import GPT2LMHeadModel as OwnModel
+
+    own = OwnModel(make_model(32).model.config)
+    for block in own.transformer.h:
+        block.compile(backend="eager", dynamic=False)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    own(torch.zeros(1, 8, dtype=torch.long))
+    before = graphs["unique_graphs"]
+    with live.eager(SimpleNamespace(whole_weights=lambda model: None), own) as model:
+        for length in (5, 6, 7):
+            model.transformer(torch.zeros(1, length, dtype=torch.long))
+    assert graphs["unique_graphs"] == before
+    own(torch.zeros(1, 9, dtype=torch.long))
+    assert graphs["unique_graphs"] > before  # and are compiled again for training
+
+
 def test_filled_up_shapes_are_few_and_change_no_score(make_model):
     """For a device that compiles for each shape."""
     loaded = make_model(130)
@@ -253,15 +274,24 @@ def test_filled_up_shapes_are_few_and_change_no_score(make_model):
 
 
 def test_other_architectures_are_given_each_ending_apart(make_model):
-    loaded = make_model(128)
+    loaded, rows = make_model(128), hellaswag.load_rows(6)
+    together = hellaswag.score_loaded(loaded, rows, batch_size=4)
     loaded.model.config._attn_implementation = "eager"
     assert not common.shares_prefixes(loaded.model)
-    rows = hellaswag.load_rows(6)
     apart = hellaswag.score_loaded(loaded, rows, batch_size=4)
-    loaded.model.config._attn_implementation = "sdpa"
-    together = hellaswag.score_loaded(loaded, rows, batch_size=4)
     for a, b in zip(together, apart, strict=True):
         assert a["A"].log_likelihoods == pytest.approx(b["A"].log_likelihoods, abs=1e-3)
+
+    config = GPTNeoXConfig(vocab_size=50257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=16, max_position_embeddings=128, initializer_range=0.5)  # fmt: skip
+    other = dataclasses.replace(loaded, model=GPTNeoXForCausalLM(config).eval())
+    (scored,) = hellaswag.score_loaded(other, rows[:1], batch_size=4)
+    request = hellaswag.encode_row(loaded.encode, rows[0], "A")[2]
+    with torch.no_grad():
+        logits = other.model(torch.tensor([request.tokens])).logits[0].log_softmax(-1)
+    wanted = range(len(request.tokens) - request.n_scored, len(request.tokens))
+    expected = sum(logits[t - 1, request.tokens[t]].item() for t in wanted)
+    assert scored["A"].log_likelihoods[2] == pytest.approx(expected, abs=1e-3)
 
 
 def test_shares_of_ranks_add_up(make_model):
@@ -323,7 +353,9 @@ def test_paired_bootstrap():
     assert found["difference"] == pytest.approx(difference.mean())
     drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])
     assert found["ci95"] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.004)
-    assert found["p"] == pytest.approx(2 * min((drawn <= 0).mean(), (drawn >= 0).mean()), abs=0.02)
+    coins = rng.binomial(found["only_ours"] + found["only_theirs"], 0.5, 200_000)
+    fewer = min(found["only_ours"], found["only_theirs"])
+    assert found["p"] == pytest.approx(2 * (coins <= fewer).mean(), abs=0.005)
     assert (found["only_ours"], found["only_theirs"]) == ((ours & ~theirs).sum(), (theirs & ~ours).sum())
     # Unpaired intervals of these two would be twice as wide, and overlap.
     assert found["ci95"][1] - found["ci95"][0] < 0.75 * 2 * 1.96 * np.sqrt(2 * 0.4 * 0.6 / 400)
@@ -331,7 +363,11 @@ def test_paired_bootstrap():
     same = hellaswag.paired_bootstrap([1, 0, 1], [1, 0, 1])
     assert same == {"difference": 0.0, "ci95": [0.0, 0.0], "p": 1.0, "only_ours": 0, "only_theirs": 0}
     always = hellaswag.paired_bootstrap([1] * 50, [0] * 50, samples=1000)
-    assert (always["difference"], always["ci95"], always["p"]) == (1.0, [1.0, 1.0], 1 / 1000)
+    assert (always["difference"], always["ci95"], always["p"]) == (1.0, [1.0, 1.0], 2 / 2**50)
+    few = hellaswag.paired_bootstrap([1] * 4 + [0] * 96, [0] * 100)  # four rows to none: a coin does that, 1 in 8
+    assert few["p"] == 0.125
+    text = hellaswag.comparison({way: {"acc": few} for way in "AB"}, "a", "b")
+    assert text.count("not to be told from 0") == 2
     swapped = hellaswag.paired_bootstrap(theirs.astype(int), ours.astype(int))
     assert swapped["difference"] == -found["difference"]
     assert swapped["ci95"] == pytest.approx([-x for x in reversed(found["ci95"])], abs=0.003)

@@ -224,30 +224,34 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
     assert output.count(": sample ") == 2
 
 
-def test_a_checkpoint_is_committed_before_its_step_is_evaluated(shards, tmp_path):
-    """Also where writing takes a second."""
+def test_a_checkpoint_is_committed_before_its_step_is_evaluated_at_length(shards, tmp_path):
+    """By HellaSwag or a sample, also where writing takes a second; a validation goes on beside the writing."""
     code = """
 import sys, time
 from recipe import saver, train
-save, validate = saver.save_checkpoint, train.validate
+save, validate, sample = saver.save_checkpoint, train.validate, train.sample
 def slowly(*arguments):
     time.sleep(1)
     return save(*arguments)
-def evaluate(config, *rest):
-    print("there are", [path.name for path in saver.checkpoints(saver.Path(config.run.output_dir))])
-    return validate(config, *rest)
-saver.save_checkpoint, train.validate = slowly, evaluate
+def telling(what, evaluate):
+    def told(config, *rest):
+        print(what, [path.name for path in saver.checkpoints(saver.Path(config.run.output_dir))])
+        return evaluate(config, *rest)
+    return told
+saver.save_checkpoint = slowly
+train.validate, train.sample = telling("validation", validate), telling("sample", sample)
 sys.exit(train.main(sys.argv[1:]))
 """
     settings = TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
-    settings |= {"eval_every": 2, "save_every": 2, "n_layer": 1}
+    settings |= {"eval_every": 1, "save_every": 1, "sample_every": 2, "n_layer": 1, "keep_last": 9}
     command = [sys.executable, "-c", code, *flags(**settings)]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = [line for line in result.stdout.splitlines() if line.startswith("there are")]
-    steps = ["step_00000002", "step_00000004"]
-    assert found == [f"there are {steps[:n]}" for n in range(3)]
-    assert metrics(tmp_path / "run")[-1]["save_wait"] > 0.2  # and the second is told as what training waited
+    steps = [f"step_{n:08}" for n in range(1, 5)]
+    for what, counts in ("validation", [0, 0, 2, 2, 4]), ("sample", [2, 4]):
+        found = [line for line in result.stdout.splitlines() if line.startswith(f"{what} [")]
+        assert found == [f"{what} {steps[:n]}" for n in counts]
+    assert metrics(tmp_path / "run")[-1]["save_wait"] > 0.2  # and the seconds are told as what training waited
 
 
 def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
