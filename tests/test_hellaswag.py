@@ -95,7 +95,7 @@ def test_way_b_cleans_text_and_keeps_boundaries():
     assert "".join(map(chr, spaced.tokens[-spaced.n_scored :])) == "  a b"
 
 
-@pytest.mark.parametrize(("n_positions", "limit"), [(1024, 50), (52, 20)])
+@pytest.mark.parametrize(("n_positions", "limit"), [(1024, 20), (52, 12)])
 def test_way_b_equals_lm_evaluation_harness(n_positions, limit, make_model):
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
     from eval import harness
