@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eval import common, hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.plan import memory_estimate
 from tests.conftest import EQUAL, TINY, flags, launch, metrics
@@ -52,6 +53,23 @@ def test_gpu_resumes_what_the_cpu_saved(shards, reference, tmp_path, config):
     shutil.rmtree(tmp_path / "run" / "step_00000050")
     losses = curve(shards, tmp_path / "run", config, cpu=False)
     assert losses[25:] == pytest.approx(reference[25:], abs=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "share", "tolerance"), [
+    (torch.float32, True, 1e-2), (torch.float32, False, 1e-2), (torch.bfloat16, True, 1.5), (torch.float16, True, 0.5),
+])  # fmt: skip
+def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
+    """Sums over some 30 tokens each, of tens of nats; `make bench-eval` measures the speed."""
+    rows, scores = hellaswag.load_rows()[::500], []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        loaded = tiny_gpt2(n_positions=256)
+        loaded.model.to(device, kind)
+        body, head = common.body_and_head(loaded.model)
+        options = {"device": device, "max_length": 256, "head": head, "share": share}
+        scores.append(hellaswag.score_rows(body, loaded.encode, rows, **options))
+    for cpu, gpu in zip(*scores, strict=True):
+        for way in hellaswag.WAYS:
+            assert gpu[way].log_likelihoods == pytest.approx(cpu[way].log_likelihoods, abs=tolerance)
 
 
 # Large enough for the kernels' own buffers to be small beside it, small enough for any GPU.
