@@ -24,6 +24,7 @@ from eval import common
 
 DATA_SET = "EleutherAI/lambada_openai"
 N_ROWS = 5153
+SHA256 = "0a3d9ce1f9060df6fdd70e423e28a219a8982819355fd117bfaf72a5d0772882"  # of all rows, joined by newlines
 # OpenAI's models on all rows: (acc, perplexity), None where it was not published for that way.
 HARNESS = {"GPT-2 124M": (0.3256, 40.0554), "GPT-2 1558M": (None, 10.63)}
 PAPER = {
@@ -185,13 +186,19 @@ def main() -> None:
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
     texts, source = load_texts(args.rows)
+    whole = hashlib.sha256("\n".join(texts).encode()).hexdigest() == SHA256
     texts = texts[: args.limit]
     start = time.monotonic()
     result = evaluate_texts(loaded, texts, batch_size=args.batch_size)
     seconds = time.monotonic() - start
     print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(texts) / seconds:.1f} rows/s")
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-    about = {"data": source, "sha256": digest, "seconds": round(seconds, 1)}
+    about = {
+        "data": source,
+        "data_set": DATA_SET if whole else Path(source).name,
+        "sha256": digest,
+        "seconds": round(seconds, 1),
+    }
     common.write_results(output, "lambada", loaded.describe() | result | about)
 
 

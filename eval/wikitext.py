@@ -201,6 +201,7 @@ def main() -> None:
     options = {"length": length, "stride": stride, "batch_size": args.batch_size, "limit": args.limit_windows}
     result = evaluate_text(loaded, text, **options)
     result |= {"data": source, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    result["data_set"] = DATA_SET[0] if result["sha256"] == SHA256 else Path(source).name
     if args.limit_windows:
         result["limit_windows"] = args.limit_windows
     print(f"\n{table(result)}\n")

@@ -30,19 +30,29 @@ _SHOWN = ("total_batch_tokens", "sequence_length", "micro_batch_size", "max_step
 
 
 def card_of(checkpoint: Path, *, repo: str = "", license: str = "", dtype: str = "float32", tail: int = 0) -> str:
-    """The card of a checkpoint in its run's directory, with the evaluations beside it. `tail`: read no more than the
-    last so many bytes of metrics.jsonl. Raises OSError, and ValueError for files that hold something else."""
+    """The card of a checkpoint, whatever it is called, with the evaluations beside it, and its run's metrics where it
+    is in its run's directory. `tail`: read no more than the last so many bytes of metrics.jsonl. Raises UserError for
+    a results.json that holds something else, OSError, and ValueError for other files that do."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
+    lines = read_metrics(checkpoint.resolve().parent / "metrics.jsonl", tail)
+    return model_card(state, lines, _results_of(checkpoint), repo=repo, license=license, dtype=dtype)
+
+
+def _results_of(checkpoint: Path) -> dict:
+    path = checkpoint / "results.json"
     try:
         results = json.loads((checkpoint / "results.json").read_text())
     except FileNotFoundError:
-        results = {}
+        return {}
     except ValueError:
         results = None
     if not isinstance(results, dict):
-        raise UserError(f"{checkpoint / 'results.json'} is not a JSON object of results; move it away, evaluate again")
-    lines = read_metrics(checkpoint.resolve().parent / "metrics.jsonl", tail)
-    return model_card(state | {"step": step_of(checkpoint)}, lines, results, repo=repo, license=license, dtype=dtype)
+        raise UserError(f"{path} is not a JSON object of results; move it away, evaluate again")
+    try:
+        list(scores.of_results(results, {}, {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} holds what eval/ does not write ({error}); move it away, evaluate again") from None
+    return results
 
 
 def model_card(
@@ -60,7 +70,7 @@ def model_card(
     lines = [line for line in lines if line["step"] <= step]
     name = config.get("run_name") or repo.rpartition("/")[2] or "model"
     text = data_set(state)
-    found = [*scores.of_run(lines, config, step, text), *scores.of_results(results, text)]
+    found = [*scores.of_run(lines, config, step, text), *scores.of_results(results, config, text)]
     init = _part(state, 0).get("init_from", "" if config.get("init_from") else None)
     data = ModelCardData(
         language="en" if text.get("id") in _ENGLISH or text.get("name") in _ENGLISH else None,

@@ -1,5 +1,6 @@
 """LAMBADA: by hand on toy rows, against lm-evaluation-harness itself, and its files of rows."""
 
+import hashlib
 import json
 import math
 import sys
@@ -138,7 +139,7 @@ def test_command(whole_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lambada", *map(str, arguments)])
     lambada.main()
     result = json.loads(output.read_text())["lambada"]
-    assert result["rows"] == 2
+    assert (result["rows"], result["data_set"]) == (2, "rows.jsonl")
     assert {"model", "acc", "acc_ci95", "perplexity", "sha256", "data"} <= set(result)
     shown = capsys.readouterr().out
     assert "all 5,153 rows" in shown
@@ -146,6 +147,19 @@ def test_command(whole_run, tmp_path, monkeypatch, capsys):
     assert "0.3256" in harness
     assert "0.4599" not in harness
     assert "0.4599" in paper
+    # As if these were all rows; that of them but two were scored does not matter.
+    whole = hashlib.sha256("\n".join(lambada.read_rows(rows)).encode()).hexdigest()
+    monkeypatch.setattr(lambada, "SHA256", whole)
+    lambada.main()
+    assert json.loads(output.read_text())["lambada"]["data_set"] == "EleutherAI/lambada_openai"
+
+
+def test_all_rows_are_known():
+    if not ROWS.is_file():
+        pytest.skip(f"needs LAMBADA's rows, {ROWS.relative_to(ASSETS.parent)}")
+    texts = lambada.read_rows(ROWS)
+    assert len(texts) == lambada.N_ROWS
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest() == lambada.SHA256
 
 
 def test_metric_by_hand():

@@ -128,6 +128,7 @@ def test_command(whole_run, tmp_path, monkeypatch, capsys):
     assert (result["sequence_length"], result["stride"]) == (32, 16)  # the run's, and half of it
     assert result["sha256"] == hashlib.sha256(text.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
     assert {"model", "perplexity", "word_perplexity", "bits_per_byte", "tokens", "words", "bytes"} <= set(result)
+    assert result["data_set"] == "rows.txt"
     shown = capsys.readouterr().out
     assert "this is another text" in shown
     assert "18.34" in shown
@@ -135,6 +136,10 @@ def test_command(whole_run, tmp_path, monkeypatch, capsys):
     command(monkeypatch, *flags, "--stride", 32, "--sequence_length", 32, "--limit_windows", 2)
     result = json.loads(output.read_text())["wikitext2"]
     assert (result["windows"], result["limit_windows"], result["tokens"]) == (2, 2, 62)
+    assert result["data_set"] == "rows.txt"
+    monkeypatch.setattr(wikitext, "SHA256", result["sha256"])  # as if this were the test split
+    command(monkeypatch, *flags, "--limit_windows", 2)
+    assert json.loads(output.read_text())["wikitext2"]["data_set"] == "Salesforce/wikitext"
     assert "(no overlap)" in capsys.readouterr().out
     for wrong, message in ((["--stride", 33], "tokens would be skipped"), (["--sequence_length", 65], "from 2 to 64")):
         with pytest.raises(common.UserError, match=message):
