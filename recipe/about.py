@@ -12,7 +12,7 @@ from recipe import device as hardware
 from recipe.config import ROOT, Config, UserError
 from recipe.data.shards import Manifest
 from recipe.engine import Engine
-from recipe.redact import redacted
+from recipe.redact import redact, redacted
 
 _FILES = 10  # of a local text, whose names are kept
 
@@ -31,7 +31,7 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
         "packages": hardware.versions(),
         "recipe": recipe.__version__,
         "commit": _commit(),
-        "data": _source(config),
+        "data": _data(config),
     }
     parts = list(earlier or [])
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(now):
@@ -57,14 +57,16 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _source(config: Config) -> dict | None:
-    """What the manifest of the shards says of the text that they were made from; None where there is no manifest."""
+def _data(config: Config) -> dict:
+    """What the manifest of the shards says of the text that they were made from, and the options. Where there is none
+    of ours, {"shards": the last name of where they lie}: `source` may then be another text's."""
     data = config.data.data
     try:
         manifest = None if glob.has_magic(data) else Manifest.load(Path(data))
     except (UserError, OSError):
         manifest = None
-    if manifest is None:
-        return None
+    if manifest is None or not manifest.source:
+        return {"shards": Path(redact(data)).name}
     files = manifest.source.get("files", [])
-    return manifest.source | ({"files": files[:_FILES], "of": len(files)} if files else {})
+    some = {"files": files[:_FILES], "of": len(files)} if files else {}
+    return manifest.source | some | {"options": manifest.options}

@@ -23,8 +23,9 @@ from recipe.plan import parameter_count, si
 from recipe.redact import redact, redacted
 
 CARD = "README.md"
-# What the Hub's pages of these data sets, and the text that ships, say of themselves.
-_ENGLISH = {source for source, _ in DATASETS.values()} | {"tiny_shakespeare.txt"}
+# What the Hub's pages of these data sets say of themselves, and the text that ships, recipe/data/tiny_shakespeare.txt.
+_ENGLISH = {source for source, _ in DATASETS.values()}
+_ENGLISH_FILES = {"86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}  # SHA-256
 _SHOWN = ("total_batch_tokens", "sequence_length", "micro_batch_size", "max_steps", "learning_rate", "min_lr_fraction",
           "warmup_steps", "weight_decay", "beta1", "beta2", "adam_eps", "max_grad_norm", "dropout", "seed")  # fmt: skip
 
@@ -73,7 +74,7 @@ def model_card(
     found = [*scores.of_run(lines, config, step, text), *scores.of_results(results, config, text)]
     init = _part(state, 0).get("init_from", "" if config.get("init_from") else None)
     data = ModelCardData(
-        language="en" if text.get("id") in _ENGLISH or text.get("name") in _ENGLISH else None,
+        language="en" if _is_english(text) else None,
         license=license or config.get("hub_license") or "mit",
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -98,20 +99,29 @@ def model_card(
 
 
 def data_set(state: dict) -> dict:
-    """{"id", "commit", "subset", "split"} of a data set on the Hub, {"name"} of local text, {} if unknown."""
+    """{"id", "commit", "subset", "split"} of a data set on the Hub, {"name", "files"} of local text, {"name"} of shards
+    of which nobody wrote down what they were made from, {} if unknown; "options" of those that are known. Never what
+    the configuration calls `source`: shards that are there are used, whatever they were made from."""
     config = state.get("config", {})
-    source = _part(state, -1).get("data") or state.get("data", {}).get("manifest", {}).get("source") or {}
+    manifest = state.get("data", {}).get("manifest", {})
+    source = _part(state, -1).get("data") or manifest.get("source") or {}
+    options = {"options": source.get("options") or manifest.get("options") or {}}
     hub = source.get("source") or source.get("uri", "").removeprefix("hf://datasets/")
     if hub and source.get("commit"):
         return {"id": "/".join(hub.split("@")[0].split("/")[:2]), "commit": source["commit"],
-                "subset": source.get("name"), "split": source.get("split")}  # fmt: skip
+                "subset": source.get("name"), "split": source.get("split")} | options  # fmt: skip
     if files := source.get("files"):
         more = source.get("of", len(files)) - 1
-        return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
-    if config.get("source") in {known for known, _ in DATASETS.values()}:
-        return {"id": config["source"], "subset": config.get("name"), "split": config.get("split")}
-    local = config.get("source") or config.get("data") or ""
-    return {"name": Path(local.rstrip("/")).name} if local else {}
+        return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files} | options
+    local = source.get("shards") or Path(config.get("data") or "").name
+    return {"name": local} if local else {}
+
+
+def _is_english(text: dict) -> bool:
+    """Known to be; of most texts nobody has said."""
+    files = text.get("files", [])
+    alone = len(files) == 1 and text["name"] == files[0]["name"]  # and no more files than are named
+    return text.get("id") in _ENGLISH or (alone and files[0].get("sha256") in _ENGLISH_FILES)
 
 
 def _part(state: dict, which: int) -> dict:
@@ -174,7 +184,7 @@ def _data(state: dict, text: dict) -> Iterator[tuple]:
     yield "text", _name(text)
     yield "subset, split", ", ".join(filter(None, (text.get("subset"), text.get("split"))))
     yield "commit of the data set", text.get("commit")
-    config, shards = state.get("config", {}), state.get("data", {}).get("shards") or []
+    shards = state.get("data", {}).get("shards") or []
     if len(files := text.get("files", [])) == 1:
         yield "SHA-256 of the text", files[0].get("sha256")
     complete, tokens = state.get("data", {}).get("complete"), sum(count for _, count, _ in shards)
@@ -184,7 +194,7 @@ def _data(state: dict, text: dict) -> Iterator[tuple]:
         yield "epochs", f"{state['tokens'] / tokens:.3g}"
     if len(shards) == 1:
         yield "SHA-256 of the shard", shards[0][2]
-    yield "left out", "documents whose text came before" if config.get("dedup") else None
+    yield "left out", "documents whose text came before" if text.get("options", {}).get("dedup") else None
     yield "tokenizer", "GPT-2's byte-level BPE, 50,257 tokens"
 
 
