@@ -16,7 +16,6 @@ from huggingface_hub import ModelCardData
 
 from recipe import scores
 from recipe.catalog import DATASETS
-from recipe.checkpoint import step_of
 from recipe.config import ModelConfig, UserError
 from recipe.metrics import read_metrics
 from recipe.plan import parameter_count, si
@@ -42,7 +41,7 @@ def card_of(checkpoint: Path, *, repo: str = "", license: str = "", dtype: str =
 def _results_of(checkpoint: Path) -> dict:
     path = checkpoint / "results.json"
     try:
-        results = json.loads((checkpoint / "results.json").read_text())
+        results = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except ValueError:
@@ -207,7 +206,7 @@ def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:
         yield field, config.get(field)
     parts = state.get("about") or [{"engine": state.get("engine")}]
     for part in parts:
-        when = f" from step {part['from_step']:,}" if len(parts) > 1 else ""
+        when = _when(part) if len(parts) > 1 or part.get("from_step") else ""
         yield f"hardware{when}", _hardware(part)
         precision = part.get("precision")
         compiled = ", compiled" if part.get("compiled") else ""
@@ -234,13 +233,33 @@ def _median(lines: list[dict], key: str, how: str) -> str | None:
 
 
 def _code(state: dict) -> Iterator[tuple]:
-    config, now = state.get("config", {}), _part(state, -1)
+    config, parts = state.get("config", {}), state.get("about") or []
     yield "recipe", Path(config["config"]).name if config.get("config") else None
-    yield "gpt2-recipe", now.get("recipe")
-    if commit := now.get("commit"):
-        yield "commit", commit.removesuffix("+") + (", with changes that it does not hold" * commit.endswith("+"))
-    yield "Python", now.get("python")
-    yield from now.get("packages", {}).items()
+    yield from _by_part(parts, "gpt2-recipe", [part.get("recipe") for part in parts])
+    commits = [part.get("commit") or "" for part in parts]
+    changed = ["" if not commit.endswith("+") else ", with changes that it does not hold" for commit in commits]
+    commits = [commit.removesuffix("+") + more for commit, more in zip(commits, changed, strict=True)]
+    yield from _by_part(parts, "commit", commits)
+    yield from _by_part(parts, "Python", [part.get("python") for part in parts])
+    packages = [part.get("packages") or {} for part in parts]
+    for name in dict.fromkeys(name for versions in packages for name in versions):
+        yield from _by_part(parts, name, [versions.get(name) for versions in packages])
+
+
+def _by_part(parts: list[dict], name: str, values: list) -> Iterator[tuple]:
+    """One row where all parts of the run have the same value, or else a row for each part that changes it."""
+    if not any(values):
+        return
+    several = len(set(values)) > 1 or parts[0].get("from_step")  # of what came before it nothing was recorded
+    before = object()
+    for part, value in zip(parts, values, strict=True):
+        if value != before:
+            yield name + (_when(part) if several else ""), value or "not recorded"
+        before = value
+
+
+def _when(part: dict) -> str:
+    return f" from step {part.get('from_step', 0):,}"
 
 
 def _table(rows: Iterator[tuple]) -> str:

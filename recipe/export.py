@@ -30,7 +30,7 @@ from recipe.catalog import license_error
 from recipe.checkpoint import checkpoints, newest_valid, step_of, verify
 from recipe.config import UserError, check_repo_name
 from recipe.metrics import read_metrics
-from recipe.package import package, renew_card
+from recipe.package import package, recorded_step, renew_card
 from recipe.push import PATIENCE, check_push, describe, names, push_command
 from recipe.redact import redact
 
@@ -80,7 +80,7 @@ def choose(run: Path, best: bool, say: Say) -> Path:
     if (run / "trainer_state.json").is_file() or (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, and --best chooses among a run's; name {run.resolve().parent}")
-        if problems := verify(run):
+        if problems := verify(run.resolve()):  # a link to it is as good
             raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
         return run
     checkpoint = best_valid(run, say) if best else newest_valid(run, say)
@@ -137,7 +137,7 @@ def _push(run: Path, repo: str, private: bool, say: Say, best: bool, license: st
     if checkpoint:
         say(f"upload     {checkpoint}, to main of {repo}")
         files, made = package(checkpoint, repo=repo, license=license, card=card)
-        outbox.enqueue(run, files, made, step_of(checkpoint), repo, private, [outbox.MAIN])
+        outbox.enqueue(run, files, made, recorded_step(checkpoint), repo, private, [outbox.MAIN])
     for entry in queued:
         if not card:
             (entry.path / CARD).unlink(missing_ok=True)

@@ -13,6 +13,11 @@ from recipe.outbox import Entry
 from recipe.upload import judge
 
 
+def recorded_step(checkpoint: Path) -> int:
+    """The step of a checkpoint, whatever its directory is called."""
+    return json.loads((checkpoint / "trainer_state.json").read_text())["step"]
+
+
 def package(
     checkpoint: Path, *, repo: str = "", license: str = "", dtype: str = "float32", card: bool = True, tail: int = 0
 ) -> tuple[list[Path], dict[str, bytes]]:

@@ -40,7 +40,7 @@ ALLOWED = {
     "live": {"config", "data", "engine", "faults", "loss", "model"},
     "rundir": {"checkpoint", "config", "lock"},
     "scores": {"redact"},
-    "card": {"catalog", "checkpoint", "config", "metrics", "plan", "redact", "scores"},
+    "card": {"catalog", "config", "metrics", "plan", "redact", "scores"},
     "package": {"card", "checkpoint", "data", "metrics", "outbox", "upload"},
     "outbox": {"data"},
     "upload": {"faults", "outbox", "redact"},
