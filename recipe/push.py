@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -118,7 +119,8 @@ class Uploads:
         self._moved: set[tuple] = set()
         self._moved_at, self._failing_since = time.monotonic(), None
         self._said: dict[str, tuple[str, float]] = {}  # of each checkpoint, why it failed, and when that was said
-        self._lock, self._held = threading.Lock(), True  # perhaps, from before
+        self._troubles: dict[str, float] = {}  # lines, and when they were said
+        self._lock, self._held, self._everything = threading.Lock(), True, False  # held perhaps, from before
         self._guard(self._begin)
 
     def add(self, checkpoint: Path, again: bool = True) -> None:
@@ -137,8 +139,9 @@ class Uploads:
         if self._closed:
             return
         self._closed = True
-        if wait:  # or else the same command goes on, and evaluates what it has not
-            self._guard(self._release, True)
+        self._everything = wait  # or else the same command goes on, and evaluates what it has not
+        if wait:
+            self._guard(self._release)
         try:
             if wait and self._waiting():
                 self._say(f"upload     waiting for {self._waiting()} of {self.repo}; Ctrl-C leaves it queued")
@@ -158,7 +161,13 @@ class Uploads:
         try:
             do(*arguments)
         except Exception as error:
-            self._say(f"upload     {upload.judge(error)[1]}; the training goes on")
+            self._trouble(f"upload     {upload.judge(error)[1]}; the training goes on")
+
+    def _trouble(self, line: str) -> None:
+        now = time.monotonic()  # the same at most once a minute, however often it is tried again
+        if now - self._troubles.get(line, -math.inf) >= _BETWEEN_LINES:
+            self._troubles[line] = now
+            self._say(line)
 
     def _begin(self) -> None:
         outbox.sweep(self.run)
@@ -198,17 +207,21 @@ class Uploads:
         with self._lock:
             self._held |= held
 
-    def _release(self, everything: bool = False) -> None:
+    def _release(self) -> None:
         with self._lock:
             if not self._held:
                 return
             held = [entry for entry in outbox.entries(self.run) if entry.held]
             for entry in held.copy():
-                if everything or evaluated(self.run, entry.step):
+                try:
+                    if not (self._everything or evaluated(self.run, entry.step)):
+                        continue
                     if error := renew_card(self.run, entry, tail=_TAIL):
-                        self._say(error)
+                        self._trouble(error)
                     dataclasses.replace(entry, held=False).write()
                     held.remove(entry)
+                except Exception as error:  # of this one; the others are let go
+                    self._trouble(f"upload     {entry.path.name} is held back: {upload.judge(error)[1]}")
             self._held = bool(held)
 
     def _hear(self) -> None:
@@ -282,7 +295,7 @@ class Uploads:
         self._process.stdout.close()
 
     def _waiting(self) -> str:
-        return names([e for e in outbox.entries(self.run) if not e.error])
+        return names([e for e in outbox.entries(self.run) if not (e.error or e.held)])  # nobody takes those
 
     def _left(self) -> str:
         return names(outbox.entries(self.run))
