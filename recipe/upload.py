@@ -32,6 +32,7 @@ _LONGEST_ASKED = 3600
 _TRIES = 5  # at what another attempt mends at times, but not always
 _POLL = 0.5  # seconds between looks into an empty queue
 _BAD_CARD = "Invalid metadata in README.md."  # how create_commit begins what the Hub has against a card
+_NO_SENSE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _CONFLICT = (409, 412, 423)  # another commit came in between
 _PASSING = (408, 425, 429)  # and whatever is 500 or more
 
@@ -107,7 +108,7 @@ def judge(error: BaseException) -> tuple[str, str, float]:
             return kind, clean(f"HTTP {response.status_code}: {_words_of(response)}"), 0.0
     words = (str(error).strip().splitlines() or [""])[0]
     # Errors of files, and answers that make no sense, may be lasting. The rest is of Xet's connections.
-    kind = "perhaps" if isinstance(error, (OSError, ValueError, KeyError, TypeError)) else "passing"
+    kind = "perhaps" if isinstance(error, _NO_SENSE) else "passing"
     return kind, clean(f"{type(error).__name__}: {words}"), 0.0
 
 
@@ -148,8 +149,9 @@ class Uploader:
         self._opened: set[str] = set()
         self.moved: set[tuple] = set()  # what has gone up, for those who wait for progress
 
-    def upload(self, entry: Entry) -> None:
-        """Raises whatever the libraries raise; `judge` tells what that means."""
+    def upload(self, entry: Entry, last: bool = False) -> None:
+        """Raises whatever the libraries raise; `judge` tells what that means. `last`: no other attempt will follow one
+        that fails for what may be lasting."""
         faults.at("upload.begin")
         if entry.repo not in self._opened:
             open_repo(self._api, entry.repo, entry.private)
@@ -164,24 +166,37 @@ class Uploader:
                 self._api.preupload_lfs_files(entry.repo, [addition], revision=branch, free_memory=False)
                 self.moved.add((entry.path.name, branch, number))
                 self._tell("file", name=entry.path.name, branch=branch, number=number, of=len(additions))
-            self._commit(entry, branch, additions)
+            self._commit(entry, branch, additions, last)
             entry = dataclasses.replace(entry, todo=tuple(b for b in entry.todo if b != branch)).write()
             self.moved.add((entry.path.name, branch))
             self._tell("uploaded", name=entry.path.name, url=page(entry.repo, branch))
         faults.at("upload.after")
         entry.remove()
 
-    def _commit(self, entry: Entry, branch: str, additions: list[CommitOperationAdd]) -> None:
+    def _commit(self, entry: Entry, branch: str, additions: list[CommitOperationAdd], last: bool) -> None:
         options = {"commit_message": f"Step {entry.step}", "revision": branch}
+        rest = [addition for addition in additions if addition.path_in_repo != "README.md"]
         try:
             self._api.create_commit(entry.repo, additions, **options)
-        except ValueError as error:
-            if not str(error).startswith(_BAD_CARD):
+        except Exception as error:
+            if len(rest) == len(additions) or not (reason := _against_the_card(error, last)):
                 raise
             # The weights are worth more than what is said of them.
-            self._tell("card", name=entry.path.name, reason=clean(" ".join(str(error)[len(_BAD_CARD) :].split())))
-            rest = [addition for addition in additions if addition.path_in_repo != "README.md"]
+            self._tell("card", name=entry.path.name, reason=reason)
             self._api.create_commit(entry.repo, rest, **options)
+
+
+def _against_the_card(error: Exception, last: bool) -> str:
+    """Why a commit is to be tried without its card; empty where that is not what stands in its way, or may pass."""
+    if str(error).startswith(_BAD_CARD):
+        return clean(" ".join(str(error)[len(_BAD_CARD) :].split()))
+    kind, reason, _ = judge(error)
+    answers = [e.response for e in _chain(error) if getattr(e, "response", None) is not None]
+    # An answer that is no JSON is not in its error: it may have been another request's.
+    of_card = not isinstance(error, OSError) or bool(answers)
+    of_card = of_card and all(str(answer.request.url).endswith("/api/validate-yaml") for answer in answers)
+    lasting = (kind == "permanent" and answers) or (kind == "perhaps" and last)
+    return reason if of_card and lasting else ""
 
 
 def drain(run: Path, tell: Tell, patience: float = float("inf")) -> None:
@@ -191,7 +206,7 @@ def drain(run: Path, tell: Tell, patience: float = float("inf")) -> None:
     failures, doubtful, moved, since = 0, 0, 0, time.monotonic()
     while entry := next((e for e in entries(run) if not e.error and not e.held), None):
         try:
-            uploader.upload(entry)
+            uploader.upload(entry, last=doubtful == _TRIES - 1)
             failures = doubtful = 0
             continue
         except Exception as e:  # whatever it is, it is judged, and nobody else hears of it
