@@ -42,11 +42,14 @@ def package(
 
 def renew_card(run: Path, entry: Entry, **options) -> str:
     """Writes a queued checkpoint's card anew, if the checkpoint is still there; returns why it kept the card of before,
-    in a line for the user. `options` are package's."""
-    checkpoint = run / f"step_{entry.step:08d}"
+    in a line for the user, where that is not the card that `options`, package's, ask for."""
+    checkpoint, license = run / f"step_{entry.step:08d}", options.get("license")
     try:
         if checkpoint.exists():
             entry.put(CARD, package(checkpoint, repo=entry.repo, **options)[1][CARD])
+        elif license and f"\nlicense: {license}\n" not in (entry.path / CARD).read_text():
+            return (f"upload     {entry.path.name} keeps its card, without --license {license}: its checkpoint "
+                    f"is no longer in {run}; change the licence in the card on the Hub")  # fmt: skip
     except Exception as error:  # the weights are worth more than what is said of them
         return f"upload     {entry.path.name} has no new card: {judge(error)[1]}"
     return ""

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 
 from recipe import export, push, upload
 from recipe.config import UserError
-from recipe.outbox import QUEUE, alone, entries
+from recipe.outbox import QUEUE, Entry, alone, entries
 from tests import faults_push as faults
 from tests.conftest import ROOT, TINY, environment, flags
 from tests.faults_push import ALWAYS, BRANCHES, PUSH, REPO, Prepared
@@ -366,6 +366,65 @@ def test_a_run_at_its_end_holds_nothing_back(hub, run, monkeypatch):
     assert not entries(run)
 
 
+def full_disk(monkeypatch, step: int, times: int) -> None:
+    """For the first `times` changes of the entry of `step`."""
+    write, left = Entry.write, [times]
+
+    def refuse(entry: Entry, directory: Path | None = None) -> Entry:
+        if entry.step == step and directory is None and left[0] > 0:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return write(entry, directory)
+
+    monkeypatch.setattr(Entry, "write", refuse)
+
+
+def test_one_that_cannot_be_let_go_holds_up_no_other_and_is_not_waited_for(hub, run, monkeypatch):
+    monkeypatch.setattr(push, "_SILENCE", 20)
+    write_line(run, 0, 10.8)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    for step in (10, 20):
+        uploads.add(run / f"step_{step:08d}")
+    write_line(run, 20, 4.25)
+    full_disk(monkeypatch, step=10, times=ALWAYS)
+    for _ in range(3):
+        uploads.report()
+    start = time.monotonic()
+    uploads.close(wait=True)
+    assert time.monotonic() - start < 15
+    assert lines.have("step-000010 is held back: OSError: [Errno 28] No space left on device") == 1
+    assert [(e.step, e.held) for e in entries(run)] == [(10, True)]
+    assert "4.25" in hub.files(REPO, "main")["README.md"].decode()
+    assert lines[-1].startswith("upload     still queued: step-000010;")
+
+
+def test_trouble_is_said_once_a_minute(run, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+
+    def broken() -> None:
+        raise OSError(5, "Input/output error")
+
+    for _ in range(3):
+        uploads._guard(broken)
+    assert lines.have("Input/output error; the training goes on") == 1
+    monkeypatch.setattr(push, "_BETWEEN_LINES", 0.0)
+    uploads._guard(broken)
+    assert lines.have("Input/output error; the training goes on") == 2
+
+
+def test_one_that_was_not_evaluated_is_let_go_at_the_end_once_the_disk_has_room(hub, run, monkeypatch):
+    hub.faults.append(Fault(path="/api/repos/create", status=500))  # a second, in which to try again
+    write_line(run, 0, 10.8)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    for step in (10, 20):
+        uploads.add(run / f"step_{step:08d}")
+    full_disk(monkeypatch, step=10, times=1)
+    uploads.close(wait=True)
+    assert not entries(run)
+    assert set(hub.repositories[REPO].branches) == set(BRANCHES)
+
+
 def test_who_is_killed_before_the_evaluation_leaves_a_checkpoint_that_is_not_lost(hub, run):
     write_line(run, 0, 10.8)
     uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
@@ -409,6 +468,70 @@ def test_a_card_that_the_hub_refuses_does_not_hold_up_the_weights(hub, run):
     assert lines.have("step-000010 goes up without its card, which the Hub refuses: - license 'mine'") == 1
     assert hub.files(REPO, "step-000010").keys() == {"config.json", "model.safetensors"}
     assert "README.md" in hub.files(REPO, "step-000020")
+
+
+@pytest.mark.parametrize(("answer", "reason", "attempts"), [
+    ((404, "application/json", b'{"error": "no such page"}'), "HTTP 404: ", 1),
+    ((413, "application/json", b'{"error": "too large"}'), "HTTP 413: ", 1),
+    ((409, "application/json", b'{"error": "a conflict"}'), "HTTP 409: ", 5),
+    ((404, "text/html", b"<html>no such page</html>"), "JSONDecodeError: ", 5),
+    ((200, "application/json", b"[]"), "AttributeError: ", 5),
+])  # fmt: skip
+def test_nor_does_a_hub_that_cannot_judge_cards(hub, run, monkeypatch, answer, reason, attempts):
+    """A mirror without that page, one that answers with something else: what may pass is waited for first."""
+    usual = hub.answer
+    status, kind, body = answer
+    asked = []
+
+    def instead(method: str, url: str, headers, content: bytes):
+        if "/api/validate-yaml" not in url:
+            return usual(method, url, headers, content)
+        asked.append(url)
+        return status, {"Content-Type": kind}, body
+
+    monkeypatch.setattr(hub, "answer", instead)
+    queue(run)
+    entries(run)[1].remove()
+    lines = drain(run)
+    assert lines.have(f"step-000010 goes up without its card, which the Hub refuses: {reason}") == 1
+    assert len(asked) == attempts
+    assert hub.files(REPO, "step-000010").keys() == {"config.json", "model.safetensors"}
+    assert not entries(run)
+
+
+@pytest.mark.parametrize("status", [400, 403, 409])
+def test_a_commit_that_is_refused_is_not_the_cards_fault(hub, run, status):
+    hub.faults.append(Fault(path="*/commit/*", status=status, times=5))  # a sixth would be let through
+    queue(run)
+    entries(run)[1].remove()
+    lines = drain(run)
+    assert not lines.have("without its card")
+    assert [bool(e.error) for e in entries(run)] == [True]
+
+
+def test_a_licence_that_comes_too_late_for_a_card_is_said(hub, run, capsys):
+    queue(run)
+    shutil.rmtree(run / "step_00000010")
+    assert export.main(["push", str(run), "--license", "cc-by-4.0"]) == 0
+    output = capsys.readouterr().out
+    assert "step-000010 keeps its card, without --license cc-by-4.0: its checkpoint is no longer in" in output
+    assert "step-000020 keeps" not in output
+    assert b"\nlicense: mit\n" in hub.files(REPO, "step-000010")["README.md"]
+    assert b"\nlicense: cc-by-4.0\n" in hub.files(REPO, "step-000020")["README.md"]
+    queue_of_one = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    queue_of_one.close(wait=False)
+    queue_of_one.add(run / "step_00000020")
+    shutil.rmtree(run / "step_00000020")
+    for wanted in ([], ["--license", "mit"]):  # which it has
+        assert export.main(["push", str(run), *wanted]) == 0
+        assert "keeps its card" not in capsys.readouterr().out
+
+
+def test_a_copy_of_a_checkpoint_is_pushed_whatever_it_is_called(hub, run, tmp_path):
+    copy = shutil.copytree(run / "step_00000010", tmp_path / "mine")
+    assert export.main(["push", str(copy), "--repo", REPO]) == 0
+    assert hub.repositories[REPO].branches["main"][-1].message == "Step 10"
+    assert b"the weights after step 10." in hub.files(REPO, "main")["README.md"]
 
 
 def test_the_best_of_what_is_kept_goes_to_main_with_its_results(hub, run, capsys):
