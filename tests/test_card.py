@@ -269,7 +269,7 @@ def test_other_texts_are_named_by_their_files_and_stay_apart():
     results = {
         "perplexity": loss,
         "wikitext2": RESULTS["wikitext2"] | {"data": "~/mine/wiki.txt", "data_set": "wiki.txt", "sha256": "abc"},
-        "lambada": {k: v for k, v in RESULTS["lambada"].items() if k != "data_set"},  # of an earlier version
+        "lambada": {k: v for k, v in RESULTS["lambada"].items() if k != "data_set"} | {"rows": 20},  # as once written
     }
     part = PART | {"data": {"files": [{"name": "a.txt"}], "of": 1}}
     card = parsed(model_card(STATE | {"about": [part]}, LINES, results))
@@ -285,7 +285,7 @@ def test_other_texts_are_named_by_their_files_and_stay_apart():
         ("rows.jsonl", "perplexity"): 55.0,
     }
     assert "mine" not in card.content
-    assert "| 5,153 rows; in float32 |" in card.text  # rows of another file, of which no part is known
+    assert "| rows.jsonl | acc | 0.2000 ± 0.0110 | 20 rows; in float32 |" in card.text  # and not of LAMBADA's 5,153
     assert not {"Salesforce/wikitext", "EleutherAI/lambada_openai"} & {e.dataset_type for e in card.data.eval_results}
 
 
@@ -410,7 +410,10 @@ def test_a_checkpoint_is_exported_whatever_it_is_called(whole_run, tmp_path, mon
 
 def test_each_part_of_a_run_has_its_code_and_hardware():
     later = {"from_step": 40, "commit": "1" * 40, "packages": {"torch": "2.13.0", "datasets": "4.0"}}
-    text = model_card(STATE | {"about": [PART, PART | later]}, [], {})
+    last = later | {"from_step": 80, "precision": "fp16"}
+    text = model_card(STATE | {"about": [PART, PART | later, PART | last]}, [], {})
+    assert "commit from step 80" not in text  # which is that of step 40
+    assert "| precision from step 80 | fp16, compiled; weights and moments in fp32 |" in text
     for line in (
         f"| commit from step 0 | {'0' * 40}, with changes that it does not hold |\n| commit from step 40 | 1111111",
         "| Python | 3.11.7 |", "| torch | 2.13.0 |", "| gpt2-recipe | 0.1.0 |",
