@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from eval import bench, common, harness, hellaswag, lambada
+from recipe.card import model_card
 
 TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]
 
@@ -47,6 +48,8 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch
     assert result["limit"] == 3
     assert result["version"].startswith("0.4")
     assert result["model"].endswith("step_00000020")
+    card = model_card({"step": 20}, [], results)  # which reads what this command writes
+    assert card.count(f"lm-evaluation-harness {result['version']}, 3 rows, limit 3; in float32 |") == 4
 
     loaded = common.load(common.parser("").parse_args([str(whole_run[0]), "--device", "cpu"]))
     three = hellaswag.load_rows(3)
