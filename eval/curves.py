@@ -1,4 +1,4 @@
-"""Runs as curves: what a run directory says, the reference curves that ship, and the distance between the two."""
+"""Runs as curves: what a run directory says, and the reference curves that ship."""
 
 import json
 import math
@@ -212,7 +212,10 @@ def smoothing_width(n: int) -> int:
 
 @dataclass(frozen=True)
 class Reference:
-    """A curve to compare with, of eval/references/: points are (tokens, nats a token), settings those it holds for."""
+    """A curve to compare with, of eval/references/: points are (tokens, nats a token), settings those it holds for.
+
+    A point of `loss` is as a line of a log: the mean over the steps since the point before it, or since the first step.
+    """
 
     name: str
     presets: list[str]
@@ -258,34 +261,6 @@ def find_reference(run: Run, references: list[Reference]) -> tuple[Reference | N
         differing = [k for k in expected if k not in shape and not _near(run.config.get(k), expected[k])]
         return reference, [f"{k} {_plain(run.config.get(k))}, there {_plain(expected[k])}" for k in differing]
     return None, []
-
-
-@dataclass(frozen=True)
-class Distance:
-    """A curve's distance from a reference: where, how far above (nats) and how far it may be; (n,) each."""
-
-    tokens: np.ndarray
-    above: np.ndarray
-    tolerance: np.ndarray
-
-
-def distance(curve: tuple[np.ndarray, np.ndarray], reference: np.ndarray, noise: float, shift: float = 0.1) -> Distance:
-    """How far (tokens, loss) lies above a reference, (m, 2), at equal tokens, interpolated in their logarithm.
-
-    The tolerance is `noise` and what `shift`, a tenth, of the tokens more or fewer bring: where a loss falls steeply,
-    some more warm-up or another way to count is a large difference that means nothing.
-    """
-    known = reference[reference[:, 0] > 0]
-    x, y = curve
-    # A run may be a little longer than its reference: then its last points are held against the reference's end.
-    keep = (x >= known[0, 0]) & (x <= known[-1, 0] * (1 + NEAR)) if len(known) > 1 else np.zeros(len(x), bool)
-    x, y = x[keep], y[keep]
-    if not len(x):
-        return Distance(x, y, y)
-    there, earlier, later = (
-        np.interp(np.log(x * k), np.log(known[:, 0]), known[:, 1]) for k in (1, 1 - shift, 1 + shift)
-    )
-    return Distance(x, y - there, noise + np.maximum(np.abs(earlier - there), np.abs(later - there)))
 
 
 def _number(value: object) -> float:

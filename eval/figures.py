@@ -19,10 +19,10 @@ from eval.curves import (
     SHOWN,
     Reference,
     Run,
-    distance,
     smooth,
     smoothing_width,
 )
+from eval.verdict import distance
 
 MANY = 4000  # points of a noisy line, above which the page holds it as an image: a vector each would be megabytes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.curves import SHOWN, Distance, Reference, Run, distance, find_reference, smooth, smoothing_width
+from eval.curves import NEAR, SHOWN, Reference, Run, find_reference, smooth, smoothing_width
 
 # What a model that knows nothing loses on GPT-2's vocabulary, nats a token: 10.82.
 LN_VOCABULARY = math.log(50257)
@@ -17,6 +17,8 @@ LEARNT = (200, 2.0)
 # A validation loss is of the same tokens each time, so that a rise is no accident of the batch; at a high learning rate
 # it still goes up and down by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
 RISE = 0.03
+# Share of the tokens by which a curve may lie earlier or later than its reference.
+SHIFT = 0.1
 # Of its speed and time, what a user would want to know of.
 SLOWER, WAITING = 0.8, 0.05
 
@@ -53,8 +55,7 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
     name = f"the reference ({reference.name}, {SHOWN[reference.dataset]})"
     guide = f" The comparison is only a guide: {'; '.join(differing)}." if differing else ""
     validation = distance(run.series("val_loss"), reference.val_loss, reference.noise)
-    x, y = run.series("loss")
-    training = distance((x, smooth(y, smoothing_width(len(y)))), reference.loss, reference.loss_noise)
+    training = training_distance(run, reference)
     for label, d in (("validation", validation), ("training", training)):
         if not len(d.tokens):
             continue
@@ -65,6 +66,66 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
             kind = "bad"
         return Finding("note" if differing and kind == "bad" else kind, text + guide)
     return Finding("note", f"It has not come to where {name} begins, {tokens(reference.val_loss[1, 0])} tokens.")
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A curve's distance from a reference: where, how far above (nats) and how far it may be; (n,) each."""
+
+    tokens: np.ndarray
+    above: np.ndarray
+    tolerance: np.ndarray
+
+
+def distance(curve: tuple[np.ndarray, np.ndarray], reference: np.ndarray, noise: float) -> Distance:
+    """How far (tokens, loss) lies above a reference, (m, 2), at equal tokens, interpolated in their logarithm.
+
+    The tolerance is `noise` and what a tenth of the tokens more or fewer bring: where a loss falls steeply, some more
+    warm-up or another way to count is a large difference that means nothing.
+    """
+    known = reference[reference[:, 0] > 0]
+    x, y = curve
+    # A run may be a little longer than its reference: then its last points are held against the reference's end.
+    keep = (x >= known[0, 0]) & (x <= known[-1, 0] * (1 + NEAR)) if len(known) > 1 else np.zeros(len(x), bool)
+    x, y = x[keep], y[keep]
+    if not len(x):
+        return Distance(x, y, y)
+    there, earlier, later = (
+        np.interp(np.log(x * k), np.log(known[:, 0]), known[:, 1]) for k in (1, 1 - SHIFT, 1 + SHIFT)
+    )
+    return Distance(x, y - there, noise + np.maximum(np.abs(earlier - there), np.abs(later - there)))
+
+
+def training_distance(run: Run, reference: Reference) -> Distance:
+    """The training loss' distance, at the tokens of the logged lines.
+
+    A line is the mean of the steps since the one before it, in which an early loss falls by more than its tolerance:
+    it is held against the reference's mean over the same steps, not against its value at the last of them. Lines of
+    fewer steps than a point of the reference are put together, so that they are not noisier than `loss_noise` is for.
+    """
+    known, (x, y) = reference.loss, run.series("loss")
+    if run.records[0]["step"] == 0:
+        x, y = np.insert(x, 0, 0.0), np.insert(y, 0, 0.0)
+    if not len(known) or len(x) < 2:  # without its beginning, the first line's own first step is not known
+        return Distance(x[:0], x[:0], x[:0])
+    width = np.diff(known[:, 0], prepend=0.0)
+    needed = width[np.minimum(np.searchsorted(known[:, 0], x), len(known) - 1)]
+    ends = [0]
+    for i in range(1, len(x)):
+        if x[i] - x[ends[-1]] >= needed[i]:
+            ends.append(i)
+    first, last = x[ends[:-1]], x[ends[1:]]
+    sums = np.cumsum(y * np.diff(x, prepend=x[0]))
+    # A mean stands for the middle of its steps; before the first middle, the loss of the untrained model.
+    middles, means = known[:, 0] - width / 2, known[:, 1]
+    if len(reference.val_loss) and reference.val_loss[0, 0] == 0:
+        middles, means = np.insert(middles, 0, 0.0), np.insert(means, 0, reference.val_loss[0, 1])
+    inside = first[:, None] + (last - first)[:, None] * (np.arange(32) + 0.5) / 32
+    there, earlier, later = (np.interp(inside * k, middles, means).mean(1) for k in (1, 1 - SHIFT, 1 + SHIFT))
+    above = np.diff(sums[ends]) / (last - first) - there
+    tolerance = reference.loss_noise + np.maximum(np.abs(earlier - there), np.abs(later - there))
+    keep = last <= known[-1, 0] * (1 + NEAR)
+    return Distance(last[keep], above[keep], tolerance[keep])
 
 
 def _departed(d: Distance, least: int = 1) -> int | None:

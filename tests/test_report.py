@@ -209,6 +209,86 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
     assert "follows" in findings[0].text
 
 
+def losses_of_steps(preset: str, noise: float) -> np.ndarray:
+    """A training loss for every step, (steps,): through the middles of the reference's windows, and a batch's noise."""
+    reference = REFERENCES[preset]
+    ends = reference.loss[:, 0] / reference.settings["total_batch_tokens"]
+    middles = (np.insert(ends[:-1], 0, 0.0) + ends) / 2
+    steps = np.arange(int(ends[-1])) + 0.5
+    loss = np.interp(steps, [0, *middles], [reference.val_loss[0, 1], *reference.loss[:, 1]])
+    return loss + noise * np.random.default_rng(5).normal(size=len(loss))
+
+
+def log_of_steps(preset: str, loss: np.ndarray, every: int, upto: int) -> curves.Run:
+    """A run of such losses that logs each `every` steps, as the trainer does, and validates where the reference did."""
+    batch = REFERENCES[preset].settings["total_batch_tokens"]
+    val, lines, before = {tokens // batch: loss for tokens, loss in REFERENCES[preset].val_loss}, [], 0
+    for step in range(upto + 1):
+        if step % every == 0 or step in val:
+            mean = float(loss[before:step].mean()) if step else None
+            lines.append({"step": step, "tokens": step * batch, "loss": mean, "val_loss": val.get(step)})
+            before = step
+    return curves.Run("run", None, lines, config_of(preset, **REFERENCES[preset].settings))
+
+
+# Noise of a step's loss: between neighbouring steps of the log that gpt2-fineweb.json is made from; of a run with
+# log_every 1 for tiny Shakespeare, whose batches are of 1,024 tokens.
+@pytest.mark.parametrize(("preset", "noise"), [("gpt2-fineweb", 0.05), ("shakespeare", 0.2)])
+@pytest.mark.parametrize("every", [1, 10, 20, 100])
+def test_no_alarm_however_many_steps_a_line_is_the_mean_of(preset, noise, every):
+    loss = losses_of_steps(preset, noise)
+    for upto in (*range(20, 700, 40), 760, *range(1000, min(len(loss), 2001), 500)):
+        findings = verdict.judge(log_of_steps(preset, loss, every, upto), curves.load_references())
+        assert "bad" not in [finding.kind for finding in findings], (upto, findings)
+    loss[300:] += 0.6  # what it must see, after 150 such steps, or 300 where it has a line each 100
+    text = verdict.judge(log_of_steps(preset, loss, every, 450 if every < 100 else 600), curves.load_references())[
+        0
+    ].text
+    assert "training loss departs" in text
+
+
+@pytest.mark.parametrize("preset", sorted(REFERENCES))
+def test_no_alarm_however_often_it_validates(preset):
+    """Between the reference's validations lies a straight line in the logarithm of the tokens, and a loss that bends
+    is held against it: here one that goes through the same points smoothly, in the logarithm of both."""
+    reference = REFERENCES[preset]
+    config = config_of(preset, **reference.settings)
+    config |= {"source": "HuggingFaceFW/fineweb"} if preset == "gpt2-medium" else {}
+    x, y = np.log(reference.val_loss[1:]).T
+    at = np.linspace(x[0], x[-1], 300)
+    slopes = np.gradient(y, x)
+    cell = np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2)
+    width = x[cell + 1] - x[cell]
+    u = (at - x[cell]) / width
+    smooth = y[cell] * (1 + 2 * u) * (1 - u) ** 2 + y[cell + 1] * u**2 * (3 - 2 * u)
+    smooth += width * (slopes[cell] * u * (1 - u) ** 2 + slopes[cell + 1] * u**2 * (u - 1))
+    batch = reference.settings["total_batch_tokens"]
+    lines = [{"step": 0, "tokens": 0, "val_loss": reference.val_loss[0, 1]}]
+    lines += [{"step": round(t / batch), "tokens": t, "val_loss": v} for t, v in np.exp([at, smooth]).T]
+    for n in range(3, len(lines) + 1, 7):
+        finding = verdict.judge(curves.Run("run", None, lines[:n], config), curves.load_references())[0]
+        assert finding.kind == "good", finding
+
+
+@pytest.mark.parametrize("every", [1, 7, 10, 50, 100])
+def test_a_line_is_held_against_the_reference_over_the_same_steps(every):
+    """An early loss falls by more within a line than a run may be away."""
+    loss = 3.5 + 7.5 * np.exp(-np.arange(1000) / 120)
+    ends = np.array([*range(10, 201, 10), *range(300, 1001, 100)])
+    means = [loss[a:b].mean() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    points = {"loss": np.array([ends, means]).T, "val_loss": np.array([[0, 11.0]]), "loss_noise": 0.0}
+    reference = curves.Reference("x", [], "", "", "", "", 0.0, "", {}, **points)
+    lines = [{"step": 0, "tokens": 0}]
+    lines += [{"step": s, "tokens": s, "loss": loss[s - every : s].mean()} for s in range(every, 1001, every)]
+    found = verdict.training_distance(curves.Run("x", None, lines), reference)
+    assert np.abs(found.above).max() < 0.06
+    assert (found.tolerance[(found.tokens > 40) & (found.tokens < 300)] > 0.1).all()  # a tenth of the tokens
+    assert found.tokens[0] == max(every, -(-10 // every) * every)
+    assert np.diff(found.tokens)[-1] >= 100  # no noisier than a point of the reference
+    cut = verdict.training_distance(curves.Run("x", None, lines[1:]), reference)  # without its beginning
+    assert cut.above.tolist()[1:] == pytest.approx(found.above.tolist()[2:], abs=0.06)
+
+
 @pytest.mark.parametrize(
     ("shift", "word", "hint"), [(0.4, "above", "Usual causes"), (-0.4, "below", "Lower is suspicious too")]
 )
