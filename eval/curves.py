@@ -167,12 +167,17 @@ def read_runs(paths: list[str]) -> list[Run]:
     """The runs, with names that tell them apart."""
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
+    taken = {name for name in names if names.count(name) == 1}
     for i, run in enumerate(runs):
-        if names.count(run.name) > 1:
+        if names.count(names[i]) > 1:
             parent = run.directory.resolve().parent.name
-            name = f"{parent}/{run.name}" if parent else run.name
-            same = [other.name for other in runs[:i]].count(name)
-            runs[i] = replace(run, name=f"{name} ({same + 1})" if same else name)
+            plain = name = f"{parent}/{run.name}" if parent else run.name
+            count = 1
+            while name in taken:
+                count += 1
+                name = f"{plain} ({count})"
+            taken.add(name)
+            runs[i] = replace(run, name=name)
     return runs
 
 

@@ -419,7 +419,11 @@ def test_a_damaged_and_resumed_log_is_read_as_far_as_it_is_whole(tmp_path):
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     paths = [str(write_run(tmp_path / side / "run", [{"step": 0, "tokens": 0}])) for side in ("a", "b")]
     assert [run.name for run in curves.read_runs(paths)] == ["a/run", "b/run"]
-    assert len({run.name for run in curves.read_runs([paths[0]] * 2)}) == 2
+    third = write_run(tmp_path / "c" / "a" / "run", [{"step": 0, "tokens": 0}])
+    three = [paths[0], str(third), paths[0]]  # of one name and one parent's name: the findings go by it
+    assert [run.name for run in curves.read_runs(three)] == ["a/run", "a/run (2)", "a/run (3)"]
+    other = str(write_run(tmp_path / "other", [{"step": 0, "tokens": 0}]))
+    assert [run.name for run in curves.read_runs([*three, other])][3] == "other"
     assert curves.read_run(tmp_path / "a" / "run").name == "run"
 
 
