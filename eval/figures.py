@@ -22,6 +22,7 @@ from eval.curves import (
     smooth,
     smoothing_width,
 )
+from eval.published import SOURCES
 from eval.verdict import distance
 
 MANY = 4000  # points of a noisy line, above which the page holds it as an image: a vector each would be megabytes
@@ -180,9 +181,16 @@ def hellaswag(runs: list[Run], references: list[Reference], published: dict) -> 
     ]
     style.legend(figure, key)
     caption = f"HellaSwag, acc_norm on {rows:,} validation rows. {'Band' if len(runs) > 1 else 'Bars and band'}: 95 % "
-    caption += "interval for so many rows. OpenAI's models: sources in eval/hellaswag.py"
-    caption += "." if rows == HELLASWAG_ROWS else ", on all 10,042 rows."
+    caption += "interval for so many rows. OpenAI's models"
+    caption += ":" if rows == HELLASWAG_ROWS else ", on all 10,042 rows:"
+    caption += "".join(f" {way}: {_openai_source(way)}." for way in ways)
     return Picture("hellaswag", "HellaSwag against tokens", caption, figure)
+
+
+def _openai_source(way: str) -> str:
+    """Of SOURCES what is of OpenAI's models: parts that begin with their sizes, or stand for all. A page is passed on
+    alone, so that the name of a file of ours would tell nothing."""
+    return "; ".join(p for p in SOURCES[way].split("; ") if p[0].isdigit() or ": " not in p)
 
 
 def _half(p: float | np.ndarray, n: float | np.ndarray) -> float | np.ndarray:

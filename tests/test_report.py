@@ -150,13 +150,18 @@ def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
     scores = {"A": {"acc_norm": 0.281}, "B": {"acc_norm": 0.291}}
     config = config_of("gpt2", hellaswag_limit=1000)
     run = write_run(tmp_path / "gpt2", lines, config, {"hellaswag": {"rows": 10042} | scores})
-    axes = draw(run)["hellaswag"].figure.axes
+    picture = draw(run)["hellaswag"]
+    axes = picture.figure.axes
     for panel, way in zip(axes, "AB", strict=True):
         expected = [[line["tokens"], line[f"hellaswag_{way}_acc_norm"]] for line in lines[1:]]
         expected[-1][1] = scores[way]["acc_norm"]  # of all rows, at the same step
         assert drawn_line(panel, f"0-hellaswag_{way}") == expected
         assert drawn_line(panel, f"openai-{way}-124M")[0][1] == HELLASWAG[way]["GPT-2 124M, OpenAI"][1]
     assert [point[2] for point in curves.read_run(run).hellaswag["A"]] == [1000] * (len(lines) - 2) + [10042]
+    a = "A: 124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c dev/vislog.ipynb."
+    b = "B: harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py."
+    assert picture.caption.endswith(f"OpenAI's models, on all 10,042 rows: {a} {b}")
+    assert "eval/" not in picture.caption  # which who is sent the page does not have
     half = 1.96 * math.sqrt(0.2955 * 0.7045 / 1000)
     (band,) = axes[0].patches
     assert [band.get_y(), band.get_y() + band.get_height()] == pytest.approx([0.2955 - half, 0.2955 + half])
