@@ -19,6 +19,8 @@ LEARNT = (200, 2.0)
 RISE = 0.03
 # Share of the tokens by which a curve may lie earlier or later than its reference.
 SHIFT = 0.1
+# Steps left out of which nothing is said but how many: fp16's loss scale begins at 65,536 and is halved at each.
+SKIPPED = 10
 # Of its speed and time, what a user would want to know of.
 SLOWER, WAITING = 0.8, 0.05
 
@@ -174,8 +176,16 @@ def learns(run: Run) -> Iterator[Finding]:
 
 
 def finite(run: Run) -> Iterator[Finding]:
-    rate, loss = run.column("tokens_per_second"), run.column("loss")
-    steps = [r["step"] for r, bad in zip(run.records, np.isfinite(rate) & ~np.isfinite(loss), strict=True) if bad]
+    """Losses that are no number, and steps left out. fp16's loss scaling leaves out some at the start, and one now and
+    then: a line all of whose steps were left out has no loss, and nothing is wrong with it."""
+    steps, read, left_out = [], 0, 0.0
+    for record, rate, loss, skipped in zip(
+        run.records, *map(run.column, ("tokens_per_second", "loss", "skipped_steps")), strict=True
+    ):
+        if math.isfinite(rate):  # a line that has read the loss; others hold an evaluation alone
+            if not math.isfinite(loss) and not skipped - left_out >= record["step"] - read:
+                steps.append(record["step"])
+            read, left_out = record["step"], skipped
     if steps:
         more = f" and at {len(steps) - 1} later lines" if steps[1:] else ""
         text = f"The training loss was not finite by step {steps[0]:,}{more}. "
@@ -183,7 +193,7 @@ def finite(run: Run) -> Iterator[Finding]:
     skipped, done = run.last("skipped_steps"), run.records[-1]["step"]
     if skipped > 0:
         text = f"{skipped:,.0f} of {done:,} steps were left out, for a loss or gradient that was not finite or a spike."
-        yield Finding("bad" if skipped > 0.01 * done else "note", text)
+        yield Finding("bad" if skipped > max(SKIPPED, 0.01 * done) else "note", text)
 
 
 def rises(run: Run) -> Iterator[Finding]:

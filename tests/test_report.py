@@ -404,6 +404,41 @@ def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
     assert [finding.kind for finding in findings if sentence in finding.text] == [kind], findings
 
 
+def fp16_run(steps, every, left_out):
+    """The lines of a run that leaves out these steps, as the trainer writes them."""
+    lines = [{"step": 0, "tokens": 0, "loss": None, "tokens_per_second": None, "skipped_steps": None}]
+    for step in range(every, steps + 1, every):
+        kept = [s for s in range(step - every + 1, step + 1) if s not in left_out]
+        line = {"step": step, "tokens": step, "loss": 6.0 if kept else None, "tokens_per_second": 9.0}
+        lines.append(line | {"skipped_steps": len([s for s in left_out if s <= step])})
+    return curves.Run("run", None, lines)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "left_out", "kinds"),
+    [
+        (5, 1, [1, 2], ["note"]),  # the first lines have no loss, since fp16's scale was too high
+        (150, 10, [1, 2], ["note"]),
+        (100, 10, [*range(1, 11)], ["note"]),
+        (100, 10, [*range(1, 12)], ["bad"]),
+        (2000, 100, [*range(1, 21)], ["note"]),
+        (2000, 100, [*range(1, 22)], ["bad"]),
+        (40, 10, [], []),
+    ],
+)
+def test_fp16_may_leave_out_steps(steps, every, left_out, kinds):
+    assert [finding.kind for finding in verdict.finite(fp16_run(steps, every, left_out))] == kinds
+
+
+@pytest.mark.parametrize("left_out", [[1, 2], [1, 2, 15]])
+def test_a_loss_that_is_no_number_is_seen_beside_steps_left_out(left_out):
+    run = fp16_run(20, 2, left_out)
+    run.records[8]["loss"] = None  # of steps 15 and 16
+    findings = [*verdict.finite(run)]
+    assert [finding.kind for finding in findings] == ["bad", "note"]
+    assert "not finite by step 16." in findings[0].text
+
+
 # --- reading
 
 
