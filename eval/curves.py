@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,33 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from eval.common import STEP_DIR, UserError
+from eval.known_data import dataset_of
 
 REFERENCES = Path(__file__).resolve().parent / "references"
 HELLASWAG_ROWS = 10_042
 # (layers, width) of OpenAI's four models, and what they are called for short.
 SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
-# Known data sets: (name here, what tells it by in a source, a directory or the names of shards, name to show). The
-# first that fits is taken; FineWeb-2 is another data set.
-DATASETS = [
-    ("fineweb-edu", r"fineweb[-_]?edu|edu[-_]fineweb", "FineWeb-Edu"),
-    ("fineweb", r"fineweb(?![-_]?2\b)", "FineWeb"),
-    ("openwebtext", r"openwebtext", "OpenWebText"),
-    ("tinystories", r"tinystories", "TinyStories"),
-    ("tiny-shakespeare", r"tiny_?shakespeare", "tiny Shakespeare"),
-]
-SHOWN = {name: shown for name, _, shown in DATASETS}
-# Validation loss of OpenAI's weights, nats a token. A line is drawn only where the run's data are that data set.
-OPENAI_LOSS = {
-    "fineweb-edu": {"124M": 3.2924},
-    "fineweb": {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273},
-    "openwebtext": {"124M": 3.12, "350M": 2.84, "774M": 2.67, "1558M": 2.54},
-}
-OPENAI_LOSS_SOURCE = {
-    "fineweb-edu": "karpathy/build-nanogpt, play.ipynb (at 6104ab1), on its validation shard of FineWeb-Edu 10B",
-    "fineweb": "karpathy/llm.c, dev/vislog.ipynb (at f1e2ace; May 2024, when FineWeb was its only web data; which "
-    "sample's validation shard is not said there)",
-    "openwebtext": "karpathy/nanoGPT, README (at 3adf61e), on its own split of OpenWebText",
-}
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps, or a warm-up of 700 and 715, differ by less
 # than the noise does.
 NEAR = 0.05
@@ -53,6 +31,7 @@ class Run:
         engine: what it ran on, in words; empty if unknown.
         results: step -> results.json of that checkpoint.
         damaged: lines that were no JSON object with a step.
+        about: the newest checkpoint's, of the parts of the run; empty in one that has none.
     """
 
     name: str
@@ -62,6 +41,7 @@ class Run:
     engine: str = ""
     results: dict[int, dict] = field(default_factory=dict)
     damaged: int = 0
+    about: list = field(default_factory=list)
 
     def column(self, name: str) -> np.ndarray:
         """One value a record, (N,), float64, NaN where there is none."""
@@ -90,7 +70,7 @@ class Run:
 
     @property
     def dataset(self) -> str:
-        return dataset_of(self.config)
+        return dataset_of(self.config, self.about)
 
     @property
     def size(self) -> str:
@@ -151,16 +131,17 @@ def read_run(path: str | Path) -> Run:
         records.append(record)
     if not records:
         raise UserError(f"run {path}: not a whole line in metrics.jsonl yet. Wait for the first step that is logged")
-    config, engine, results = {}, "", {}
+    config, engine, about, results = {}, "", [], {}
     steps = [path for path in directory.glob("step_*") if STEP_DIR.fullmatch(path.name)]
     for checkpoint in sorted(steps, key=lambda path: int(STEP_DIR.fullmatch(path.name).group(1))):
         state = _read_object(checkpoint / "trainer_state.json")
         if isinstance(state.get("config"), dict):
             config = {k: v for k, v in state["config"].items() if isinstance(v, (str, int, float, type(None)))}
             engine = str(state.get("engine") or "")
+            about = state["about"] if isinstance(state.get("about"), list) else []
         if found := _read_object(checkpoint / "results.json"):
             results[int(STEP_DIR.fullmatch(checkpoint.name).group(1))] = found
-    return Run(directory.resolve().name, directory, records, config, engine, results, damaged)
+    return Run(directory.resolve().name, directory, records, config, engine, results, damaged, about)
 
 
 def read_runs(paths: list[str]) -> list[Run]:
@@ -187,17 +168,6 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     if not logs:
         raise UserError(f"no run given and none under {runs}/: run `make train`, or name one: RUN=directory")
     return max(logs, key=lambda log: log.stat().st_mtime).parent
-
-
-def dataset_of(config: dict) -> str:
-    """Which of DATASETS a run trains and validates on, by its source or, of shards without one, by their names; empty
-    for any other, and where validation is on other data (`val_data`)."""
-
-    def known(text: object) -> str:
-        return next((name for name, sign, _ in DATASETS if re.search(sign, str(text or ""), re.IGNORECASE)), "")
-
-    name = known(config.get("source") or config.get("data"))
-    return name if not config.get("val_data") or known(config["val_data"]) == name else ""
 
 
 def smooth(y: np.ndarray, width: int) -> np.ndarray:

@@ -12,16 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from eval import style
-from eval.curves import (
-    HELLASWAG_ROWS,
-    OPENAI_LOSS,
-    OPENAI_LOSS_SOURCE,
-    SHOWN,
-    Reference,
-    Run,
-    smooth,
-    smoothing_width,
-)
+from eval.curves import HELLASWAG_ROWS, Reference, Run, smooth, smoothing_width
+from eval.known_data import OPENAI_LOSS, OPENAI_LOSS_SOURCE, SHOWN
 from eval.published import SOURCES
 from eval.verdict import distance
 

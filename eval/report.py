@@ -22,8 +22,9 @@ import matplotlib
 import numpy as np
 
 from eval import common, style
-from eval.curves import SHOWN, Run, find_reference, load_references, newest_run, read_runs
+from eval.curves import Run, find_reference, load_references, newest_run, read_runs
 from eval.figures import Picture, pictures
+from eval.known_data import SHOWN
 from eval.verdict import Finding, judge, tokens
 
 WORDS = {"good": "ok", "bad": "look", "note": "note"}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.curves import NEAR, SHOWN, Reference, Run, find_reference, smooth, smoothing_width
+from eval.curves import NEAR, Reference, Run, find_reference, smooth, smoothing_width
+from eval.known_data import SHOWN
 
 # What a model that knows nothing loses on GPT-2's vocabulary, nats a token: 10.82.
 LN_VOCABULARY = math.log(50257)

@@ -1,6 +1,7 @@
 """The report: what it draws is what the file says, and its verdict is right about runs that are known."""
 
 import base64
+import hashlib
 import json
 import math
 import os
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from eval import common, curves, figures, report, style, verdict
+from eval import common, curves, figures, known_data, report, style, verdict
 from eval.published import HELLASWAG
+from recipe.catalog import DATASETS
 from recipe.config import FIELDS, parse_config
-from tests.conftest import metrics
+from tests.conftest import SHAKESPEARE, metrics
 
+FINEWEB = {"source": "HuggingFaceFW/fineweb", "data": "data/fineweb-sample-10BT"}
 REFERENCES = {reference.presets[0]: reference for reference in curves.load_references()}
 
 
@@ -44,14 +47,15 @@ def config_of(preset: str, **changes) -> dict:
     )
 
 
-def write_run(directory, lines, config=None, results=None):
+def write_run(directory, lines, config=None, results=None, about=None):
     """A run directory as the trainer leaves it, but for weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if config:
         checkpoint = directory / f"step_{lines[-1]['step']:08d}"
         checkpoint.mkdir()
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"config": config, "engine": "CPU"}))
+        state = {"config": config, "engine": "CPU"} | ({} if about is None else {"about": about})
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
         if results:
             (checkpoint / "results.json").write_text(json.dumps(results))
     return directory
@@ -202,7 +206,7 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
     """A run with the noise of its reference, looked at while it goes on."""
     rng = np.random.default_rng(1)
     config = config_of(preset, **REFERENCES[preset].settings)
-    config |= {"source": "HuggingFaceFW/fineweb"} if preset == "gpt2-medium" else {}
+    config |= FINEWEB if preset == "gpt2-medium" else {}
     lines = lines_of(preset)
     for line in lines[1:]:
         for column in ("loss", "val_loss"):
@@ -258,7 +262,7 @@ def test_no_alarm_however_often_it_validates(preset):
     is held against it: here one that goes through the same points smoothly, in the logarithm of both."""
     reference = REFERENCES[preset]
     config = config_of(preset, **reference.settings)
-    config |= {"source": "HuggingFaceFW/fineweb"} if preset == "gpt2-medium" else {}
+    config |= FINEWEB if preset == "gpt2-medium" else {}
     x, y = np.log(reference.val_loss[1:]).T
     at = np.linspace(x[0], x[-1], 300)
     slopes = np.gradient(y, x)
@@ -635,21 +639,99 @@ def test_a_reference_is_for_the_recipes_it_names(preset):
     ],
 )
 def test_a_recipes_data_are_known(preset, dataset):
-    assert curves.dataset_of(config_of(preset)) == dataset
+    assert known_data.dataset_of(config_of(preset)) == dataset
+
+
+SHIPPED = {"files": [{"name": "tiny_shakespeare.txt", "sha256": known_data.SHAKESPEARE_SHA256}], "text_column": "text"}
 
 
 @pytest.mark.parametrize(
     ("data", "dataset"),
     [
         ("hf://datasets/kjj0/finewebedu10B-gpt2/*.bin", "fineweb-edu"),
+        ("hf://datasets/kjj0/fineweb10B-gpt2@v1/x/*.bin", "fineweb"),
         ("shards/edu_fineweb_train_*.bin", "fineweb-edu"),
+        ("finewebedu10B/finewebedu_train_*.bin", "fineweb-edu"),
         ("dev/data/fineweb10B/fineweb_train_*.bin", "fineweb"),
-        ("HuggingFaceFW/fineweb-2", ""),
+        ("dev/data/fineweb10B/", "fineweb"),
+        ("dev/data/tinystories/TinyStories_train.bin", "tinystories"),
+        ("/scratch/fineweb-edu-sample-10BT", "fineweb-edu"),
+        ("data/fineweb10B-gpt2", "fineweb"),
+        ("/data/fineweb_edu_exp/tinystories", "tinystories"),
+        ("/data/fineweb_edu/books_train_*.bin", ""),
+        ("data/fineweb-edu-tools", ""),
+        ("data/my-fineweb", ""),
+        ("hf://datasets/somebody/fineweb/*.bin", ""),
+        ("data/fineweb-2", ""),
+        ("data/FineWeb-HQ", ""),
+        ("dev/data/tinyshakespeare/tiny_shakespeare_train.bin", ""),  # holds out another part than the recipe
         ("data/mine", ""),
     ],
 )
 def test_shards_are_known_by_their_names(data, dataset):
-    assert curves.dataset_of({"data": data, "source": ""}) == dataset
+    assert known_data.dataset_of({"data": data, "source": ""}) == dataset
+    about = [{"data": None}]  # made by another program: it is all that is known, whatever the recipe's source
+    assert known_data.dataset_of({"data": data, "source": "recipe/data/tiny_shakespeare.txt"}, about) == dataset
+
+
+@pytest.mark.parametrize(
+    ("source", "dataset"),
+    [
+        ("HuggingFaceFW/fineweb-edu", "fineweb-edu"),
+        ("huggingfacefw/FineWeb", "fineweb"),
+        ("roneneldan/TinyStories", "tinystories"),
+        ("hf://datasets/kjj0/fineweb10B-gpt2@v1/*.bin", "fineweb"),
+        ("opencsg/Fineweb-Edu-Chinese-V2.1", ""),
+        ("HuggingFaceFW/fineweb-edu-score-2", ""),
+        ("HuggingFaceFW/fineweb-2", ""),
+        ("HuggingFaceTB/fineweb-edu-llama3-annotations", ""),
+        ("epfml/FineWeb-HQ", ""),
+        ("somebody/fineweb-edu", ""),
+    ],
+)
+def test_a_data_set_on_the_hub_is_known_by_its_whole_name(source, dataset):
+    at = "hf://" in source
+    config = parse_config(["--config", "gpt2", "--data", source, *([] if at else ["--name", ""])]).flat()
+    manifest = {"uri": source} if at else {"source": source, "name": "", "split": "train"}
+    for data in (config["data"], "data/mine"):
+        assert known_data.dataset_of(config | {"data": data}, [{"data": manifest}]) == dataset
+    if dataset:  # of a checkpoint that does not say: where the recipe makes it, else by the directory's name
+        assert known_data.dataset_of(config) == dataset
+    assert known_data.dataset_of(config | {"data": "data/mine"}) == ""
+    assert known_data.dataset_of({"data": "data/x", "source": "~/fineweb-tools/books.txt"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "dataset"),
+    [
+        ({}, None, "tiny-shakespeare"),
+        ({}, [{"engine": "CPU"}], "tiny-shakespeare"),  # of a version that did not write it down
+        ({}, [{"data": SHIPPED}], "tiny-shakespeare"),
+        ({"data": "data/x"}, [{"data": SHIPPED}, {"data": SHIPPED}], "tiny-shakespeare"),
+        ({"data": "data/x", "source": "~/another/name.txt"}, [{"data": SHIPPED}], "tiny-shakespeare"),
+        ({"data": "data/x"}, None, ""),
+        ({"data": "data/x/train*.bin"}, None, ""),
+        ({"data": "data/x/train*.bin", "val_data": "data/x/val*.bin"}, [{"data": None}], ""),
+        ({"data": "data/fineweb10B"}, None, "fineweb"),
+        ({}, [{"data": None}], ""),
+        ({}, [{"data": {"files": [{"name": "tiny_shakespeare.txt", "sha256": "0" * 64}]}}], ""),
+        ({}, [{"data": {"files": SHIPPED["files"] * 2}}], ""),
+        ({}, [{"data": {"files": "x"}}], ""),
+        ({}, [{"data": SHIPPED}, {"data": {"source": "HuggingFaceFW/fineweb"}}], ""),
+        ({}, ["x", {"data": {"source": "HuggingFaceFW/fineweb"}}], "fineweb"),
+    ],
+)
+def test_the_default_recipe_on_other_shards_is_not_tiny_shakespeare(changes, about, dataset, tmp_path):
+    run = write_run(tmp_path / "run", lines_of("shakespeare"), config_of("shakespeare", **changes), about=about)
+    assert curves.read_run(run).dataset == dataset
+    assert ("follows the reference (this" in judged(run)[0].text) == (dataset == "tiny-shakespeare")
+
+
+def test_the_text_that_ships_and_the_recipes_repositories_are_known():
+    assert SHAKESPEARE.name == known_data.SHAKESPEARE
+    assert hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest() == known_data.SHAKESPEARE_SHA256
+    for source, _ in DATASETS.values():
+        assert source.lower() in [repository for _, known, _ in known_data.DATASETS.values() for repository in known]
 
 
 def test_parameters_are_those_of_the_models(whole_run):
