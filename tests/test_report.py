@@ -422,6 +422,7 @@ def fp16_run(steps, every, left_out):
     ("steps", "every", "left_out", "kinds"),
     [
         (5, 1, [1, 2], ["note"]),  # the first lines have no loss, since fp16's scale was too high
+        (20, 1, [1, 9], ["note"]),
         (150, 10, [1, 2], ["note"]),
         (100, 10, [*range(1, 11)], ["note"]),
         (100, 10, [*range(1, 12)], ["bad"]),
