@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -140,8 +139,7 @@ class Uploads:
             return
         self._closed = True
         self._everything = wait  # or else the same command goes on, and evaluates what it has not
-        if wait:
-            self._guard(self._release)
+        self._guard(self._release)
         try:
             if wait and self._waiting():
                 self._say(f"upload     waiting for {self._waiting()} of {self.repo}; Ctrl-C leaves it queued")
@@ -165,7 +163,7 @@ class Uploads:
 
     def _trouble(self, line: str) -> None:
         now = time.monotonic()  # the same at most once a minute, however often it is tried again
-        if now - self._troubles.get(line, -math.inf) >= _BETWEEN_LINES:
+        if now - self._troubles.get(line, float("-inf")) >= _BETWEEN_LINES:
             self._troubles[line] = now
             self._say(line)
 
@@ -286,6 +284,8 @@ class Uploads:
             self._hear()
             self._close_pipes()
             self._process = None
+            with suppress(BlockingIOError), outbox.alone(self.run, 0):  # it was ended while it deleted what is up
+                outbox.sweep(self.run)
         if left := self._left():
             self._say(f"upload     still queued: {left}; {push_command(self.run)} uploads what is left")
 
@@ -315,6 +315,6 @@ def describe(event: dict, run: Path) -> str:
     if event["event"] == "failing":
         return f"upload     {event['name']}: {event['reason']}; trying again in {event['wait']:.0f} s"
     if event["event"] == "refused":
-        later = f"it stays queued, {push_command(run)} tries again"
-        return f"upload     {event['name']} is refused: {event['reason']}; {later}"
+        reason = f"{event['reason']}; it stays queued, {push_command(run)} tries again"
+        return f"upload     {event['name']} is refused: {reason}"
     return ""

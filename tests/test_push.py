@@ -112,9 +112,8 @@ def test_each_milestone_has_its_branch_and_the_last_checkpoint_is_main(prepared,
     assert TOKEN not in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("fault", "mode"), [
-    ("403", "training"), ("429", "training"), ("503", "drained"), ("reset", "training"), ("stall", "drained"),
-])  # fmt: skip
+# `make test-faults` has all eight, both ways.
+@pytest.mark.parametrize(("fault", "mode"), [("429", "training"), ("reset", "training"), ("stall", "drained")])
 def test_training_does_not_hear_of_a_fault(prepared, tmp_path, fault, mode):
     assert faults.inject(fault, mode, tmp_path, prepared) is None
 
