@@ -24,8 +24,9 @@ HELLASWAG = {
 }
 SOURCES = {
     "A": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c dev/vislog.ipynb; "
-    "llm.c: its discussion 481; Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; "
-    "journal: jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
+    "llm.c: its discussion 481; the run in 1 h 47: as it is quoted, its own page was not found; Kaggle: "
+    "ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; journal: "
+    "jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does (taken for acc_norm)",
     "B": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
     "GPT-3": "Brown et al. 2020 (arXiv:2005.14165), table H.1",
 }
