@@ -74,7 +74,7 @@ def choose_device(name: str, shared: bool = False) -> torch.device:
         import torch_xla.runtime as xr
 
         xr.use_spmd()  # one process for all cores; before anything is on the device
-        # A TPU multiplies fp32 as bf16 unless told not to. bf16 itself is not slowed by it.
+        # A TPU multiplies fp32 as bf16 unless told not to.
         torch_xla.backends.set_mat_mul_precision("highest")
         return torch_xla.device()
     return _state().device if _several() and name == "cuda" else torch.device(name)
