@@ -86,24 +86,35 @@ def sees(segments: torch.Tensor) -> torch.Tensor:
     return ((key == 0) | (key == query)) & torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
 
 
-def score(
+def score(states_fn: Callable, rows: Sequence[Row], *, head: Callable = common.identity, **options) -> list[float]:
+    """Summed log-likelihood in nats of each request of `rows`, in their order, from one call of `states_fn`.
+
+    `head`: states (M, D) -> logits (M, V), applied only where a token is scored. `options` are those of
+    `scored_states`.
+    """
+    states, targets, counts = scored_states(states_fn, rows, **options)
+    with torch.no_grad():
+        log_probs = common.token_log_probs(states, targets, head)
+    return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
+
+
+def scored_states(
     states_fn: Callable,
     rows: Sequence[Row],
     *,
     device: torch.device | str,
     share: bool,
     max_length: int,
-    head: Callable = common.identity,
     multiples: tuple[int, int, int] = (1, 1, 1),
     place: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> list[float]:
-    """Summed log-likelihood in nats of each request of `rows`, in their order, from one call of `states_fn`.
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """States (M, D) that predict the scored tokens of all requests of `rows`, these tokens (M,), and how many are each
+    request's; from one call of `states_fn`.
 
     Args:
-        states_fn: ids (N, T) -> logits (N, T, V), or whatever `head` takes: states (N, T, D). With `share` it is given
+        states_fn: ids (N, T) -> logits (N, T, V), or states (N, T, D) before a head. With `share` it is given
             positions (N, T) and a mask (N, 1, T, T) too.
         max_length: positions that the model has.
-        head: states (M, D) -> logits (M, V), applied only where a token is scored.
         multiples: of what N, T and M are filled up to, for a device that compiles for each shape.
         place: brings a tensor with N rows to the device, where it is to be cut over several; else `.to(device)`.
     """
@@ -126,9 +137,7 @@ def score(
             states = states_fn(ids, positions, sees(segments))
         else:
             states = states_fn(place(torch.from_numpy(ids)))
-        log_probs = common.token_log_probs(states[numbers, columns], targets, head)
-    counts = [count for row in rows for count in row.counts]
-    return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
+    return states[numbers, columns], targets, [count for row in rows for count in row.counts]
 
 
 def _fill(size: int, multiple: int) -> int:

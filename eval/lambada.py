@@ -17,10 +17,10 @@ if __name__ == "__main__" and not __package__:
     # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np
 import torch
 
 from eval import common
+from eval.continuations import Request, rows_of, scored_states
 
 DATA_SET = "EleutherAI/lambada_openai"
 N_ROWS = 5153
@@ -33,14 +33,6 @@ PAPER = {
     "GPT-2 762M": (0.6012, 10.87),
     "GPT-2 1542M": (0.6324, 8.63),
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """One row's `tokens`, of which the last `n_target` are the target's."""
-
-    tokens: list[int]
-    n_target: int
 
 
 @dataclass(frozen=True)
@@ -108,19 +100,12 @@ def score_requests(loaded: common.Loaded, requests: list[Request]) -> list[Score
     A target that alone is longer loses its first tokens too, where the harness gives up.
     """
     longest = loaded.n_positions
-    # The last token predicts nothing, hence one token more than the model has positions.
-    tokens = [request.tokens[-(longest + 1) :] for request in requests]
-    counts = [min(request.n_target, longest) for request in requests]
-    ids = np.zeros((len(tokens), max(map(len, tokens)) - 1), dtype=np.int64)  # (N, T); padding on the right is not seen
-    for i, sequence in enumerate(tokens):
-        ids[i, : len(sequence) - 1] = sequence[:-1]
-    rows = np.repeat(np.arange(len(tokens)), counts)  # (M,)
-    columns = np.concatenate([np.arange(len(s) - 1 - n, len(s) - 1) for s, n in zip(tokens, counts, strict=True)])
-    targets = np.concatenate([s[-n:] for s, n in zip(tokens, counts, strict=True)])
-    ids, rows, columns, targets = (torch.from_numpy(x).to(loaded.device) for x in (ids, rows, columns, targets))
+    rows = [row for request in requests for row in rows_of([request], longest)]
     body, head = common.body_and_head(loaded.model)
+    options = {"device": loaded.device, "share": False, "max_length": longest}
+    states, targets, counts = scored_states(body, rows, **options)
     with torch.no_grad():
-        logits = head(body(ids)[rows, columns]).float()  # (M, V): a target is a token or two, so M is small
+        logits = head(states).float()  # (M, V): a target is a token or two, so M is small
         log_probs = common.token_log_probs(logits, targets).cpu().double()
         right = (logits.argmax(-1) == targets).cpu()
     parts = zip(log_probs.split(counts), right.split(counts), strict=True)

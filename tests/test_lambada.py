@@ -99,7 +99,7 @@ def test_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt2):
     assert result["acc"] == pytest.approx(metrics["acc,none"], abs=1e-3)
     assert result["perplexity"] == pytest.approx(metrics["perplexity,none"], rel=1e-3)
     requests = [lambada.encode_text(loaded, text) for text in texts]
-    assert max(request.n_target for request in requests) > 1
+    assert max(request.n_scored for request in requests) > 1
     assert (max(len(request.tokens) for request in requests) > n_positions + 1) == (n_positions == 60)
 
 
