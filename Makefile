@@ -19,86 +19,119 @@ WORKERS ?= logical
 # Seconds that torchrun leaves a run to save itself when it is to stop; its own 30 are too few for a large model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-BIN := .venv/bin
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# Where torch_xla is installed it is used, and it wants a torch of its own version: hence an environment of its own.
+VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
+BIN := $(VENV)/bin
+# Bytecode is compiled as it is imported, which halves the installation, but by pip where nothing else would keep it.
+PIP := -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
+# What a training run needs of the environment.
+TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --tracker,$(ARGS)),.venv/installed-trackers)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 # Measurements choose by the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-ifneq (,$(findstring tpu,$(ACCELERATE)))
-$(error a TPU wants an environment of its own: pip install -e '.[tpu]', then accelerate launch --config_file $(ACCELERATE) recipe/train.py)
-endif
+# $(call install,WHAT): a line that says what pip is at, where somebody looks; a pipe has no exit code of its own, hence
+# the file.
+define install
+@rm -f $@
+@{ PYTHONUNBUFFERED=1 $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(1) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
+@[ ! -t 2 ] || printf '\r\033[K' >&2
+@test -e $@
+endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train data sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
+.PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
 
-help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-16s %s\n", $$1, $$2}'
+help:
+	@echo "Pre-train GPT-2. Each target sets up what it needs in .venv; begin with make train."
+	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {split($$0, part, /:.*## /); printf "  make %-15s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "  variables: CONFIG ACCELERATE PROCESSES ARGS FRESH | MODEL LIMIT PROMPT | RUN OUT | TEXT ROWS TASKS   e.g. make train CONFIG=recipe/configs/gpt2.yaml ARGS='--dry_run'"
+	@echo "  CONFIG is a recipe (recipe/configs), ACCELERATE the hardware (accelerate_configs),"
+	@echo "  PROCESSES how many, ARGS anything else:"
+	@echo "    make train CONFIG=recipe/configs/gpt2.yaml ACCELERATE=accelerate_configs/ddp.yaml"
+	@echo "    make train ARGS='--learning_rate 1e-3 --run_name mine'"
 
-train: .venv/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) ## train (CONFIG, ARGS, FRESH=1; the default takes about three minutes on two CPU cores), then sample
+##@ Train
+
+train: $(TRAINING) ## train CONFIG, then sample; goes on where it stopped (FRESH=1: anew)
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
-data: .venv/installed ## prepare the shards that CONFIG names
+plan: $(TRAINING) ## what the run would be: parameters, batch, memory, disk, time, price
+	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(ARGS)
+
+data: .venv/installed ## prepare the shards that CONFIG names, all before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
 
-bench-data: .venv/installed ## how fast the data are, beside datasets.map (TEXT=file of documents)
-	$(BIN)/python -m recipe.data.bench $(if $(TEXT),--text $(TEXT)) $(ARGS)
+checkpoints: .venv/installed ## list RUN's checkpoints and verify each
+	$(BIN)/python -m recipe.checkpoint list $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(ARGS)
 
-scoreboard: .venv/installed ## what each optimisation brings here: a table, scoreboard.json and .png (ARGS=--quick: a minute)
-	$(BIN)/python -m recipe.bench scoreboard $(BENCH_ARGS)
+##@ Look and evaluate
 
-bench-peers: .venv/installed ## transformers' Trainer, and others, beside recipe/train.py: ratios (CONFIG, ARGS)
-	$(BIN)/python -m recipe.bench peers $(BENCH_ARGS)
-
-bench-eval: .venv/installed-eval ## HellaSwag's speed beside lm-evaluation-harness (MODEL; ARGS="--rows 200 --rounds 3")
-	$(BIN)/python eval/bench.py $(MODEL_ARG) $(ARGS)
-
-bench-gpu: .venv/installed ## all measurements of a GPU in less than nine minutes, under OUT
-	$(BIN)/python -m recipe.bench all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
-
-sample: .venv/installed ## continue PROMPT with MODEL (a directory or Hub id; default: the newest run)
+sample: .venv/installed ## continue PROMPT with MODEL: directory, Hub id (default: newest run)
 	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)
 
 chat: .venv/installed ## continue with MODEL what you type, line by line (Ctrl-D ends)
 	@$(BIN)/python eval/sample.py $(MODEL_ARG) --interactive $(ARGS)
 
+report: .venv/installed ## curves of RUN as a page; does its loss look right? (RUN="runs/a runs/b")
+	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
 	$(BIN)/python eval/perplexity.py $(MODEL_ARG) $(ARGS)
 
-eval-wikitext: .venv/installed ## perplexity of MODEL on WikiText-2, sliding window (TEXT=joined rows; default: from the Hub; LIMIT=windows)
-	$(BIN)/python eval/wikitext.py $(MODEL_ARG) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
-
-eval-lambada: .venv/installed ## LAMBADA's last words of MODEL (ROWS=rows.jsonl; default: from the Hub; LIMIT=500)
-	$(BIN)/python eval/lambada.py $(MODEL_ARG) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
-
-eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMIT=500 for a quick look)
+eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMIT=500: a quick look)
 	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
-eval-lm: .venv/installed-eval ## lm-evaluation-harness on MODEL (TASKS=hellaswag,lambada_openai ROWS=rows.jsonl LIMIT=100)
+eval-lambada: .venv/installed ## LAMBADA's last words (ROWS=rows.jsonl, LIMIT=500)
+	$(BIN)/python eval/lambada.py $(MODEL_ARG) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
+eval-wikitext: .venv/installed ## WikiText-2 perplexity of MODEL (TEXT=file, LIMIT=windows)
+	$(BIN)/python eval/wikitext.py $(MODEL_ARG) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
+
+eval-lm: .venv/installed-eval ## lm-evaluation-harness on MODEL (TASKS=hellaswag,lambada_openai)
 	$(BIN)/python eval/harness.py $(MODEL_ARG) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
-report: .venv/installed ## pictures of RUN ("runs/a runs/b" for several; default: the newest) and whether its loss looks right
-	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+##@ Share
 
-export: .venv/installed ## the latest checkpoint of RUN as a model directory with its card, OUT (ARGS="--best")
+export: .venv/installed ## the latest checkpoint of RUN with its model card into OUT
 	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
-test: .venv/installed-dev ## all tests (ARGS="-k name" for some, WORKERS=1 for one after the other)
+push: .venv/installed ## the same directory to REPO=ORG/NAME on the Hub (HF_TOKEN; RUN)
+	$(BIN)/python -m recipe.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo $(REPO) $(ARGS)
+
+##@ Measure speed
+
+scoreboard: .venv/installed ## what each optimisation brings on this machine (ARGS=--quick)
+	$(BIN)/python -m recipe.bench scoreboard $(BENCH_ARGS)
+
+bench-peers: .venv/installed ## transformers' Trainer, and others, beside recipe/train.py (CONFIG)
+	$(BIN)/python -m recipe.bench peers $(BENCH_ARGS)
+
+bench-gpu: .venv/installed ## all measurements of a GPU in less than nine minutes, under OUT
+	$(BIN)/python -m recipe.bench all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
+
+bench-data: .venv/installed ## preparing text and reading shards, beside datasets.map (TEXT=file)
+	$(BIN)/python -m recipe.data.bench $(if $(TEXT),--text $(TEXT)) $(ARGS)
+
+bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODEL)
+	$(BIN)/python eval/bench.py $(MODEL_ARG) $(ARGS)
+
+##@ Develop
+
+test: .venv/installed-dev ## all tests (ARGS="-k name": some; WORKERS=1: one by one)
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
-test-faults: .venv/installed-dev ## every fault and bad input of the table, on tiny runs (ARGS="--group kill")
-	$(BIN)/python -m tests.faults $(ARGS)
-
-test-xla: .venv-xla/installed ## the TPU engine's tests, on XLA's CPU client, in an environment of their own
+test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
+
+test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs (ARGS="--group kill")
+	$(BIN)/python -m tests.faults $(ARGS)
 
 lint: .venv/installed-dev ## check style and format
 	$(BIN)/ruff check .
@@ -108,41 +141,49 @@ format: .venv/installed-dev ## apply style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## delete the environment, the shards and caches; runs/ stays
-	rm -rf .venv .venv-xla data .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean: ## delete environments, shards and caches; runs/ stays
+	rm -rf .venv .venv-tpu .venv-xla data .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "runs/ is kept; delete it by hand"
 
-.venv/bin/python:
+.venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is too old, Python 3.10 or later is needed (make PYTHON=...)"; exit 1; }
-	$(PYTHON) -m venv .venv
+	@echo "making the environment $(@D:/bin=)"
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(@D:/bin=); \
+	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $(@D:/bin=); \
+	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv"; exit 1; fi
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing pinned dependencies into .venv (some minutes the first time)"
-	$(BIN)/python $(INSTALL) -c constraints.txt -e .
-	@touch $@
+	@echo "installing pinned dependencies into .venv (a minute or two; with a GPU's libraries some gigabytes)"
+	$(call install,-c constraints.txt -e .)
 
 .venv/installed-deepspeed: .venv/installed
 	@echo "installing DeepSpeed into .venv"
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[deepspeed]'
-	@touch $@
+	$(call install,-c constraints.txt -e '.[deepspeed]')
+
+.venv/installed-trackers: .venv/installed
+	@echo "installing the trackers into .venv"
+	$(call install,-c constraints.txt -e '.[trackers]')
 
 .venv/installed-eval: .venv/installed
 	@echo "installing lm-evaluation-harness into .venv"
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[eval]'
-	@touch $@
+	$(call install,-c constraints.txt -e '.[eval]')
 
 # All at once: each call of pip works out anew what goes with what.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev,deepspeed]'
-	@touch .venv/installed .venv/installed-deepspeed .venv/installed-eval $@
+	$(call install,-c constraints.txt -e '.[dev,deepspeed,trackers]')
+	@touch .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
 
-# Where torch_xla is installed it is used, and it wants a torch of its own version: hence a second environment. The tpu
-# extra would add libtpu, which only a TPU needs.
-.venv-xla/installed: pyproject.toml constraints.txt
+# The pinned versions, but for torch's: torch_xla names its own.
+%/constraints.txt: constraints.txt | %/bin/python
+	@grep -v '^torch==' constraints.txt > $@
+
+.venv-tpu/installed: pyproject.toml .venv-tpu/constraints.txt
+	@echo "installing pinned dependencies and torch_xla into .venv-tpu (some minutes the first time)"
+	$(call install,-c .venv-tpu/constraints.txt -e '.[tpu]')
+
+# Without the extra's libtpu, which only a TPU needs.
+.venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
-	$(PYTHON) -m venv .venv-xla
-	grep -v '^torch==' constraints.txt > .venv-xla/constraints.txt
-	.venv-xla/bin/python $(INSTALL) -c .venv-xla/constraints.txt -e '.[deepspeed]' pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*'
-	@touch $@
+	$(call install,-c .venv-xla/constraints.txt -e '.[deepspeed]' pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*')
