@@ -22,7 +22,7 @@ import torch
 from recipe import device as hardware
 from recipe.config import UserError
 from recipe.plan import flops_per_token
-from recipe.speed import floor, peers, profile, report, scaling
+from recipe.speed import cost, floor, peers, profile, report, scaling
 from recipe.speed.rounds import Void, Worker, compare, prepared, workers
 from recipe.speed.scoreboard import ladder, scoreboard
 from recipe.speed.scoreboard import lines as scoreboard_lines
@@ -204,6 +204,17 @@ def run_scaling(setting: Setting) -> dict:
     return results
 
 
+def run_cost(setting: Setting) -> dict:
+    """How long GPT-2's sizes take and what they cost, at --mfu and --price_per_hour; cost.json."""
+    mfu, price = setting.arguments.mfu, setting.arguments.price_per_hour
+    if not 0 < mfu <= 1 or price < 0:
+        raise UserError(f"--mfu {mfu:g} --price_per_hour {price:g}: a share between 0 and 1, and dollars")
+    results = {"table": cost.table(mfu, price)}
+    setting.say("\n".join(cost.lines(results["table"], price)))
+    report.write(results, setting.out / "cost.json")
+    return results
+
+
 def run_all(setting: Setting) -> dict:
     """All of them, one after the other, within --minutes; <device>.json has all figures."""
     results = report.circumstances()
@@ -240,7 +251,7 @@ def _run_all(setting: Setting, results: dict) -> dict:
 
 COMMANDS: dict[str, Callable[[Setting], dict]] = {
     "scoreboard": run_scoreboard, "peers": run_peers, "sweep": run_sweep, "sizes": run_sizes, "profile": run_profile,
-    "compile": run_compile, "scaling": run_scaling, "all": run_all,
+    "compile": run_compile, "scaling": run_scaling, "cost": run_cost, "all": run_all,
 }  # fmt: skip
 
 
@@ -272,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=1e4, help="leave out what would begin later than this")
     parser.add_argument("--quick", action="store_true", help="one round of short turns")
     parser.add_argument("--only", default="", help="rows that this regular expression matches (peers)")
+    parser.add_argument("--mfu", type=float, default=0.5, help="assumed share of a device's peak (cost)")
+    parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device (cost)")
     parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT to run beside ours (peers)")
     parser.add_argument("--llmc_log", default="", help="what llm.c's train_gpt2cu printed, to quote (peers)")
     parser.add_argument("--out", default="bench", help="directory of the results")

@@ -11,7 +11,7 @@ from recipe import device as hardware
 from recipe.config import ModelConfig, UserError
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.plan import flops_per_token, parameter_count
-from recipe.speed import communication, floor, profile, scaling, two
+from recipe.speed import communication, cost, floor, profile, scaling, two
 from recipe.speed.communication import LINKS, Collective, collectives
 from tests.conftest import ROOT, environment
 
@@ -500,3 +500,18 @@ def test_a_strategy_that_cannot_be_measured_is_a_users_mistake(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UserError, match="two processes of ddp failed: error: no such thing"):
         two.measure_two(("ddp",))
+
+
+def test_the_cost_of_a_published_run_is_what_it_cost():
+    """karpathy/llm.c, discussion 677: 1558M on 8 H100 in 24 h for $672, $28 an hour of the node, at about 50 % MFU."""
+    rows = {(r["recipe"], r["devices"], r["device"]): r for r in cost.table(0.5, 3.5)}
+    row = rows["gpt2-xl", 8, "H100"]
+    assert row["hours"] == pytest.approx(24, rel=0.05)
+    assert row["dollars"] == pytest.approx(672, rel=0.05)
+    assert row["device_hours"] == pytest.approx(rows["gpt2-xl", 1, "H100"]["hours"])
+    # llm.c's run on 8 A100s: 1.59 M tokens/s, 10 B tokens in 1 h 47
+    mfu = 1.59e6 * rows["gpt2", 8, "A100"]["flops"] / rows["gpt2", 8, "A100"]["tokens"] / (8 * 312e12)
+    quick = next(r for r in cost.table(mfu) if (r["recipe"], r["devices"], r["device"]) == ("gpt2", 8, "A100"))
+    assert quick["hours"] == pytest.approx(1 + 47 / 60, rel=0.03)
+    assert quick["dollars"] is None
+    assert "$" not in "".join(cost.lines([quick], 0.0)).replace("--price_per_hour", "")
