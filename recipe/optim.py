@@ -73,7 +73,7 @@ def load_moments(
 ) -> None:
     """Sets AdamW's state after `steps` optimizer steps from `named_moments`' dict (KeyError for a missing name)."""
     # A fused or capturable AdamW keeps its step beside the parameter.
-    beside = optimizer.param_groups[0]["fused"] or optimizer.param_groups[0]["capturable"]
+    beside = any(optimizer.param_groups[0].get(way) for way in ("fused", "capturable"))
     for name, p in model.named_parameters() if moments else ():
         optimizer.state[p] = {
             "step": torch.tensor(float(steps), dtype=torch.float32, device=p.device if beside else "cpu"),
