@@ -256,7 +256,7 @@ def check_same_run(state: dict, config: dict, run: Path) -> list[str]:
             f"{run} holds a run with other settings: {', '.join(changed)}. Put those back, choose another output_dir, "
             "or start over with --fresh (make train FRESH=1)"
         )
-    silent = {"config", "output_dir", "run_name", "fresh", "dry_run"}
+    silent = {"config", "output_dir", "run_name", "fresh", "price_per_hour", "dry_run"}
     return [f"resuming with {line}" for line in differing(k for k in config if k not in _IDENTITY and k not in silent)]
 
 

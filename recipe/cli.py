@@ -7,6 +7,9 @@ import dataclasses
 import difflib
 import os
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,10 +19,25 @@ from transformers import HfArgumentParser
 from recipe.redact import looks_secret
 
 
-def emit(line: str) -> None:
-    """Prints a line if that can be: a full disk under the log must not end a run, nor a reader that is gone."""
+def wrapped(text: str) -> str:
+    """Lines as wide as the terminal, what does not fit aligned under the text, behind a label; as they are where
+    standard output is none: a log is searched line by line."""
+    if not sys.stdout.isatty():
+        return text
+    width, lines = shutil.get_terminal_size().columns, []
+    for line in text.split("\n"):
+        label = re.match(r"\S+  +| +|", line)[0]
+        indent = " " * (len(label) if len(label) < width // 2 else 0)
+        options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        lines.append(textwrap.fill(line, width, **options) if len(line) > width else line)
+    return "\n".join(lines)
+
+
+def emit(line: str, *, wrap: bool = True) -> None:
+    """Prints a line if that can be: a full disk under the log must not end a run, nor a reader that is gone. Without
+    `wrap` it stays one, to be copied from a terminal as a command."""
     try:
-        print(line, flush=True)
+        print(wrapped(line) if wrap else line, flush=True)
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)

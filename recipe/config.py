@@ -117,6 +117,7 @@ class RunConfig:
     tracker: str = _opt("", "tensorboard, wandb or trackio, beside metrics.jsonl (empty: none)")
     fresh: bool = _opt(False, "move an earlier run in output_dir aside and start over")
     device_memory_gb: float = _opt(0.0, "memory of a device that the run may take, in 10^9 bytes (0: all it has)")
+    price_per_hour: float = _opt(0.0, "dollars an hour of one device, for the price of the run (0: not shown)")
     dry_run: bool = _opt(False, "print what the run would be, and stop")
 
 
@@ -197,9 +198,8 @@ def _validated(config: Config) -> Config:
         require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
     for name in ("loss_chunk_size", "eval_every", "save_every", "milestone_every", "sample_every", "hellaswag_every",
                  "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "skip_loss_z", "skip_grad_z",
-                 "seed", "val_documents", "shuffle_buffer"):  # fmt: skip
+                 "seed", "val_documents", "shuffle_buffer", "device_memory_gb", "price_per_hour"):  # fmt: skip
         require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
-    require(run.device_memory_gb >= 0, f"device_memory_gb is {run.device_memory_gb}; it must not be negative")
     require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
     for name in ("dropout", "beta1", "beta2", "val_fraction"):
         require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")

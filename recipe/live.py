@@ -1,11 +1,10 @@
 """What is measured on the live model while it trains: validation loss, HellaSwag, a sample."""
 
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import count
 
 import torch
-from tqdm import tqdm
 
 from recipe import faults
 from recipe.config import Batch, Config
@@ -15,10 +14,21 @@ from recipe.engine import Engine
 from recipe.loss import IGNORE_INDEX
 from recipe.model import GPT2LMHeadModel
 
+_HELLASWAG_ROWS, _ROWS_A_BATCH = 10_042, 16
+Tick = Callable[[int, int], None]
+
+
+def _nothing(done: int, of: int) -> None:
+    """Where nobody wants to know."""
+
 
 @torch.no_grad()
-def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Module, source: LocalSource) -> float:
+def validate(
+    config: Config, batch: Batch, engine: Engine, model: torch.nn.Module, source: LocalSource, tick: Tick = _nothing
+) -> float:
     """Mean loss in nats a token over the same first eval_tokens of the validation shards, whatever the world size.
+
+    `tick` is told which batch of how many is next.
 
     Every process runs the same number of batches of one shape: the last ones are filled up with ignored targets.
     Raises Interrupted.
@@ -30,7 +40,8 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
     model.eval()
     starts = range(engine.rank * batch.micro, -(-windows // (batch.micro * engine.world)) * batch.micro * engine.world,
                    batch.micro * engine.world)  # fmt: skip
-    for lo in tqdm(starts, desc="validation", leave=False, disable=not (engine.is_main and sys.stderr.isatty())):
+    for number, lo in enumerate(starts):
+        tick(number, len(starts))
         rows = torch.zeros(batch.micro, length + 1, dtype=torch.int64)
         targets = torch.full((batch.micro, length), IGNORE_INDEX)
         if lo < windows:
@@ -47,15 +58,21 @@ def validate(config: Config, batch: Batch, engine: Engine, model: torch.nn.Modul
     return loss_sum / sequences
 
 
-def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Callable[[str], None]) -> dict:
-    """HellaSwag of the live model over all processes: accuracies both ways, as columns of metrics.jsonl. Raises
-    Interrupted."""
+def hellaswag(
+    config: Config, engine: Engine, model: GPT2LMHeadModel, say: Callable[[str], None], tick: Tick = _nothing
+) -> dict:
+    """HellaSwag of the live model over all processes: accuracies both ways, as columns of metrics.jsonl. `tick` is
+    told which batch of how many is next. Raises Interrupted."""
     from eval.hellaswag import score_hellaswag
+
+    rows = config.run.hellaswag_limit or _HELLASWAG_ROWS
+    number, batches = count(), -(-rows // (engine.world * _ROWS_A_BATCH))
 
     # Body and head apart: only the endings' positions ever become logits.
     with eager(engine, model) as live, engine.autocast():
 
         def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            tick(min(next(number), batches), batches)
             faults.at("evaluate.hellaswag")
             engine.check_stop()  # as often on every process
             return live.transformer(ids, positions, mask)
@@ -63,7 +80,7 @@ def hellaswag(config: Config, engine: Engine, model: GPT2LMHeadModel, say: Calla
         counts = score_hellaswag(
             body, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
             device=live.head_weight.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
-            head=live.head, multiples=engine.eval_multiples, place=engine.to_device,
+            head=live.head, batch_size=_ROWS_A_BATCH, multiples=engine.eval_multiples, place=engine.to_device,
         )  # fmt: skip
     names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
     values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)

@@ -1,26 +1,28 @@
-"""What a run reports: running loss without host syncs, throughput, MFU, metrics.jsonl, a progress bar."""
+"""What a run measures and writes: running loss without host syncs, throughput, metrics.jsonl."""
 
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from recipe import faults
-from recipe.cli import UserError, emit
+from recipe.cli import UserError
 
 
 class Throughput:
-    """Seconds spent training, with pauses (validation, saving) left out."""
+    """Seconds spent training, with pauses (validation, saving) left out.
 
-    def __init__(self, seconds: float = 0.0):
-        self.seconds = seconds  # of the whole run, earlier processes included
+    Attributes:
+        seconds, pauses: of the whole run, earlier processes included.
+    """
+
+    def __init__(self, seconds: float = 0.0, pauses: float = 0.0):
+        self.seconds, self.pauses = seconds, pauses
         self._last = time.perf_counter()
         self._window = 0.0
 
@@ -36,7 +38,8 @@ class Throughput:
         try:
             yield
         finally:
-            self._last = time.perf_counter()
+            begun, self._last = self._last, time.perf_counter()
+            self.pauses += self._last - begun
 
     def window(self) -> float:
         """Training seconds since the last call."""
@@ -77,11 +80,16 @@ class RunningLoss:
         """For the checkpoint; `reduce` averages a tensor over processes (collective; waits for the device)."""
         return {"sum": reduce(self._sum).item(), "count": int(self._count.item())}
 
-    def read(self, reduce) -> float:
+    def mean(self, reduce) -> float:
+        """Since the last reading; collective, and waits for the device."""
         state = self.state(reduce)
+        return state["sum"] / state["count"] if state["count"] else math.nan
+
+    def read(self, reduce) -> float:
+        mean = self.mean(reduce)
         self._sum.zero_()
         self._count.zero_()
-        return state["sum"] / state["count"] if state["count"] else math.nan
+        return mean
 
 
 class MetricsLog:
@@ -148,60 +156,3 @@ def read_metrics(path: Path, tail: int = 0) -> list[dict]:
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
-
-
-class Progress:
-    """A bar in tokens on a terminal, a plain line a logged step elsewhere; silent where `show` is false."""
-
-    def __init__(self, total_tokens: int, done_tokens: int, *, show: bool):
-        self.show = show
-        self.terminal = show and sys.stderr.isatty()
-        self.bar = tqdm(
-            total=total_tokens, initial=done_tokens, unit="tok", unit_scale=True, dynamic_ncols=True, smoothing=0.05,
-            disable=not self.terminal, desc="training",
-        )  # fmt: skip
-        self._postfix: dict[str, str] = {}
-
-    def advance(self, tokens: int) -> None:
-        with suppress(OSError, ValueError):  # a terminal that is gone
-            self.bar.update(tokens)
-
-    def report(self, record: dict, warning: str = "") -> None:
-        """Shows a record of metrics.jsonl, and a warning that must not scroll away."""
-        losses = {"loss": record["loss"], "val": record["val_loss"]}
-        losses = {k: v for k, v in losses.items() if v is not None}
-        waiting = [f"{wait:.0%} waiting for data"] if (wait := record.get("data_wait") or 0) > 0.01 else []
-        if self.terminal:
-            self._postfix |= {k: f"{v:.3f}" for k, v in losses.items()} | {"lr": f"{record['learning_rate']:.1e}"}
-            self._postfix |= {"data": waiting[0]} if waiting else {}
-            self._postfix |= {"skipped": skipped} if (skipped := record.get("skipped_steps")) else {}
-            self._postfix.pop("WARNING", None)
-            self._postfix |= {"WARNING": warning} if warning else {}
-            with suppress(OSError, ValueError):
-                self.bar.set_postfix(self._postfix)
-        elif self.show:
-            parts = [f"step {record['step']}", f"{100 * record['tokens'] / self.bar.total:.0f} %"]
-            parts += [f"{k} {v:.4f}" for k, v in losses.items()] + [f"lr {record['learning_rate']:.1e}"]
-            if rate := record["tokens_per_second"]:
-                left = (self.bar.total - record["tokens"]) / rate
-                parts += [f"{rate:,.0f} tokens/s", f"{tqdm.format_interval(left)} left"]
-            if record["mfu"]:
-                parts.append(f"MFU {100 * record['mfu']:.1f} %")
-            parts += waiting
-            parts += [f"{skipped} steps skipped"] if (skipped := record.get("skipped_steps")) else []
-            parts += [f"WARNING: {warning}"] if warning else []
-            emit("  ".join(parts))
-
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        if self.show:
-            if self.terminal:
-                with suppress(OSError, ValueError):
-                    self.bar.write(text)
-                    sys.stdout.flush()
-            else:
-                emit(text)
-
-    def close(self) -> None:
-        with suppress(OSError, ValueError):
-            self.bar.close()

@@ -6,6 +6,10 @@ from recipe.config import Batch, Config, ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
+# Assumed where nothing has been measured yet, and said so. By flops_per_token llm.c trains the 124M model at 60 % on 8
+# A100s (300 ms a step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of
+# eval/references/gpt2-fineweb.json).
+MFU = 0.5
 HEADROOM = 0.92  # of a device's memory that a run's tensors may take: the rest is for what memory_estimate leaves out
 
 
@@ -145,41 +149,14 @@ def remedies(config: Config, batch: Batch, **kind) -> str:
     return f"What helps: {'; '.join(helps)}" if helps else "Only a smaller model would take less"
 
 
-def describe(
-    config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None, zero_stage: int = 0,
-    compiled: bool = False, memory: int | None = None,
-) -> list[str]:  # fmt: skip
-    """The lines a run opens with, and all that --dry_run prints beside the configuration. `memory` is the device's, in
-    bytes, None where it is not known."""
-    model, data, opt, run = config.model, config.data, config.optimizer, config.run
-    N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
-    flops = flops_per_token(model, data.sequence_length)
-    devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
-    shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
-    shares += plural(batch.micro // batch.devices, "sequence")
-    checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
-    kind = {"precision": precision, "zero_stage": zero_stage, "compiled": compiled}
-    needed = memory_estimate(config, batch, **kind)
-    streamed = data.streaming or data.source.startswith("hf://")
-    shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
-    lines = [
-        f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-        f"{flops / 1e6:,.1f} MFLOP a token",
-        f"device     {device}, {precision}{' (auto)' if run.precision == 'auto' else ''}",
-        f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {data.sequence_length}",
-        f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
-        f"{opt.warmup_steps} steps of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
-        f"memory     about {si(needed)}B a device (reckoned){f' of {gb(memory)}' if memory else ''}",
-        f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
-        f"{run.output_dir}; {shards}",
-    ]
-    if memory and needed > HEADROOM * memory:
-        lines.insert(5, f"           which does not fit: {gb(HEADROOM * memory)} are left beside what a GPU holds for "
-                        f"itself. {remedies(config, batch, **kind)}")  # fmt: skip
-    if peak_flops:
-        at_half = tokens * flops / (0.5 * peak_flops * batch.world)
-        lines.append(f"time       about {at_half / 3600:.1f} h at 50 % MFU")
-    return lines
+def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float = MFU) -> float:
+    """Of so many tokens of `flops` each on devices whose peaks add up to `peak_flops`, at that share of it."""
+    return tokens * flops / (mfu * peak_flops)
+
+
+def price(seconds: float, devices: int, per_hour: float) -> float:
+    """Dollars: each of the devices costs `per_hour`."""
+    return seconds / 3600 * devices * per_hour
 
 
 def plural(n: int, noun: str, ending: str = "s") -> str:
@@ -197,3 +174,26 @@ def si(value: float, billion: str = "G") -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
+
+
+def money(dollars: float) -> str:
+    """12.345 -> '$12.35', 1234.5 -> '$1,234' or '$1,235'; what is less than a cent keeps two digits."""
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.2f}" if dollars >= 0.01 else f"${dollars:.2g}"
+
+
+def duration(seconds: float, short: bool = False) -> str:
+    """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
+    s = max(0, round(seconds))
+    if s < 60:
+        parts = [(s, "s")]
+    elif s < 600:
+        parts = [(s // 60, "min"), (s % 60, "s")]
+    elif s < 3570:
+        parts = [(round(s / 60), "min")]
+    elif (minutes := round(s / 60)) < 48 * 60:
+        parts = [(minutes // 60, "h"), (minutes % 60, "min")]
+    else:
+        hours = round(s / 3600)
+        parts = [(hours // 24, "d"), (hours % 24, "h")]
+    kept = [(n, unit) for i, (n, unit) in enumerate(parts) if n or not i]
+    return "".join(f"{n}{unit[0]}" for n, unit in kept) if short else " ".join(f"{n} {unit}" for n, unit in kept)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import GPT2Config
 
 from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid, sweep
+from recipe.cli import wrapped
 from recipe.config import Batch, Config, DataConfig, UserError
 from recipe.data import tokenizer
 from recipe.data.prepare import prepare_for_training
@@ -110,7 +111,7 @@ def _all_there(data: DataConfig) -> bool:
 
 def _above_the_bar(line: str) -> None:
     with suppress(OSError, ValueError):
-        tqdm.write(line)
+        tqdm.write(wrapped(line))
         sys.stdout.flush()
 
 

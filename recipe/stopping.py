@@ -33,6 +33,7 @@ class Stop:
         self._heard = 0.0  # when the first signal came
         self._polled, self._longest, self._patient = time.monotonic(), 0.0, False
         self.before_leaving: Callable[[], object] = lambda: None  # of a run that cannot stop as it should
+        self.say: Callable[[str, bool], None] = _on_stderr  # a line, and whether it is the last one of the process
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -91,7 +92,7 @@ class Stop:
                 threading.Thread(target=self._watch, name="patience", daemon=True).start()
             elif number == signal.SIGINT and now - self._heard > _SAME:
                 self._say("left at once; the same command, without --fresh, goes on from the last checkpoint if there "
-                          "is one")  # fmt: skip
+                          "is one", last=True)  # fmt: skip
                 os._exit(130)
 
     def _overdue(self) -> None:
@@ -108,7 +109,7 @@ class Stop:
             patience = max(_LEAST_PATIENCE, 3 * self._longest)
             waited = time.monotonic() - max(self._polled, self._heard)
             if not self._leaving and not self._patient and waited > patience:
-                self._say(f"no end of the step after {patience:.0f} s; left without a checkpoint of it")
+                self._say(f"no end of the step after {patience:.0f} s; left without a checkpoint of it", last=True)
                 self.before_leaving()
                 os._exit(75)
 
@@ -118,7 +119,11 @@ class Stop:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, last: bool = False) -> None:
         if self._speaks:
             with suppress(OSError, ValueError):
-                print(f"\n{text}", file=sys.stderr, flush=True)
+                self.say(text, last)
+
+
+def _on_stderr(text: str, last: bool) -> None:
+    print(f"\n{text}", file=sys.stderr, flush=True)

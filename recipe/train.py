@@ -22,16 +22,17 @@ from recipe.about import about
 from recipe.checkpoint import Checkpoint
 from recipe.cli import emit
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
-from recipe.data.shards import Shard, unigram_loss
 from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
-from recipe.fit import engine_kind, memory_of, micro_batch
+from recipe.fit import micro_batch
 from recipe.guard import WAY_OUT, Guard
 from recipe.launch import fail, launcher_patience, speaks
 from recipe.live import hellaswag, sample, validate
-from recipe.metrics import MetricsLog, Progress, RunningLoss, Throughput, read_metrics
+from recipe.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
 from recipe.model import GPT2LMHeadModel
-from recipe.plan import describe, flops_per_token, si
+from recipe.panel import Result, announce, conclude
+from recipe.plan import flops_per_token, price
+from recipe.progress import Progress
 from recipe.push import Uploads
 from recipe.redact import keep_secrets, redact, redacted
 from recipe.saver import Saver
@@ -80,18 +81,18 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
         source, validation = open_data(config, batch, engine, checkpoint, say, closing)
         faults.at("start.model")
         model = build_model(config, engine, resuming=checkpoint is not None)
-        val_loss, saved = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
-        if uploads and saved and val_loss is not None:
+        result = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
+        if uploads and result.saved and result.val_loss is not None:
             uploads.close(wait=True, stop=lambda: engine.stop.requested)
-    if not saved:
+    if not result.saved:
         say(f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
             "same command, without --fresh, goes on from the checkpoint before it")  # fmt: skip
         return NOT_SAVED
-    if val_loss is None:
+    if result.val_loss is None:
         say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
         return STOPPED
     if engine.is_main:
-        conclude(config, val_loss, source.shards, validation.shards)
+        conclude(config, batch, engine, result, source.shards, validation.shards)
     return 0
 
 
@@ -105,15 +106,14 @@ def train(
     checkpoint: Checkpoint | None,
     uploads: Uploads | None,
     closing: ExitStack,
-) -> tuple[float | None, bool]:
-    """Trains to max_steps, from `checkpoint` if there is one; returns the last validation loss in nats a token, None
-    where a signal stopped it before the end, and whether the last checkpoint was written."""
+) -> Result:
+    """Trains to max_steps, from `checkpoint` if there is one."""
     opt, run = config.optimizer, config.run
     run_dir = Path(run.output_dir)
     state = checkpoint.state if checkpoint else {}
     if checkpoint:
         check_same_data(state["data"], source.state(), config.data.data)
-    step = checkpoint.step if checkpoint else 0  # optimizer steps done
+    step = first = checkpoint.step if checkpoint else 0  # optimizer steps done
 
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
     if checkpoint:
@@ -127,8 +127,10 @@ def train(
 
     running_loss = RunningLoss(engine.device, state.get("running_loss"), engine.sum_dtype)
     guard = Guard(engine.device, opt, state.get("guard"))
-    throughput = Throughput(state.get("seconds", 0.0))
-    progress = Progress(opt.max_steps * opt.total_batch_tokens, step * opt.total_batch_tokens, show=engine.is_main)
+    throughput = Throughput(state.get("seconds", 0.0), state.get("pauses", 0.0))
+    progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main,
+                        price=price(1, batch.world * batch.devices, run.price_per_hour))  # fmt: skip
+    closing.callback(progress.close)
     log = MetricsLog(run_dir / "metrics.jsonl", step, progress.say) if engine.is_main else None
     saver = None
     if engine.is_main:
@@ -150,10 +152,12 @@ def train(
     if engine.world > 1:
         engine.stop.begin()  # from here on who hears a signal tells the others
     engine.stop.before_leaving = lambda: saver and saver.finish(60)
+    if progress.terminal:
+        engine.stop.say = progress.say
 
     @contextmanager
-    def paused():
-        with throughput.paused(), engine.stop.patient():
+    def paused(what: str):
+        with throughput.paused(), engine.stop.patient(), progress.during(what):
             yield
 
     faults.in_gradients(raw_model)
@@ -185,13 +189,14 @@ def train(
         # once in a while: a checkpoint. Not while steps are left out: the weights are those of one that was kept.
         if step > saved_at and (stopping or last or (due(run.save_every) and not guard.in_a_row)):
             since = time.monotonic()
-            with paused():
+            with paused("saving"):
                 state = {
                     "config": redacted(config.flat()),
                     "engine": engine.name,
                     "about": parts,
                     "tokens": step * opt.total_batch_tokens,
                     "seconds": throughput.seconds,
+                    "pauses": throughput.pauses,
                     "record": record,
                     "running_loss": running_loss.state(engine.mean),
                     "guard": guard.state(),
@@ -214,18 +219,18 @@ def train(
         try:
             # once in a while: validation loss, HellaSwag, a sample, all on the live model
             if due(run.eval_every):
-                with paused():
-                    val_loss = record["val_loss"] = validate(config, batch, engine, model, validation)
+                with paused("validating"):
+                    val_loss = record["val_loss"] = validate(config, batch, engine, model, validation, progress.tick)
                 if not math.isfinite(val_loss):
                     raise UserError(
                         f"the validation loss at step {step} is {val_loss}: the weights are spoilt. {WAY_OUT}"
                     )
             if run.hellaswag_every and due(run.hellaswag_every) and step > 0:
-                with paused():
+                with paused("HellaSwag"):
                     record = record or new_record(step, opt)
-                    record |= hellaswag(config, engine, raw_model, progress.say)
+                    record |= hellaswag(config, engine, raw_model, progress.say, progress.tick)
             if run.sample_every and due(run.sample_every) and step > 0:
-                with paused():
+                with paused("sampling"):
                     progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
 
             if record is not None:
@@ -235,7 +240,7 @@ def train(
                 record |= engine.counters()
                 if log:
                     log.write(record)
-                progress.report(record, saver.failed if saver else "")
+                progress.report(record, saver.failed if saver else "", throughput.pauses)
                 engine.track(record, step)
                 if uploads:
                     uploads.report()
@@ -266,15 +271,18 @@ def train(
         step += 1
         faults.at("step.end")
         engine.stop.begin()  # there is progress that a signal must not cost
-        progress.advance(opt.total_batch_tokens)
+        progress.advance()
+        if step == first + 1 and not due(run.log_every, step, step == opt.max_steps):  # a sign of life
+            progress.first(running_loss.mean(engine.mean))
 
     engine.stop.leave()
-    saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
+    with progress.during("saving"):
+        saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
     progress.close()
     if engine.anywhere(batches.error() is not None):  # saved all the same
         cause = batches.error() or "the data of another process have ended; what it says is the cause"
         raise UserError(f"{cause}{'' if saved else '; nor could the last checkpoint be written'}")
-    return val_loss, saved
+    return Result(val_loss, saved, throughput.seconds, throughput.pauses)
 
 
 def has_finished(config: Config) -> bool:
@@ -288,31 +296,6 @@ def new_record(step: int, opt: OptimizerConfig) -> dict:
     unknown = dict.fromkeys(("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait",
                              "skipped_steps"))  # fmt: skip
     return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": optim.lr_at(step, opt)}
-
-
-def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], None], found: str) -> None:
-    say(f"run        {config.run.run_name} ({config.run.config})")
-    lines = describe(config, batch, device=engine.name, peak_flops=engine.peak_flops, memory=memory_of(config, engine),
-                     **engine_kind(config, engine))  # fmt: skip
-    say("\n".join([*lines[:3], *([found] if found else []), *lines[3:]]))
-    if engine.idle_gpus:
-        say(f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them")
-    if config.run.compile and engine.no_compile:
-        say(f"note       not compiled: {engine.no_compile}")
-    if engine.note:
-        say(f"note       {engine.note}")
-    if config.run.dry_run:
-        say("\n" + "\n".join(f"{k}: {v!r}" for k, v in redacted(config.flat()).items()))
-
-
-def conclude(config: Config, val_loss: float, train_shards: list[Shard], val_shards: list[Shard]) -> None:
-    final = Path(config.run.output_dir) / f"step_{config.optimizer.max_steps:08d}"
-    tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
-    baseline = unigram_loss(train_shards, val_shards)
-    print(f"\ndone       {si(tokens, 'B')} tokens; validation loss {val_loss:.4f} (unigram baseline {baseline:.4f})")
-    print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(final)!r})")
-    print(f"next       make sample MODEL={final} PROMPT='...'")
-    print(f"           make eval-hellaswag MODEL={final} LIMIT=500", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ ALLOWED = {
     "plan": {"config", "data"},
     "about": {"config", "data", "device", "engine", "redact"},
     "live": {"config", "data", "engine", "faults", "loss", "model"},
+    "panel": {"cli", "config", "data", "engine", "fit", "metrics", "plan", "redact"},
+    "progress": {"cli", "plan"},
     "rundir": {"checkpoint", "config", "lock"},
     "scores": {"redact"},
     "card": {"catalog", "config", "metrics", "plan", "redact", "scores"},
@@ -45,14 +47,14 @@ ALLOWED = {
     "outbox": {"data"},
     "upload": {"faults", "outbox", "redact"},
     "push": {"checkpoint", "config", "outbox", "package", "upload"},
-    "start": {"config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
+    "start": {"cli", "config", "data", "engine", "checkpoint", "lock", "model", "push", "redact", "rundir"},
     "fit": {"checkpoint", "cli", "config", "data", "device", "engine", "plan", "start"},
     "export": {"card", "catalog", "config", "checkpoint", "metrics", "outbox", "package", "push", "redact", "upload"},
     "speed": {"attention", "config", "loss", "data", "device", "engine", "faults", "fit", "guard", "metrics", "model",
               "optim", "plan", "start", "train"},
     "bench": {"config", "device", "plan", "speed"},
     "train": {"about", "cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model",
-              "live", "push", "redact", "saver", "start", "stopping", "optim", "metrics", "plan"},
+              "live", "push", "redact", "saver", "start", "stopping", "optim", "metrics", "panel", "plan", "progress"},
 }  # fmt: skip
 
 
