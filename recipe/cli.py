@@ -18,6 +18,8 @@ from transformers import HfArgumentParser
 
 from recipe.redact import looks_secret
 
+_LABEL = 11  # columns of what stands before the text of most lines: "device     "
+
 
 def wrapped(text: str) -> str:
     """Lines as wide as the terminal, what does not fit aligned under the text, behind a label; as they are where
@@ -26,8 +28,8 @@ def wrapped(text: str) -> str:
         return text
     width, lines = shutil.get_terminal_size().columns, []
     for line in text.split("\n"):
-        label = re.match(r"\S+  +| +|", line)[0]
-        indent = " " * (len(label) if len(label) < width // 2 else 0)
+        label = re.match(r"\S+  +|step \d+: | +|", line)[0]
+        indent = " " * min(len(label) or _LABEL, width // 2)
         options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
         lines.append(textwrap.fill(line, width, **options) if len(line) > width else line)
     return "\n".join(lines)

@@ -230,8 +230,8 @@ class Progress:
         if skipped := shown.get("skipped_steps"):
             parts.append((4, f"{plural(skipped, 'step')} skipped", f"{skipped} skipped"))
         if self._price and left is not None:
-            spent = (self._seconds * self._price, (self._seconds + left) * self._price)
-            parts.append((1, f"{money(spent[0])} of {money(spent[1])}", money(spent[0])))
+            spent, in_all = (money(seconds * self._price) for seconds in (self._seconds, self._seconds + left))
+            parts.append((1, f"cost {spent} of {in_all}", f"{spent} of {in_all}"))
         charset = Bar.ASCII if ascii else Bar.UTF
         return fitted(parts, width, lambda cells: f"|{Bar(share, cells - 2, charset)}|", at=3)
 
@@ -248,7 +248,7 @@ class Progress:
             self._readings += 1
             older = self._pace if self._readings > 2 else 1 / rate
             self._pace = _SMOOTHING / rate + (1 - _SMOOTHING) * older
-        if not self._readings:  # a validation before the first step says nothing of those to come
+        if self._readings < 2:  # a validation before the first steps says nothing of those to come
             self._seconds_before, self._pauses_before = self._seconds, pauses
         elif (trained := self._seconds - self._seconds_before) > 0:
             self._pauses_a_second = (pauses - self._pauses_before) / trained
