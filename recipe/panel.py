@@ -85,12 +85,13 @@ def describe(
     streamed = data.streaming or data.source.startswith("hf://")
     shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
     device, _, engine = device.partition(", ")
+    where = f" on {plural(machines, 'machine')}" if batch.world > 1 else ""
     made = f", compiled ({run.compile_mode})" if compiled else ""
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",
         f"device     {device}, {precision}{' (auto)' if run.precision == 'auto' else ''}{made}",
-        f"engine     {engine or 'one device'}{f' on {machines} machines' if machines > 1 else ''}",
+        f"engine     {engine or 'one device'}{where}",
         f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {data.sequence_length}",
         *([found] if found else []),
         f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
@@ -118,7 +119,7 @@ def _forecast(config: Config, batch: Batch, flops: float, precision: str, peak_f
         later = [f"price      {each}"] if run.price_per_hour else []
         return [f"time       {why}; the progress tells after the first steps", *later]
     seconds = training_seconds(flops, 1, peak_flops * batch.world)
-    lines = [f"time       about {duration(seconds)} at {MFU:.0%} MFU, which is assumed; the progress tells more"]
+    lines = [f"time       about {duration(seconds)} at {100 * MFU:.0f} % MFU, assumed; the progress tells more"]
     if run.price_per_hour:
         lines.append(f"price      about {money(price(seconds, devices, run.price_per_hour))}: {each}")
     return lines
@@ -159,7 +160,7 @@ def outcome(
                     f"(way B) at step {n['step']:,}, {of}")  # fmt: skip
     rate = tokens / max(result.seconds, 1e-9)
     flops = flops_per_token(config.model, config.data.sequence_length)
-    mfu = f", MFU {rate * flops / (peak_flops * batch.world):.1%}" if peak_flops else ""
+    mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world):.1f} %" if peak_flops else ""
     pauses = f"; {duration(result.pauses)} more for validation, saving and the like" if result.pauses >= 1 else ""
     said.append(f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{mfu}{pauses}")
     if run.price_per_hour:

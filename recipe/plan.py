@@ -184,7 +184,9 @@ def money(dollars: float) -> str:
 def duration(seconds: float, short: bool = False) -> str:
     """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
     s = max(0, round(seconds))
-    if s < 60:
+    if seconds < 9.95 and not short:
+        parts = [(f"{max(0, seconds):.1f}", "s")]
+    elif s < 60:
         parts = [(s, "s")]
     elif s < 600:
         parts = [(s // 60, "min"), (s % 60, "s")]

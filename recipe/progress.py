@@ -3,6 +3,7 @@
 The bar is tqdm's as far as locking, clearing and lines above it go; its text is ours, fitted to the terminal's width.
 """
 
+import math
 import os
 import sys
 import threading
@@ -53,12 +54,12 @@ def fitted(parts: Sequence[tuple[int, str, ...]], width: int, graph: Callable[[i
     return gap.join([*before, *([graph(room)] if room >= _LEAST_GRAPH else []), *after])[:width]
 
 
-def amount(done: float, total: float) -> tuple[str, str, str]:
-    """3.1e9, 5e9 -> ("3.10/5.00 B tokens", "3.10/5.00B tok", "3.10/5.00B")."""
+def amount(done: float, total: float) -> tuple[str, str]:
+    """3.1e9, 5e9 -> ("3.10/5.00 B tokens", "3.10/5.00B")."""
     unit, size = next(((u, s) for u, s in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)) if total >= s), ("", 1))
     digits = 0 if size == 1 else 2 if total < 100 * size else 1
     both = f"{done / size:.{digits}f}/{total / size:.{digits}f}"
-    return f"{both} {unit} tokens".replace("  ", " "), f"{both}{unit} tok", f"{both}{unit}"
+    return f"{both} {unit} tokens".replace("  ", " "), f"{both}{unit}"
 
 
 def _columns(file) -> int:
@@ -108,7 +109,8 @@ class Progress:
     def __init__(self, steps: int, step_tokens: int, step: int, *, show: bool, price: float = 0.0):
         """Of a run of `steps` steps of `step_tokens` tokens each that has done `step` of them; `price` is dollars a
         second of the whole world."""
-        self._steps, self._step_tokens, self._done, self._price = steps, step_tokens, step, price
+        self._steps, self._step_tokens, self._price = steps, step_tokens, price
+        self._first = self._done = step
         self._show = show
         self.terminal = show and sys.stderr.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._begun = self._told = time.monotonic()
@@ -144,10 +146,10 @@ class Progress:
 
     def first(self, loss: float) -> None:
         """A sign of life after the first step of this process; `loss` may be the mean over some before it."""
-        took = time.monotonic() - self._begun
-        self._shown["loss"] = loss
+        took, known = time.monotonic() - self._begun, math.isfinite(loss)  # which a step that was left out has not
+        self._shown |= {"loss": loss} if known else {}
         if not self._redraw() and self._show:
-            emit(f"{self._step(self._done)}  loss {loss:.4f}  first step after {duration(took)}")
+            emit(f"{self._step(self._done)}{f'  loss {loss:.4f}' if known else ''}  first step after {duration(took)}")
 
     def report(self, record: dict, warning: str = "", pauses: float = 0.0) -> None:
         """Shows a record of metrics.jsonl, and a warning that must not scroll away. `pauses` is the run's seconds so
@@ -206,6 +208,8 @@ class Progress:
         parts = [(20, f"WARNING: {self._warning}" if self._warning else "")]
         if self._doing:
             parts.append((19, f"{self._doing}{self._tick}", self._doing))
+        elif self._done == self._first:
+            parts.append((19, "first step"))  # in which a compilation can take minutes
         else:
             parts.append((0, "training", ""))
         parts += [(3, f"{100 * share:.0f}%"), (12, *amount(self.done, self.total))]
@@ -226,7 +230,7 @@ class Progress:
         if left:
             parts.append((13, f"{duration(left)} left", f"{duration(left, short=True)} left"))
         if (wait := shown.get("data_wait", 0)) > 0.01:
-            parts.append((2, f"{wait:.0%} waiting for data", f"data wait {wait:.0%}"))
+            parts.append((2, f"{100 * wait:.0f} % waiting for data", f"data wait {wait:.0%}"))
         if skipped := shown.get("skipped_steps"):
             parts.append((4, f"{plural(skipped, 'step')} skipped", f"{skipped} skipped"))
         if self._price and left is not None:
@@ -269,7 +273,7 @@ class Progress:
         parts += [f"MFU {100 * record['mfu']:.1f} %"] if record["mfu"] else []
         parts += [f"{duration(left)} left"] if rate and (left := self.seconds_left()) else []
         parts += [f"val {record['val_loss']:.4f}"] if record["val_loss"] is not None else []
-        parts += [f"{wait:.0%} waiting for data"] if (wait := record.get("data_wait") or 0) > 0.01 else []
+        parts += [f"{100 * wait:.0f} % waiting for data"] if (wait := record.get("data_wait") or 0) > 0.01 else []
         parts += [f"{plural(skipped, 'step')} skipped"] if (skipped := record.get("skipped_steps")) else []
         parts += [f"WARNING: {self._warning}"] if self._warning else []
         return "  ".join(parts)

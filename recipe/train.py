@@ -272,7 +272,7 @@ def train(
         faults.at("step.end")
         engine.stop.begin()  # there is progress that a signal must not cost
         progress.advance()
-        if step == first + 1 and not due(run.log_every, step, step == opt.max_steps):  # a sign of life
+        if step == first + 1 and run.log_every > 1:  # a sign of life, long before the log's next line
             progress.first(running_loss.mean(engine.mean))
 
     engine.stop.leave()
