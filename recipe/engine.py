@@ -9,12 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -29,18 +28,15 @@ from recipe.config import Batch, UserError
 from recipe.feed import Batches
 from recipe.launch import check_accelerator, check_launch, wants_cpu, wants_deepspeed, wants_xla
 from recipe.stopping import Interrupted, Stop
+from recipe.trackers import check_tracker
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 _POLL = 0.2  # seconds between looks at the signals while a step waits for its data
-_TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 def open_engine(precision: str = "auto", *, tracker: str = "", output_dir: str = ".") -> "Engine":
     """The engine that the launch asked for. Raises UserError for a launch that would train something else."""
-    if tracker and tracker not in _TRACKER_PACKAGES:
-        raise UserError(f"tracker {tracker!r} is not known; choose from {', '.join(_TRACKER_PACKAGES)}")
-    if tracker and not find_spec(_TRACKER_PACKAGES[tracker]):  # Accelerate would drop it without a word
-        raise UserError(f"tracker {tracker} is not installed: pip install -e '.[trackers]'")
+    check_tracker(tracker)
     check_launch()
     if wants_deepspeed():
         from recipe.zero import ZeroEngine as engine
@@ -301,22 +297,16 @@ class Engine:
         with self.accelerator.main_process_first(), self.accelerator.local_main_process_first():
             yield
 
-    # Trackers
+    # Trackers, and the end
 
-    def start_tracker(self, project: str, run_name: str, config: dict) -> None:
-        if not self._tracker:
-            return
-        if self._tracker == "wandb" and not (os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()):
-            os.environ.setdefault("WANDB_MODE", "offline")  # without a key wandb stops the run
-        # wandb's own description of the run holds the command line, the home directory and the account's name.
-        wandb = {"name": run_name, "settings": {"x_disable_meta": True}}
-        init = {"wandb": wandb, "trackio": {"name": run_name}}.get(self._tracker, {})
-        self.accelerator.init_trackers(project, config=config, init_kwargs={self._tracker: init})
-
-    def track(self, record: dict, step: int) -> None:
-        if self._tracker:
-            values = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
-            self.accelerator.log(values, step=step)
+    def begin_tracker(self, project: str, **options) -> GeneralTracker:
+        """Accelerate's tracker that was asked for, begun; whoever called it ends it. On the main process only."""
+        trackers = self.accelerator.trackers
+        try:
+            self.accelerator.init_trackers(project, init_kwargs={self._tracker: options})
+            return trackers[0]
+        finally:
+            trackers.clear()
 
     def close(self) -> None:
         self.accelerator.end_training()

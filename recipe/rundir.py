@@ -11,7 +11,7 @@ from recipe.config import Config
 # What other programs leave where they have trained.
 _PICKLES = ("*.pt", "*.pth", "*.ckpt", "*.pkl", "pytorch_model*.bin", "checkpoint-*/pytorch_model*.bin")
 # What a run makes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
-_TRACKERS = {"gpt2-recipe", "wandb", "trackio"}
+_TRACKERS = {"tensorboard", "wandb"}
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 

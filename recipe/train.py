@@ -38,6 +38,7 @@ from recipe.redact import keep_secrets, redact, redacted
 from recipe.saver import Saver
 from recipe.start import build_model, find_checkpoint, model_files, open_data, open_uploads
 from recipe.stopping import Interrupted
+from recipe.trackers import Tracker
 
 NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
 STOPPED = 75  # EX_TEMPFAIL: to be run again
@@ -140,7 +141,7 @@ def train(
     files = model_files(raw_model) if engine.is_main else {}
     parts = about(config, engine, step, state.get("about")) if engine.is_main else []
     flops = flops_per_token(config.model, config.data.sequence_length)
-    engine.start_tracker("gpt2-recipe", run.run_name, redacted(config.flat()))
+    tracker = closing.enter_context(Tracker(config, step, engine.is_main and engine.begin_tracker, progress.say))
     batches = engine.batches(source, batch, step, opt.max_steps)
     saved_at, logged_at = step, step
     unwritten = state.get("record")  # of the step that was saved: its line is written after its evaluations
@@ -241,7 +242,7 @@ def train(
                 if log:
                     log.write(record)
                 progress.report(record, saver.failed if saver else "", throughput.pauses)
-                engine.track(record, step)
+                tracker.log(record)
                 if uploads:
                     uploads.report()
             if last:

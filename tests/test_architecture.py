@@ -32,7 +32,8 @@ ALLOWED = {
     "device": {"config"},
     "launch": {"config"},
     "attention": set(),
-    "engine": {"attention", "config", "device", "feed", "launch", "optim", "stopping", "xla", "zero"},
+    "engine": {"attention", "config", "device", "feed", "launch", "optim", "stopping", "trackers", "xla", "zero"},
+    "trackers": {"config", "redact"},
     "xla": {"config", "engine", "optim"},
     "zero": {"config", "device", "engine", "launch"},
     "plan": {"config", "data"},
@@ -54,7 +55,8 @@ ALLOWED = {
               "optim", "plan", "start", "train"},
     "bench": {"config", "device", "plan", "speed"},
     "train": {"about", "cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model",
-              "live", "push", "redact", "saver", "start", "stopping", "optim", "metrics", "panel", "plan", "progress"},
+              "live", "push", "redact", "saver", "start", "stopping", "optim", "metrics", "panel", "plan", "progress",
+              "trackers"},
 }  # fmt: skip
 
 
