@@ -28,8 +28,8 @@ from recipe.redact import redact, redacted
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 PROJECT = "gpt2-recipe"
-RUN_ID = ".tracker.json"  # in the run's directory
-_START = 20.0  # seconds that the first step waits for the tracker
+RUN_FILE = ".tracker.json"  # in the run's directory
+_START = 10.0  # seconds that the first step waits for the tracker
 _END = 30.0  # seconds that the run's end waits for it
 _WANDB_INIT = 60.0  # seconds that wandb's server may take to answer
 _WANDB_END = 20.0  # seconds after which wandb gives up uploading; what it has on the disk stays
@@ -58,22 +58,28 @@ def metric_names(record: dict) -> dict[str, float]:
     }
 
 
-def tracker_run_id(run_dir: Path, *, resumed: bool) -> str:
-    """The id of this run's run at the tracker: the one kept in `run_dir`, or a new one for a run that begins, and for
-    a copy of a directory that still is where it was: the two would write into one run."""
-    path, here = run_dir / RUN_ID, redact(str(run_dir.resolve()))
-    known = _read_run_id(path)
-    was = Path(os.path.expanduser(known.get("directory", here)))
-    copied = known.get("directory", here) != here and _read_run_id(was / RUN_ID).get("id") == known["id"]
-    run_id = known["id"] if known and resumed and not copied else secrets.token_hex(4)
-    if known != (now := {"id": run_id, "directory": here}):
-        with suppress(OSError):  # a full disk: the next process begins another run there
-            path.with_suffix(".tmp").write_text(json.dumps(now))
-            path.with_suffix(".tmp").replace(path)
-    return run_id
+def tracker_run(run_dir: Path, *, resumed: bool) -> dict:
+    """This run's run at the tracker, which is kept in `run_dir`: its id, where the run is, and the last step logged if
+    the process that logged it came to its end. A new one for a run that begins, and for a copy of a directory that
+    still is where it was: the two would write into one."""
+    path, here = run_dir / RUN_FILE, redact(str(run_dir.resolve()))
+    known = _read_run(path)
+    moved = bool(known) and known["directory"] != here
+    copied = moved and _read_run(Path(os.path.expanduser(known["directory"])) / RUN_FILE).get("id") == known["id"]
+    if not known or not resumed or copied:
+        known = {"id": secrets.token_hex(4)}
+    write_tracker_run(run_dir, known | {"directory": here, "step": None})  # a kill from now on leaves it unknown
+    return known
 
 
-def _read_run_id(path: Path) -> dict[str, str]:
+def write_tracker_run(run_dir: Path, run: dict) -> None:
+    temporary = run_dir / f"{RUN_FILE}.tmp"
+    with suppress(OSError):  # a full disk: the next process begins another run there
+        temporary.write_text(json.dumps(run))
+        temporary.replace(run_dir / RUN_FILE)
+
+
+def _read_run(path: Path) -> dict:
     try:
         known = json.loads(path.read_text())
         return known if all(isinstance(known[key], str) for key in ("id", "directory")) else {}
@@ -118,7 +124,8 @@ class Tracker:
 
     def __enter__(self) -> "Tracker":
         if self._name:
-            self._id = tracker_run_id(self._run_dir, resumed=self._step > 0)
+            run = tracker_run(self._run_dir, resumed=self._step > 0)
+            self._id, self._logged = run["id"], run.get("step")
             self._thread.start()
             if not self._ready.wait(_START):
                 self._say(f"tracker    {self._name} is slow to start; the run goes on, and what it logs is kept for it")
@@ -141,6 +148,7 @@ class Tracker:
             self._records.put_nowait(None)
         self._thread.join(_END)
         if self._thread.is_alive():
+            self._warned = True  # there is no more to say
             self._say(f"WARNING    tracker {self._name}: no end of it after {_END:.0f} s; left as it is")
             if wandb := sys.modules.get("wandb"):  # its hook would have the process's end wait; this takes it away
                 threading.Thread(target=wandb.teardown, daemon=True).start()
@@ -169,6 +177,8 @@ class Tracker:
                     tracker.tracker.finish(exit_code=int(self._failed))
                 else:
                     tracker.finish()
+                here = redact(str(self._run_dir.resolve()))
+                write_tracker_run(self._run_dir, {"id": self._id, "directory": here, "step": self._logged})
         except Exception as error:
             self._warn(error)
         finally:
@@ -180,10 +190,11 @@ class Tracker:
     def _write(self, tracker: GeneralTracker, record: dict) -> None:
         values, step = metric_names(record), record["step"]
         try:
-            if self._name == "wandb":  # wandb's own steps cannot go back, as those of a run do that was killed
-                tracker.log({"step": step} | values)
-            else:
+            if self._name != "wandb":
                 tracker.log(values, step=step)
+            elif step != self._logged:  # that of a run that was stopped comes again when it goes on
+                tracker.log({"step": step} | values)  # wandb's own steps cannot go back, as a killed run's do
+            self._logged = step
         except Exception as error:
             self._warn(error)
             if self._name == "tensorboard":  # whose writer has ended: the next record makes another

@@ -64,7 +64,7 @@ def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list
     env = (
         ENVIRONMENT
         | {"HF_HUB_OFFLINE": "1"}
-        | {"HF_HOME": str(home / "hf"), "WANDB_DIR": str(home), "TMPDIR": str(home)}
+        | {"HF_HOME": str(home / "hf"), "WANDB_DIR": str(home), "TRACKIO_DIR": str(home), "TMPDIR": str(home)}
     )
     first = run_train(*flags(**settings), env=env)
     again = run_train(*flags(**(settings | {"max_steps": 3})), env=env)  # what was saved is compared with what is asked

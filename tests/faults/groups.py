@@ -582,7 +582,7 @@ def secret_found(lab: Lab, directory: Path, search: Callable[[Path], list[str]])
 def secret_cases() -> list[Case]:
     searches = {
         **{f"a run with {tracker or 'no tracker'}": partial(_in_a_run, tracker=tracker)
-           for tracker in ("", "tensorboard", "wandb") if not tracker or find_spec(tracker)},
+           for tracker in ("", "tensorboard", "wandb", "trackio") if not tracker or find_spec(tracker)},
         "mistakes": lambda lab, directory: canary.in_a_mistake(directory),
         "a stream that fails": lambda lab, directory: canary.in_a_failing_stream(directory),
     }  # fmt: skip
