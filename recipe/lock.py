@@ -16,6 +16,7 @@ from recipe.config import UserError
 LOCK = ".lock"
 _BEAT = 5.0  # seconds between signs of life
 _DEAD = 15.0  # seconds without one after which another machine's run is taken for dead
+_LEASE = 120.0  # seconds for which a file server may hold a dead machine's lock; Linux's NFS holds it for 90
 
 
 class RunLock:
@@ -31,16 +32,7 @@ class RunLock:
         while True:
             run.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                # Of the process: unlike flock's, it does not pass to children, who might outlive it.
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = True
-            except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    owner = self._read()
-                    os.close(self._fd)
-                    raise UserError(_taken(run, owner)) from None
-                alone = False  # a file system without locks
+            alone = self._has_lock(run)
             if self._is_current():
                 break
             os.close(self._fd)  # its owner has just taken it away
@@ -54,6 +46,29 @@ class RunLock:
         self._write()
         self._beating = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._beating.start()
+
+    def _has_lock(self, run: Path) -> bool:
+        """Whether the file system's lock is this process's now; False where there are no locks. Raises UserError where
+        another process has it; the lock of a machine that is gone outlives it, and is waited for."""
+        first, begun = None, time.monotonic()
+        while True:
+            try:
+                # Of the process: unlike flock's, it does not pass to children, who might outlive it.
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    return False
+            owner = self._read()
+            if first is None and owner and owner.get("host") != socket.gethostname():
+                first = owner
+                self._say(f"lock       {_described(owner)} has this directory; waiting for a sign of life or, "
+                          f"{_LEASE:.0f} s at most, for the end of its lock")  # fmt: skip
+            if owner != first or time.monotonic() - begun > _LEASE:
+                os.close(self._fd)
+                gone = f"; or, if that machine is gone for certain, delete {self._path}" if owner == first else ""
+                raise UserError(_taken(run, owner) + gone)
+            time.sleep(1)
 
     def _is_current(self) -> bool:
         """Whether the file is still the one at its path."""

@@ -70,6 +70,46 @@ def test_where_the_lock_does_not_reach_another_machine_its_signs_of_life_do(tmp_
     assert "waiting 3 s for a sign of life" in said[0]
 
 
+LOCKED = """
+import fcntl, json, os, sys, time
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(fd, fcntl.LOCK_EX)
+print("held", flush=True)
+for i in range(int(sys.argv[2])):
+    os.pwrite(fd, json.dumps({"host": "elsewhere", "pid": 7, "alive": i * int(sys.argv[3])}).encode(), 0)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(("halves", "beats", "lease", "refusal"), [
+    (6, 0, 60.0, ""),  # the file server lets go of what the dead machine held
+    (100, 1, 60.0, "process 7 on elsewhere); wait for it, or choose another output_dir"),
+    (100, 0, 2.0, r"if that machine is gone for certain, delete "),
+])  # fmt: skip
+def test_a_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch, halves, beats, lease, refusal):
+    monkeypatch.setattr(locks, "_LEASE", lease)
+    monkeypatch.setattr(locks, "_DEAD", 1.0)
+    command = [sys.executable, "-c", LOCKED, str(tmp_path / LOCK), str(halves), str(beats)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    said, begun = [], time.monotonic()
+    try:
+        assert process.stdout.readline() == "held\n"
+        time.sleep(0.2)
+        if refusal:
+            with pytest.raises(UserError) as refused:
+                RunLock(tmp_path, said.append)
+            assert refusal in str(refused.value)
+            assert ("for certain" in str(refused.value)) == (not beats)
+        else:
+            RunLock(tmp_path, said.append).release()
+            assert "taken over from process 7 on elsewhere" in said[-1]
+    finally:
+        process.kill()
+        process.wait()
+    assert "process 7 on elsewhere has this directory; waiting for a sign of life" in said[0]
+    assert time.monotonic() - begun < 15
+
+
 def test_the_owner_shows_that_it_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_BEAT", 0.05)
     lock = RunLock(tmp_path, print)
