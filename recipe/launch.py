@@ -1,6 +1,8 @@
-"""What the launch asks for, read from the environment, and what is refused before a process group exists."""
+"""What the launch asks for, read from the environment, what is refused before a process group exists, and how a process
+of several ends that cannot go on."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,8 +13,18 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from recipe.config import UserError
+from recipe.redact import redact
 
+MISTAKE = 2
+AGAIN = 75  # EX_TEMPFAIL: to be run again
 _PATIENCE = 20  # seconds, for processes that start at different times
+
+# What gloo and NCCL say where the process at a connection's other end has died, or its machine has.
+_BROKEN_OFF = re.compile(
+    r"^\[\S*gloo/transport/\S*\] (?P<gloo>.*?)(\. This is typically.*)?$|"
+    r"^.*?(?P<nccl>ncclRemoteError|remote process exited|Connection (reset|closed) by (remote )?peer).*$",
+    re.MULTILINE,
+)
 
 
 def is_on(name: str, default: str = "") -> bool:
@@ -44,22 +56,50 @@ def speaks() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def fail(message: str) -> int:
-    """Says `message` on standard error, once a machine, and returns exit code 2; of several processes none returns, but
-    ends with that code.
+def restarts() -> tuple[int, int]:
+    """How often torchrun may start this machine's processes again should they fail, in all and from now on."""
+    limit, used = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return limit, max(0, limit - used)
+
+
+def fail(error: Exception) -> int:
+    """Says on standard error, once a machine, what of `error` a user is to know, and returns the exit code; of several
+    processes none returns, but ends with that code. Raises `error` itself where it is neither a mistake of the user's
+    nor the loss of another process.
 
     The launcher ends all processes as soon as one has ended: that must not be before the first of them has spoken, nor
     while it is about to. So the others wait to be ended, and one that is not is the only one to know of the mistake.
     """
+    message, code = f"error: {error}", MISTAKE
+    if not isinstance(error, UserError):
+        if not (how := _BROKEN_OFF.search(str(error))):
+            raise error
+        message, code = _lost(how["gloo"] or how["nccl"]), AGAIN
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and not speaks():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(_PATIENCE)
-    print(message, file=sys.stderr, flush=True)
+    print(redact(message), file=sys.stderr, flush=True)
     if several:  # the interpreter's own end would take down a process group that others are still using, and abort
         sys.stdout.flush()
-        os._exit(2)
-    return 2
+        os._exit(code)
+    return code
+
+
+def _lost(how: str) -> str:
+    """What to say where another process is gone; `how` it was seen."""
+    left = restarts()[1]
+    if left:
+        again = (
+            f"torchrun starts this machine's part again, at most {left} more time{'s' * (left > 1)}, and once all "
+            "machines are there it"
+        )
+    else:
+        again = "The same command, without --fresh, on every machine"
+    return (
+        f"\nlost       another process of this run, or its machine, is gone ({how}); what it says there is the cause. "
+        f"{again} goes on from the last checkpoint"
+    )
 
 
 def check_launch() -> None:
@@ -79,6 +119,11 @@ def check_launch() -> None:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
+    if restarts()[0] and is_on("TORCHELASTIC_USE_AGENT_STORE"):  # with what they wrote there of where they are
+        raise UserError(
+            "--max_restarts as it is lets processes that are started again look for those that are gone; it needs "
+            "--rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of accelerate launch"
+        )
     if is_on("ACCELERATE_USE_FSDP"):
         raise UserError("FSDP is not supported; accelerate_configs/zero3.yaml cuts the weights up")
     # Accelerate's launcher for one process names a meeting point only if the YAML asked for more of them.

@@ -1,18 +1,20 @@
 """What stands before the first step: the data opened, the checkpoint found, the model built."""
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from tqdm import tqdm
 from transformers import GPT2Config
 
 from recipe.checkpoint import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid, sweep
 from recipe.cli import wrapped
-from recipe.config import Batch, Config, DataConfig, UserError
+from recipe.config import ROOT, Batch, Config, DataConfig, UserError
 from recipe.data import tokenizer
 from recipe.data.prepare import prepare_for_training
 from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
@@ -20,11 +22,43 @@ from recipe.data.source import LocalSource, check_data, check_disjoint
 from recipe.data.status import STATUS, read_json
 from recipe.data.stream import Builder, StreamedSource, Waiting
 from recipe.engine import Engine
+from recipe.launch import restarts
 from recipe.lock import LOCK, RunLock
 from recipe.model import GPT2LMHeadModel
 from recipe.push import Uploads, check_push
 from recipe.redact import redacted
 from recipe.rundir import refusal
+
+# Of a machine rather than of the run: where things lie, and how much memory there is.
+_OF_A_MACHINE = {"config", "data", "val_data", "source", "init_from", "output_dir", "device_memory_gb"}
+
+
+def check_alike(config: Config, engine: Engine) -> None:
+    """Raises UserError, on all processes, where one was launched with other settings or other code than the main one:
+    each would train something else, or wait for ever. And where a restart would start over."""
+    if config.run.fresh and (limit := restarts()[0]):
+        raise UserError(
+            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; leave out one of "
+            f"them, or move {config.run.output_dir} away"
+        )
+    mine = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_MACHINE}
+    mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
+    others = engine.from_main(mine)
+    differing = [f"{k} {mine.get(k)!r}, there {others.get(k)!r}" for k in mine | others if mine.get(k) != others.get(k)]
+    if engine.anywhere(bool(differing)):
+        raise UserError(
+            f"this machine was launched otherwise than the main process: {'; '.join(differing)}. Launch the same "
+            "command from the same code on every machine"
+            if differing
+            else "another machine was launched otherwise than the main process; what it says there is the cause"
+        )
+
+
+def _digest_of_code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "recipe").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def open_data(

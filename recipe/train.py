@@ -26,7 +26,7 @@ from recipe.data.source import LocalSource, check_same_data
 from recipe.engine import Engine, open_engine
 from recipe.fit import micro_batch
 from recipe.guard import WAY_OUT, Guard
-from recipe.launch import fail, launcher_patience, speaks
+from recipe.launch import AGAIN, fail, launcher_patience, speaks
 from recipe.live import hellaswag, sample, validate
 from recipe.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
 from recipe.model import GPT2LMHeadModel
@@ -34,19 +34,18 @@ from recipe.panel import Result, announce, conclude
 from recipe.plan import flops_per_token, price
 from recipe.progress import Progress
 from recipe.push import Uploads
-from recipe.redact import keep_secrets, redact, redacted
+from recipe.redact import keep_secrets, redacted
 from recipe.saver import Saver
-from recipe.start import build_model, find_checkpoint, model_files, open_data, open_uploads
+from recipe.start import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
 from recipe.stopping import Interrupted
 from recipe.trackers import Tracker
 
 NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
-STOPPED = 75  # EX_TEMPFAIL: to be run again
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a training from the command line; returns the exit code: 0 done, 2 a mistake of the user's, 74 the last
-    checkpoint could not be written, 75 stopped by a signal with nothing lost; a second Ctrl-C ends it with 130."""
+    """Trains as the command line says; returns the exit code: 0 done, 2 a mistake of the user's, 74 the last checkpoint
+    could not be written, 75 to be run again (a signal, or another process gone); a second Ctrl-C ends it with 130."""
     try:
         config = parse_config(argv)
         engine = open_engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
@@ -54,16 +53,17 @@ def main(argv: list[str] | None = None) -> int:
         code = run(config, engine, say)
         engine.close()
         return code
-    except UserError as e:
-        return fail(f"error: {redact(str(e))}")
+    except (UserError, RuntimeError) as e:  # the latter where another process is gone
+        return fail(e)
     except KeyboardInterrupt:
         if speaks():
             print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)
-        return STOPPED
+        return AGAIN
 
 
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     """A run from its configuration to its last line; returns the exit code."""
+    check_alike(config, engine)
     config, found = micro_batch(config, engine, say)
     batch = batch_arithmetic(config, engine.world, engine.devices)
     announce(config, batch, engine, say, found)
@@ -91,7 +91,7 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
         return NOT_SAVED
     if result.val_loss is None:
         say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
-        return STOPPED
+        return AGAIN
     if engine.is_main:
         conclude(config, batch, engine, result, source.shards, validation.shards)
     return 0
