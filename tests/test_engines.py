@@ -5,16 +5,24 @@ XLA's part is in tests/xla/ (make test-xla).
 """
 
 import hashlib
+import itertools
 import json
 import math
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from recipe.checkpoint import checkpoints, step_of
 from tests.conftest import EQUAL, ROOT, by_step, environment, flags, launch, run_train
 
 # name: (file of accelerate_configs/, processes, what differs of the recipe)
@@ -214,19 +222,33 @@ def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
     assert "4 steps in a row, by step 5, were left out" in refused("zero1", 2, *arguments)
 
 
-def on_two_machines(config: str, *arguments: str, folders=(ROOT, ROOT)) -> list[tuple[int, str]]:
-    """Two launchers with a rank each that meet on the loopback: exit code and output of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def free_port(among=(0,)) -> int:
+    """The first of these ports that nobody listens on; 0 stands for any."""
+    for port in among:
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return tried.getsockname()[1]
+    raise AssertionError("no free port")
+
+
+# Of two "machines" on one, each would take all cores, and their threads wait for one another.
+CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
+
+
+def on_two_machines(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous="static", fault=""):
+    """Two launchers with a rank each that meet on the loopback: [(exit code, output)] of them."""
+    port = free_port()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                ROOT / "accelerate_configs" / f"{config}.yaml", "--num_processes", "2", "--main_process_ip", "127.0.0.1",
-               "--main_process_port", str(port)]  # fmt: skip
-    nodes = [
-        subprocess.Popen([*command, "--machine_rank", str(rank), ROOT / "recipe" / "train.py", *arguments], cwd=folder,
-                         text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank, folder in enumerate(folders)
-    ]  # fmt: skip
+               "--main_process_port", str(port), "--rdzv_backend", rendezvous]  # fmt: skip
+    nodes = []
+    for i, folder in enumerate(folders):
+        # Machines tell by their addresses who keeps the store of c10d's rendezvous; here they have the same one.
+        here = ["--machine_rank", str(i), *(["--rdzv_conf", f"is_host={int(i == 0)}"] if rendezvous == "c10d" else [])]
+        core = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
+        words = [*core, *command, *here, ROOT / "recipe" / "train.py", *arguments]
+        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        nodes.append(subprocess.Popen(words, cwd=folder, env=environment({"RECIPE_FAULT": fault}), **pipes))
     try:
         outputs = [node.communicate(timeout=300)[0] for node in nodes]
     finally:
@@ -235,15 +257,135 @@ def on_two_machines(config: str, *arguments: str, folders=(ROOT, ROOT)) -> list[
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("config", ["multinode-ddp", "multinode-zero1"])
-def test_two_machines_are_one_run(config, shards, run_of, tmp_path):
+def test_two_machines_are_one_run(shards, run_of, tmp_path):
     arguments = settings("ddp", shards, output_dir=tmp_path / "run")
-    (code, first), (other_code, second) = on_two_machines(config, *arguments)
+    (code, first), (other_code, second) = on_two_machines("multinode-ddp", *arguments)
     assert (code, other_code) == (0, 0), first + second
     lines = by_step(tmp_path / "run")
     assert distance(lines, run_of("single")[1], range(1, 11)) <= 1e-5
+    assert distance(lines, run_of("single")[1], range(1, 51)) <= 1e-4
     assert "2 processes x 2 micro-steps" in first
     assert "step 50" not in second  # one process of all of them talks
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")
+def test_where_one_machine_is_told_to_stop_both_do_with_a_checkpoint(shards, run_of, tmp_path):
+    """Under ZeRO-1 and c10d's rendezvous, which gives either of them rank 0."""
+    arguments = settings("zero1", shards, output_dir=tmp_path / "run")
+    nodes = on_two_machines("multinode-zero1", *arguments, rendezvous="c10d", fault="term@step.begin:31/1")
+    outputs = [output for _, output in nodes]
+    assert [code for code, _ in nodes] == [1, 1], "".join(outputs)
+    assert sorted(output.count("\nstopped    before the end") for output in outputs) == [0, 1]
+    assert "ZeRO-1 over 2 processes" in "".join(outputs)
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] in ([20, 31], [20, 32])
+    assert distance(by_step(tmp_path / "run"), run_of("single")[1], range(1, 31)) <= 1e-4
+
+
+def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> tuple[subprocess.Popen, Path]:
+    """accelerate_configs/slurm.sbatch under tests/slurm's srun and scontrol, a process a node: what runs, and the file
+    with what scontrol was asked for."""
+    calls, port = tmp_path / "scontrol", free_port(range(20_000 + os.getpid() % 9_000, 30_000))
+    path = [str(ROOT / "tests" / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    job = {
+        "SLURM_JOB_ID": str(port),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SCONTROL_CALLS": str(calls),
+        "PATH": ":".join(path),
+        "NODE_CPUS": " ".join(map(str, CPUS)),
+        "RECIPE_FAULT": fault,
+    }
+    command = ["bash", ROOT / "accelerate_configs" / "slurm.sbatch", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(job | changes), text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, start_new_session=True), calls  # fmt: skip
+
+
+def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoint(shards, run_of, tmp_path):
+    """Two launchers meet by c10d's rendezvous; torchrun starts both processes again, after step 34, from step 20."""
+    arguments = settings("ddp", shards, output_dir=tmp_path / "run")
+    job, calls = submit(tmp_path, *arguments, fault="kill@step.begin:35/1")
+    try:
+        output, _ = job.communicate(timeout=300)
+    finally:
+        end_all(job)
+    assert job.returncode == 0, output
+    assert output.count("exitcode: -9") == 1
+    assert "lost       another process of this run, or its machine, is gone (" in output
+    assert "at most 3 more times, and once all machines are there it goes on from the last checkpoint" in output
+    assert "Traceback" not in output
+    assert output.count("resume     from step 20") == 1
+    lines = by_step(tmp_path / "run")
+    assert list(lines) == list(range(51))
+    assert distance(lines, run_of("single")[1], range(1, 11)) <= 1e-5
+    assert distance(lines, run_of("single")[1], range(1, 51)) <= 1e-4
+    assert calls.read_text().splitlines() == ["show hostnames node[1-2]"]
+
+
+def end_all(job: subprocess.Popen) -> None:
+    """The job and whatever it has started, if they are still there."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+
+
+ACCELERATE = r"""#!/bin/bash
+printf '%s\n' "$@" > "$SEEN.$SLURM_NODEID.half" && mv "$SEEN.$SLURM_NODEID.half" "$SEEN.$SLURM_NODEID"
+trap 'exit 1' TERM
+[[ $THEN == wait ]] || exit "$THEN"
+for i in {1..300}; do sleep 0.1; done
+"""
+
+
+def slurm_job(tmp_path, then: str, *arguments: str) -> tuple[subprocess.Popen, Path]:
+    """A job whose launchers write down their arguments, and end with a code or wait to be told to stop."""
+    (tmp_path / "accelerate").write_text(ACCELERATE)
+    (tmp_path / "accelerate").chmod(0o755)
+    path = f"{ROOT}/tests/slurm:{tmp_path}:{os.environ['PATH']}"
+    return submit(tmp_path, *arguments, SEEN=str(tmp_path / "seen"), THEN=then, PATH=path)
+
+
+def test_slurms_nodes_are_launched_alike_but_for_who_keeps_the_store(tmp_path):
+    job, calls = slurm_job(tmp_path, "0", "--config", "recipe/configs/gpt2.yaml", "--sample_prompt", "To be  or 'not'")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
+    first, second = ((tmp_path / f"seen.{node}").read_text().splitlines() for node in (0, 1))
+    assert [pair for pair in zip(first, second, strict=True) if len(set(pair)) > 1] == [
+        ("0", "1"),
+        ("is_host=1", "is_host=0"),
+    ]
+    assert first[-5:] == [
+        "recipe/train.py",
+        "--config",
+        "recipe/configs/gpt2.yaml",
+        "--sample_prompt",
+        "To be  or 'not'",
+    ]
+    given = dict(itertools.pairwise(first))
+    assert given["--main_process_ip"] == "127.0.0.1"  # the first of those that scontrol names
+    assert (given["--num_machines"], given["--num_processes"], given["--max_restarts"]) == ("2", "2", "3")
+    assert calls.read_text().splitlines() == ["show hostnames node[1-2]"]
+
+
+@pytest.mark.parametrize(("then", "told", "code", "requeued"), [
+    ("wait", signal.SIGUSR1, 1, True),  # SLURM's word that the time limit is near
+    ("2", None, 2, False),  # a mistake in the command
+])  # fmt: skip
+def test_a_job_that_the_time_limit_stops_is_queued_again(tmp_path, then, told, code, requeued):
+    job, calls = slurm_job(tmp_path, then)
+    try:
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"seen.{node}").exists() for node in (0, 1)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if told:
+            assert job.poll() is None
+            job.send_signal(told)
+        output, _ = job.communicate(timeout=30)
+    finally:
+        end_all(job)
+    assert job.returncode == code, output
+    again = [line for line in calls.read_text().splitlines() if line.startswith("requeue")]
+    assert len(again) == requeued
+    assert not again or again[0].split()[1].isdigit()
 
 
 def test_a_checkpoint_that_only_one_machine_sees_is_refused_on_both(shards, run_of, tmp_path):

@@ -77,6 +77,7 @@ def killed(lab: Lab, directory: Path, engine: str, point: str, n: int, rank: int
         expect(any(result.codes) and "Signal 9 (SIGKILL)" in result.output, f"not injected\n{result.tail}")
     else:
         expect(result.codes[rank] == -signal.SIGKILL, f"not injected: exit codes {result.codes}\n{result.tail}")
+        expect("Traceback" not in result.output, f"a survivor's traceback\n{result.tail}")
     # from the first commit on there is always one
     committed = ": saved " in result.output or point == "save.prune" or (point.startswith("save.") and n > 1)
     whole(directory, at_least=int(committed))
