@@ -186,4 +186,4 @@ clean: ## delete environments, shards and caches; runs/ stays
 # Without the extra's libtpu, which only a TPU needs.
 .venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
-	$(call install,-c .venv-xla/constraints.txt -e '.[deepspeed]' pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*')
+	$(call install,-c .venv-xla/constraints.txt -e '.[deepspeed]' pytest pytest-xdist nbclient ipykernel 'torch==2.9.*' 'torch_xla==2.9.*')
