@@ -54,6 +54,7 @@ ALLOWED = {
     "speed": {"attention", "config", "loss", "data", "device", "engine", "faults", "fit", "guard", "metrics", "model",
               "optim", "plan", "start", "train"},
     "bench": {"config", "device", "plan", "speed"},
+    "notebooks": set(),
     "train": {"about", "cli", "config", "data", "engine", "faults", "fit", "guard", "launch", "checkpoint", "model",
               "live", "push", "redact", "saver", "start", "stopping", "optim", "metrics", "panel", "plan", "progress",
               "trackers"},

@@ -1,0 +1,1 @@
+"""Notebooks for Kaggle and Colab, and what they share (session.py)."""

@@ -1,0 +1,25 @@
+"""The notebook for Kaggle's TPU, executed on XLA's CPU client."""
+
+import json
+
+from tests.conftest import TINY, by_step
+from tests.test_notebooks import check_installed, code, execute, read, recipe
+
+
+def test_a_kaggle_tpu(shards, tmp_path):
+    """All devices behind one process, from no earlier run to no push. What it shares with the T4s' notebook, to the
+    letter, is executed by tests/test_notebooks.py."""
+    config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, data=shards)
+    env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_USE_SPMD": "0", "ACCELERATE_USE_CPU": "false"}
+    same, theirs, ours = {"hellaswag", "sample", "report"}, code(read("kaggle-t4x2")), code(read("kaggle-tpu"))
+    assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "loss", "clone", "token", "push"}
+    printed = execute("kaggle-tpu", tmp_path, env=env, only=ours.keys() - same, CONFIG=config, EARLIER=str(tmp_path))
+    run = tmp_path / "runs" / "shakespeare"
+    check_installed(printed["installed"], {"tpu"}, tmp_path / "checkout")
+    assert "new run    nothing of it" in printed["earlier"]
+    assert "4 devices behind one process" in printed["train"]
+    assert by_step(run)[6]["val_loss"] < by_step(run)[0]["val_loss"]
+    results = json.loads((run / "step_00000006" / "results.json").read_text())
+    assert results["perplexity"]["windows"] == 8
+    assert "not pushed: HUB is empty" in printed["push"]
+    assert f"all is done; the run is in {run}" in printed["push"]
