@@ -17,6 +17,8 @@ ASSETS = ROOT.parent / "shared" / "assets"
 # Tests must not depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests run side by side, with more threads than cores: one that waits for the others must not do so at full speed.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHAKESPEARE = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"
 
