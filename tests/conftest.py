@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT.parent / "shared" / "assets"
 
@@ -71,6 +73,15 @@ def pytest_addoption(parser):
     parser.addoption("--update_golden", action="store_true", help="write tests/golden_loss.json anew")
 
 
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # one for all of pytest-xdist's workers
+        warm.start(environment())
+
+
+def pytest_unconfigure(config):
+    warm.stop()
+
+
 def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 
@@ -84,10 +95,14 @@ def environment(changes: dict | None = None) -> dict:
     return variables
 
 
-def launch(config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 600):
-    """`accelerate launch` of a script with its arguments under a file of accelerate_configs/ (or another)."""
+def launch(
+    config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 600, real: bool = False
+):
+    """`accelerate launch` of a script with its arguments under a file of accelerate_configs/ (or another); `real`: by
+    processes that import all they need themselves, from the launcher on."""
     config = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config),
+    python = sys.executable if real else warm.python()
+    launcher = [python, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config),
                 "--num_processes", str(processes), "--main_process_port", "0"]  # fmt: skip
     if config.stem.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
@@ -96,11 +111,11 @@ def launch(config: str | Path, processes: int, *command, env: dict | None = None
     )
 
 
-def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600):
+def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600, real: bool = False):
     """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
     if processes > 1:
-        return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout)
-    command = [sys.executable, "recipe/train.py", *arguments]
+        return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout, real=real)
+    command = [sys.executable if real else warm.python(), "recipe/train.py", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
 
 

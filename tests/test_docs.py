@@ -5,14 +5,14 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, SHAKESPEARE, TINY, flags
 
-BIN = Path(sys.executable).parent
+BIN = Path(warm.python()).parent  # python and accelerate as they are, less their imports
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.split(" #")[0].strip()
@@ -107,6 +107,7 @@ def test_command_of_the_readme(command, shards, whole_run, tmp_path):
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "ACCELERATE_USE_CPU": "true",
         "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
     }
     for inherited in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of the `make test` around this
         environment.pop(inherited, None)
