@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from tests import warm
 from tests.conftest import ROOT, TINY, environment, flags, run_train
 from tests.hub import Fault, Hub
 
@@ -113,7 +113,7 @@ def in_a_mistake(directory: Path) -> list[str]:
     for line in ([f"--hf_token={CANARY}"], [f"--source={URL}", f"--out={rest}"], [f"--workers={HUB_TOKEN}"]):
         script += f"codes.append(prepare({['--source=x', f'--out={rest}', *line]!r}))\n"
     script += "sys.exit(0 if set(codes) == {2} else f'codes {codes}')"
-    result = subprocess.run([sys.executable, "-"], input=script, cwd=ROOT, text=True, capture_output=True,
+    result = subprocess.run([warm.python(), "-"], input=script, cwd=ROOT, text=True, capture_output=True,
                             env=environment(ENVIRONMENT | {"PYTHONPATH": str(ROOT)}), timeout=300)  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("error: ") == len(lines) + 3, result.stderr

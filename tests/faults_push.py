@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 from recipe.checkpoint import model_only
 from recipe.metrics import read_metrics
 from recipe.outbox import entries
+from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
 from tests.hub import Fault
 from tests.hub_push import PushHub
@@ -66,7 +67,7 @@ def train(shards: Path, run: Path, env: dict[str, str], **fields) -> subprocess.
 
 
 def push(run: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "recipe.export", "push", str(run), *arguments]
+    command = [warm.python(), "-m", "recipe.export", "push", str(run), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=120)
 
 

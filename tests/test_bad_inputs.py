@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from recipe.checkpoint import checkpoints, verify
 from recipe.data.prepare import PrepareOptions, prepare
 from recipe.data.shards import write_shard
+from tests import warm
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, run_train
 from tests.hub import Hub
 
@@ -273,7 +273,7 @@ def test_the_table_is_whole():
 ])  # fmt: skip
 def test_bad_input_as_a_user_makes_it(place, number, name, words, message):
     argv = list(map(str, words(place)))
-    result = subprocess.run([sys.executable, "-m", main_of(argv), *argv], cwd=ROOT, env=environment(),
+    result = subprocess.run([warm.python(), "-m", main_of(argv), *argv], cwd=ROOT, env=environment(),
                             capture_output=True, text=True, timeout=300)  # fmt: skip
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr.startswith("error: ")
@@ -333,7 +333,7 @@ def test_10_a_hub_data_set_that_is_a_script(place):
     (place.path / "hub" / "a" / "texts").mkdir(parents=True)
     place.file("hub/a/texts/texts.py", LOADER)
     with Hub(place.path / "hub") as hub:
-        result = subprocess.run([sys.executable, "-m", "recipe.data.prepare", *place.prepare("a/texts")], cwd=ROOT,
+        result = subprocess.run([warm.python(), "-m", "recipe.data.prepare", *place.prepare("a/texts")], cwd=ROOT,
                                 env=environment(hub.environment), capture_output=True, text=True)  # fmt: skip
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr

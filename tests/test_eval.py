@@ -15,6 +15,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
 from eval import common, perplexity, sample
+from tests.conftest import environment
 
 REPOSITORY = Path(__file__).parent.parent
 BPE = REPOSITORY / "recipe" / "data" / "gpt2_bpe"
@@ -43,7 +44,7 @@ def loaded(model_dir):
 
 def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, str(REPOSITORY / "eval" / f"{script}.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def main_of(module, monkeypatch, *arguments: str) -> None:

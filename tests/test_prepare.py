@@ -29,7 +29,8 @@ from recipe.data.prepare import main, prepare, prepare_for_training
 from recipe.data.select import Deduplicated, HeldOut
 from recipe.data.shards import Manifest, find_shards, read_shard, unigram_loss
 from recipe.data.tokenizer import END_OF_TEXT, encode
-from tests.conftest import ASSETS, ROOT, SHAKESPEARE
+from tests import warm
+from tests.conftest import ASSETS, ROOT, SHAKESPEARE, environment
 
 PARQUET = ASSETS / "text" / "enwik8-articles.parquet"
 
@@ -373,8 +374,8 @@ def test_prepare_for_training(reference, tmp_path, capsys):
 
 
 def command_line(*arguments):
-    command = [sys.executable, "-m", "recipe.data.prepare", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [warm.python(), "-m", "recipe.data.prepare", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
 
 
 def test_the_command(reference, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.plan import flops_per_token, parameter_count
 from recipe.speed import communication, cost, floor, profile, scaling, two
 from recipe.speed.communication import LINKS, Collective, collectives
+from tests import warm
 from tests.conftest import ROOT, environment
 
 CPU = torch.device("cpu")
@@ -290,7 +290,7 @@ def profiled():
         "step, device = profile.recipe_step(sys.argv[1:]); print(json.dumps(profile.profile_step(step, device, 2)))"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, *STEP], cwd=ROOT, env=environment(), capture_output=True, text=True
+        [warm.python(), "-c", code, *STEP], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint import checkpoints
+from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, metrics, run_train, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
@@ -244,7 +245,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
     settings = TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
     settings |= {"eval_every": 1, "save_every": 1, "sample_every": 2, "n_layer": 1, "keep_last": 9}
-    command = [sys.executable, "-c", code, *flags(**settings)]
+    command = [warm.python(), "-c", code, *flags(**settings)]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     steps = [f"step_{n:08}" for n in range(1, 5)]

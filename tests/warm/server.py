@@ -25,6 +25,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+AT_ONCE = 6  # servers of the second generation, of some 200 MB each
 FIRST = ("numpy", "torch", "torch._dynamo", "matplotlib")
 # Imported lazily by what the recipe imports, and dear.
 LAZY = ("accelerate.commands.accelerate_cli", "accelerate.commands.launch", "torch.distributed.run",
@@ -98,7 +99,8 @@ class Server:
         self.path = sys.path[1:]
         self.first, self.second = set(), set()  # variables read by the imports of each generation
         self.warm = False
-        self.servers: dict[tuple, socket.socket] = {}
+        self.servers: dict[tuple, socket.socket] = {}  # of the second generation
+        self.retired: list[socket.socket] = []  # no more requests, but their forks are left to end
 
     # The first generation
 
@@ -110,13 +112,11 @@ class Server:
             while True:
                 for key, _ in ready.select():
                     if key.fileobj == 0:
-                        for server in self.servers.values():
+                        for server in (*self.servers.values(), *self.retired):
                             server.close()
-                        while self.servers:
-                            with contextlib.suppress(ChildProcessError):
+                        with contextlib.suppress(ChildProcessError):
+                            while True:
                                 os.wait()
-                                continue
-                            break
                         return None
                     connection, _ = self.listening.accept()
                     if (server := self.dispatch(connection)) is not None:
@@ -128,7 +128,7 @@ class Server:
             size, fds, _, _ = socket.recv_fds(connection, 4, 250)
             body = bytearray()
             while len(body) < int.from_bytes(size, "big"):
-                body += connection.recv(1 << 20)
+                body += connection.recv(int.from_bytes(size, "big") - len(body))
             request = json.loads(body)
         except (OSError, ValueError):
             return None
@@ -147,6 +147,11 @@ class Server:
                     return job
                 values = self.values(request["env"])
                 self.servers[values] = self.newest
+                while len(self.servers) > AT_ONCE:
+                    oldest = self.servers.pop(next(iter(self.servers)))
+                    oldest.sendall(bytes(4))
+                    self.retired.append(oldest)
+            self.servers[values] = self.servers.pop(values)  # the last one used
             try:
                 socket.send_fds(self.servers[values], [len(body).to_bytes(4, "big")], [connection.fileno(), *fds])
                 self.servers[values].sendall(body)
@@ -173,7 +178,7 @@ class Server:
         ours, theirs = socket.socketpair()
         start = time.monotonic()
         if os.fork() == 0:
-            for unused in (ours, connection, self.listening, *self.servers.values()):
+            for unused in (ours, connection, self.listening, *self.servers.values(), *self.retired):
                 unused.close()
             for fd in fds:
                 os.close(fd)
@@ -192,8 +197,8 @@ class Server:
         theirs.close()
         self.second |= set(json.loads(ours.recv(1 << 20)))
         self.newest = ours
-        others = {k: v for k in self.second if (v := env.get(k)) != self.environment.get(k)}
-        print(f"server {len(self.servers) + 1}: {time.monotonic() - start:.1f} s, {others}", flush=True)
+        others = sorted(k for k in self.second if env.get(k) != self.environment.get(k))  # values may be secrets
+        print("server:", f"{time.monotonic() - start:.1f} s", *others, flush=True)
         return None
 
 
@@ -212,13 +217,17 @@ class Second:
         ready = selectors.DefaultSelector()
         ready.register(reading, selectors.EVENT_READ, "ended")
         ready.register(self.requests, selectors.EVENT_READ, "request")
-        while True:
+        retired = False
+        while self.clients or not retired:
             for key, _ in ready.select():
                 if key.data == "ended":
                     os.read(reading, 100)
                     self.reap(ready)
                 elif key.data == "request":
                     request, connection, fds = self.receive()
+                    if not request:
+                        retired = True
+                        continue
                     if (pid := os.fork()) == 0:
                         ready.close()
                         for unused in (connection, self.requests, *self.clients.values()):
@@ -238,8 +247,10 @@ class Second:
                             os.kill(key.data, number)
                     if not told:
                         ready.unregister(key.fileobj)
+        os._exit(0)
 
-    def receive(self) -> tuple[dict, socket.socket, list[int]]:
+    def receive(self) -> tuple[dict, socket.socket | None, list[int]]:
+        """The next request, its client and its files; an empty one where there will be no more."""
         size, fds, _, _ = socket.recv_fds(self.requests, 4, 250)
         if not size:  # the first generation has ended
             for pid in self.clients:
@@ -248,6 +259,8 @@ class Second:
             while self.clients:
                 self.reap(None)
             os._exit(0)
+        if not any(size):
+            return {}, None, []
         body = bytearray()
         while len(body) < int.from_bytes(size, "big"):
             body += self.requests.recv(int.from_bytes(size, "big") - len(body))
