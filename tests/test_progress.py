@@ -84,6 +84,12 @@ def test_a_wide_terminal_gets_long_words_and_a_graph_in_the_room_left():
     assert "|" not in after(RECORD).line(79)  # the graph goes first
 
 
+def test_a_warning_outlasts_all_else_and_is_cut_where_there_is_no_room():
+    progress = after(RECORD, warning="step 20 not saved")
+    assert progress.line(30) == "WARNING: step 20 not saved"
+    assert progress.line(15) == "WARNING: step 2"
+
+
 def test_amounts_have_one_unit():
     assert amount(3.114e9, 5e9) == ("3.11/5.00 B tokens", "3.11/5.00B")
     assert amount(1.2e7, 5.243e8)[0] == "12.0/524.3 M tokens"
@@ -341,6 +347,10 @@ def test_a_run_on_a_terminal_is_resized_and_stopped_and_leaves_it_clean(shards, 
         for columns in (60, 140, 80):
             resize(columns)
             read_until("left.*left")
+            begun = len(output)
+        read_until("left")
+        drawn = re.findall(r"\x1b\[J([^\r]*)\r", output[begun:])
+        assert 60 < max(map(len, drawn)) <= 79  # of 80: the last column is free
         os.write(main, b"\x03")  # what the terminal makes of Ctrl-C: an echo, and SIGINT for who is in front
         read_until("stopped    before the end")
         assert termios.tcgetattr(main) == before
