@@ -55,6 +55,8 @@ def run(home, tmp_path, monkeypatch):
 
         for module in (trackio.sqlite_storage, trackio.utils):  # read from the environment when it was imported
             monkeypatch.setattr(module, "TRACKIO_DIR", home / "trackio")
+    for patience in ("_START", "_END"):  # a slow machine is not what is tested
+        monkeypatch.setattr(trackers, patience, 60.0)
     said = []
 
     def make(name: str, step: int = 0, directory: Path = tmp_path / "run", **fields) -> Tracker:
