@@ -299,7 +299,6 @@ def test_wandb_login_is_heard_of(home, monkeypatch):
 )
 def test_what_the_user_says_of_wandbs_mode_holds(run, tmp_path, monkeypatch, mode, said):
     monkeypatch.setenv("WANDB_MODE", mode)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
     with run("wandb") as tracker:
         log(tracker, 0)
     assert len(run.said) == 1
@@ -366,6 +365,7 @@ sys.exit(7)
 
 
 @needs["tensorboard"]
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # pytest's word for a traceback
 def test_a_full_disk_costs_tensorboard_its_points_of_then(run, tmp_path, monkeypatch, capfd):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
