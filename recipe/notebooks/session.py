@@ -63,7 +63,7 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
     if interrupted:
         raise KeyboardInterrupt
     if told.is_set() and code:
-        print(f"stopped after {hours:g} hours, as it was told to", flush=True)
+        print(f"stopped after {hours:.3g} hours, as it was told to", flush=True)
     elif code and essential:
         raise RuntimeError(f"exit code {code}; what the command says above is the cause")
     elif code:
