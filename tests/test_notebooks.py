@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment
 from tests.faults_push import REPO
 from tests.hub_push import PushHub
@@ -95,8 +96,9 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], only: set[str] | 
         notebook.cells = [cell for i, cell in enumerate(notebook.cells) if i <= at or cell.id in only]
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(lines))
     bin = programs(tmp_path / "bin")
-    env = environment({"PATH": f"{bin}:{BIN}:{os.environ['PATH']}", "JUPYTER_PREFER_ENV_PATH": "1",
-                       "IPYTHONDIR": str(tmp_path / "ipython")}) | env  # fmt: skip
+    path = os.pathsep.join([str(bin), str(Path(warm.python()).parent), str(BIN), os.environ["PATH"]])
+    own = {"PATH": path, "JUPYTER_PREFER_ENV_PATH": "1", "IPYTHONDIR": str(tmp_path / "ipython")}
+    env = environment(own) | env
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=env)
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
