@@ -133,7 +133,7 @@ class Tracker:
 
     def log(self, record: dict) -> None:
         """Hands over a line of metrics.jsonl; returns at once."""
-        if self._name:
+        if self._thread.is_alive():
             try:
                 self._records.put_nowait(dict(record))
             except queue.Full:
@@ -141,7 +141,7 @@ class Tracker:
 
     def __exit__(self, kind, *_error) -> None:
         """Waits, not for ever, until the tracker has taken everything."""
-        if not self._name or not self._thread.ident:
+        if not self._thread.ident:  # was never begun
             return
         self._failed = kind is not None
         with suppress(queue.Full):
@@ -150,7 +150,8 @@ class Tracker:
         if self._thread.is_alive():
             self._warned = True  # there is no more to say
             self._say(f"WARNING    tracker {self._name}: no end of it after {_END:.0f} s; left as it is")
-            if wandb := sys.modules.get("wandb"):  # its hook would have the process's end wait; this takes it away
+            # wandb's hook would have the process's end wait; this takes it away.
+            if self._name == "wandb" and (wandb := sys.modules.get("wandb")):
                 threading.Thread(target=wandb.teardown, daemon=True).start()
                 self._thread.join(1.0)
 
@@ -167,10 +168,8 @@ class Tracker:
     def _work(self) -> None:
         try:
             with self._heard():
-                try:
-                    tracker = getattr(self, f"_begin_{self._name}")()
-                finally:
-                    self._ready.set()
+                tracker = getattr(self, f"_begin_{self._name}")()
+                self._ready.set()
                 while (record := self._records.get()) is not None:
                     self._write(tracker, record)
                 if self._name == "wandb":
@@ -182,10 +181,10 @@ class Tracker:
         except Exception as error:
             self._warn(error)
         finally:
-            if wandb := sys.modules.get("wandb"):
+            self._ready.set()
+            if self._name == "wandb" and (wandb := sys.modules.get("wandb")):
                 with suppress(Exception):
                     wandb.teardown()  # here: at the process's end it may raise, or wait
-            self._name = ""
 
     def _write(self, tracker: GeneralTracker, record: dict) -> None:
         values, step = metric_names(record), record["step"]
