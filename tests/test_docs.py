@@ -45,7 +45,7 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         elif target in ("scoreboard", "bench-peers", "bench-gpu"):  # tests/test_bench.py runs them
             options["ARGS"] = options.get("ARGS", "") + " --help"
         elif target == "bench-data":
-            options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 20"}
+            options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 11"}
         elif target == "data":
             options["ARGS"] = shlex.join(["--out", str(tmp_path / "shards")])
         elif target == "chat":

@@ -92,8 +92,9 @@ def test_nothing_of_the_repository_is_imported_and_no_run_sees_another():
 def test_what_is_read_while_importing_is_the_callers(tmp_path):
     code = "import sys; warm = 'torch' in sys.modules; from huggingface_hub import constants; "
     code += "print(warm, constants.HF_HOME, constants.ENDPOINT, constants.HF_HUB_OFFLINE)"
-    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0"}
-    assert run("-c", code, env=env).stdout == f"True {tmp_path} http://127.0.0.1:1 False\n"
+    for home in tmp_path / "one", tmp_path / "two":
+        env = {"HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0"}
+        assert run("-c", code, env=env).stdout == f"True {home} http://127.0.0.1:1 False\n"
     for name in ("TORCH_LOGS", "OMP_NUM_THREADS", "PYTHONHASHSEED"):  # too early for any fork
         assert run("-c", code, env={name: "2" if name[0] != "T" else "recompiles"}).stdout.startswith("False ")
 

@@ -164,7 +164,7 @@ class Server:
 
     def values(self, env: dict) -> tuple:
         """What tells servers of the second generation apart."""
-        return tuple((k, env.get(k)) for k in sorted({*(self.second - self.first - HANDLED), *CHOSEN}))
+        return tuple((k, env.get(k)) for k in sorted({*(self.second - self.first - HANDLED - LATE), *CHOSEN}))
 
     def different(self, env: dict, read: set) -> list[str]:
         names = read | {k for k in {*env, *self.environment} if k.startswith(NATIVE)}
