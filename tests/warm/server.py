@@ -35,7 +35,9 @@ DEEPSPEED = ("deepspeed", "deepspeed.ops", "deepspeed.runtime.zero.muon.muon_opt
 NATIVE = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "PYTHON",
           "PYTORCH_", "ARROW_", "CUDA_", "FSSPEC_", "TQDM_", "NETWORKX_", "DS_")  # fmt: skip
 HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER"}  # by `become`
-LATE = {"PYTORCH_NVML_BASED_CUDA_CHECK"}  # read when torch is asked, not when it is imported
+# The one is read when torch is asked, not when it is imported. The other is set by libraries in whoever imports them,
+# the tests' own process too; only another OpenMP than torch's for Linux reads it.
+LATE = {"PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK"}
 CHOSEN = ("ACCELERATE_USE_DEEPSPEED",)  # decides what is imported
 IGNORE = (
     "recipe",
