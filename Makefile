@@ -47,22 +47,23 @@ endef
 .PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
 
 help:
-	@echo "Pre-train GPT-2. Each target sets up what it needs in .venv; begin with make train."
-	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {split($$0, part, /:.*## /); printf "  make %-15s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
+	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
+	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {split($$0, part, /:.*## /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "  CONFIG is a recipe (recipe/configs), ACCELERATE the hardware (accelerate_configs),"
+	@echo "  CONFIG is a recipe (recipe/configs), ACCELERATE its hardware,"
 	@echo "  PROCESSES how many, ARGS anything else:"
-	@echo "    make train CONFIG=recipe/configs/gpt2.yaml ACCELERATE=accelerate_configs/ddp.yaml"
+	@echo "    make train CONFIG=recipe/configs/gpt2.yaml PROCESSES=2 \\"
+	@echo "      ACCELERATE=accelerate_configs/ddp.yaml"
 	@echo "    make train ARGS='--learning_rate 1e-3 --run_name mine'"
 
 ##@ Train
 
-train: $(TRAINING) ## train CONFIG, then sample; goes on where it stopped (FRESH=1: anew)
+train: $(TRAINING) ## train CONFIG, sample; resumes where it stopped (or FRESH=1)
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
-plan: $(TRAINING) ## what the run would be: parameters, batch, memory, disk, time, price
+plan: $(TRAINING) ## what the run would be: batch, memory, disk, time, price
 	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(ARGS)
 
 data: .venv/installed ## prepare the shards that CONFIG names, all before training
@@ -73,19 +74,19 @@ checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 
 ##@ Look and evaluate
 
-sample: .venv/installed ## continue PROMPT with MODEL: directory, Hub id (default: newest run)
+sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
 	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)
 
-chat: .venv/installed ## continue with MODEL what you type, line by line (Ctrl-D ends)
+chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
 	@$(BIN)/python eval/sample.py $(MODEL_ARG) --interactive $(ARGS)
 
-report: .venv/installed ## curves of RUN as a page; does its loss look right? (RUN="runs/a runs/b")
+report: .venv/installed ## curves of RUN as a page; does its loss look right?
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
 	$(BIN)/python eval/perplexity.py $(MODEL_ARG) $(ARGS)
 
-eval-hellaswag: .venv/installed ## HellaSwag of MODEL, both published ways (LIMIT=500: a quick look)
+eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
 	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lambada: .venv/installed ## LAMBADA's last words (ROWS=rows.jsonl, LIMIT=500)
@@ -94,7 +95,7 @@ eval-lambada: .venv/installed ## LAMBADA's last words (ROWS=rows.jsonl, LIMIT=50
 eval-wikitext: .venv/installed ## WikiText-2 perplexity of MODEL (TEXT=file, LIMIT=windows)
 	$(BIN)/python eval/wikitext.py $(MODEL_ARG) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
 
-eval-lm: .venv/installed-eval ## lm-evaluation-harness on MODEL (TASKS=hellaswag,lambada_openai)
+eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=hellaswag,lambada_openai)
 	$(BIN)/python eval/harness.py $(MODEL_ARG) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
@@ -102,21 +103,21 @@ eval-lm: .venv/installed-eval ## lm-evaluation-harness on MODEL (TASKS=hellaswag
 export: .venv/installed ## the latest checkpoint of RUN with its model card into OUT
 	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
-push: .venv/installed ## the same directory to REPO=ORG/NAME on the Hub (HF_TOKEN; RUN)
+push: .venv/installed ## the same to REPO=ORG/NAME on the Hub (RUN)
 	$(BIN)/python -m recipe.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo $(REPO) $(ARGS)
 
 ##@ Measure speed
 
-scoreboard: .venv/installed ## what each optimisation brings on this machine (ARGS=--quick)
+scoreboard: .venv/installed ## what each optimisation brings here (ARGS=--quick)
 	$(BIN)/python -m recipe.bench scoreboard $(BENCH_ARGS)
 
-bench-peers: .venv/installed ## transformers' Trainer, and others, beside recipe/train.py (CONFIG)
+bench-peers: .venv/installed ## recipe/train.py beside transformers and others (CONFIG)
 	$(BIN)/python -m recipe.bench peers $(BENCH_ARGS)
 
-bench-gpu: .venv/installed ## all measurements of a GPU in less than nine minutes, under OUT
+bench-gpu: .venv/installed ## all that is to be measured of a GPU, nine minutes
 	$(BIN)/python -m recipe.bench all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 
-bench-data: .venv/installed ## preparing text and reading shards, beside datasets.map (TEXT=file)
+bench-data: .venv/installed ## preparing and reading data beside datasets.map
 	$(BIN)/python -m recipe.data.bench $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODEL)
@@ -130,7 +131,7 @@ test: .venv/installed-dev ## all tests (ARGS="-k name": some; WORKERS=1: one by 
 test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
-test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs (ARGS="--group kill")
+test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
 	$(BIN)/python -m tests.faults $(ARGS)
 
 lint: .venv/installed-dev ## check style and format
@@ -154,7 +155,7 @@ clean: ## delete environments, shards and caches; runs/ stays
 	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv"; exit 1; fi
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing pinned dependencies into .venv (a minute or two; with a GPU's libraries some gigabytes)"
+	@echo "installing pinned dependencies into .venv (some minutes the first time)"
 	$(call install,-c constraints.txt -e .)
 
 .venv/installed-deepspeed: .venv/installed

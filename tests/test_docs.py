@@ -22,6 +22,7 @@ COMMANDS = [
 ]
 # Get the code, or are what is running now.
 NOT_RUN = ("git clone", "cd ", "make test", "make lint", "make clean", "python -m venv", "source ", "pip install")
+NOT_HERE = ("gcloud ", "sbatch ")  # Google's command, and Slurm's: tests/test_engines.py runs the script
 
 
 def texts(directory: Path) -> Path:
@@ -42,7 +43,7 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options["ARGS"] = options.get("ARGS", "") + (" --dry_run" if target == "train" else " --help")
         elif target == "train":
             options["ARGS"] = options.get("ARGS", "") + " " + shlex.join([*tiny, "--run_name", "docs"])
-        elif target in ("scoreboard", "bench-peers", "bench-gpu"):  # tests/test_bench.py runs them
+        elif target in ("scoreboard", "bench-peers", "bench-gpu", "push"):  # tests/test_bench.py, test_push.py run them
             options["ARGS"] = options.get("ARGS", "") + " --help"
         elif target == "bench-data":
             options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 11"}
@@ -58,12 +59,14 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             options |= {"LIMIT": "4"} if target not in ("sample", "eval-val") else {}
             options |= {"TEXT": str(SHAKESPEARE)} if target == "eval-wikitext" else {}
             options |= {"ROWS": str(texts(tmp_path))} if target in ("eval-lambada", "eval-lm") else {}
+        elif target == "checkpoints":
+            options["RUN"] = str(run)
         elif target == "report":
             options |= {"RUN": f"{run} {run}", "OUT": str(tmp_path / "report")}
         elif target == "export":
             options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
         # The environment is the one that the tests run in: nothing is installed here.
-        made = [word for kind in ("", "-dev", "-eval") for word in ("-o", f".venv/installed{kind}")] + [f"BIN={BIN}"]
+        made = [word for kind in ("", "-dev", "-eval", "-trackers") for word in ("-o", f".venv/installed{kind}")] + [f"BIN={BIN}"]
         return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
     if "recipe.data.prepare" in words:
         assert words[:3] == ["python", "-m", "recipe.data.prepare"]
@@ -74,6 +77,9 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         if "--processes" in words:
             words[words.index("--processes") + 1] = "2"
         return words
+    if "recipe.bench" in words:
+        assert words[3] == "cost"
+        return [*words, "--out", str(tmp_path / "bench")]
     if "recipe.export" in words:
         if words[3] == "push":  # tests/test_push.py does
             return [*words, "--help"]
@@ -95,7 +101,7 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
 
 
 # A TPU's commands are run where torch_xla is, by tests/xla.
-RUN_HERE = [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN) and "tpu.yaml" not in c]
+RUN_HERE = [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN + NOT_HERE) and "tpu.yaml" not in c]
 
 
 @pytest.mark.parametrize("command", RUN_HERE)
@@ -119,35 +125,23 @@ def test_command_of_the_readme(command, shards, whole_run, tmp_path):
     assert len(result.stdout.splitlines()) > ("verify" not in words)  # every command says what it is doing
 
 
-def test_the_readme_has_the_two_commands_and_every_target_exists():
+def test_the_readme_has_the_two_commands_and_every_target_exists_and_is_in_the_help():
     assert {"make train", "make test"} <= set(COMMANDS)
-    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {
-        "train",
-        "test",
-        "data",
-        "sample",
-        "chat",
-        "eval-val",
-        "eval-wikitext",
-        "eval-lambada",
-        "eval-hellaswag",
-        "eval-lm",
-        "bench-eval",
-        "report",
-        "export",
-        "lint",
-        "clean",
-        "help",
-    } <= targets
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE).group(1).split())
     for command in COMMANDS:
         if command.startswith("make "):
             assert command.split()[1] in targets, command
+    help = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"^  make ([a-z-]+)  ", help, re.MULTILINE)) == targets - {"help"}
+    groups = re.findall(r"^(\w[\w ]*)$", help, re.MULTILINE)
+    assert groups == ["Train", "Look and evaluate", "Share", "Measure speed", "Develop"]
+    assert max(map(len, help.splitlines())) <= 80
 
 
 def test_links_and_files_named_in_the_readme_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if not target.startswith("http"):
             assert (ROOT / target).exists(), target
-    for path in re.findall(r"`((?:recipe|eval|accelerate_configs|tests)/[\w./-]+)`", README):
+    for path in re.findall(r"`((?:recipe|eval|accelerate_configs|ds_configs|tests)/[\w./-]+)`", README):
         assert (ROOT / path).exists(), path
