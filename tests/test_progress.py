@@ -346,11 +346,11 @@ def test_a_run_on_a_terminal_is_resized_and_stopped_and_leaves_it_clean(shards, 
         read_until("validation loss.*validation loss")
         for columns in (60, 140, 80):
             resize(columns)
-            read_until("left.*left")
             begun = len(output)
-        read_until("left")
-        drawn = re.findall(r"\x1b\[J([^\r]*)\r", output[begun:])
-        assert 60 < max(map(len, drawn)) <= 79  # of 80: the last column is free
+            read_until("left.*left.*left")
+            drawn = [len(text) for text in re.findall(r"\x1b\[J([^\r]*)\r", output[begun:])[1:]]
+            assert max(drawn) < columns  # the last column is free
+            assert columns != 140 or max(drawn) == 139  # the graph takes the room that is left
         os.write(main, b"\x03")  # what the terminal makes of Ctrl-C: an echo, and SIGINT for who is in front
         read_until("stopped    before the end")
         assert termios.tcgetattr(main) == before
