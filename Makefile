@@ -58,7 +58,7 @@ help:
 
 ##@ Train
 
-train: $(TRAINING) ## train CONFIG, sample; resumes where it stopped (or FRESH=1)
+train: $(TRAINING) ## train CONFIG, sample; goes on from its checkpoint
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")

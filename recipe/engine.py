@@ -120,7 +120,8 @@ class Engine:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         if self.device.type == "cpu":
-            return f"CPU ({torch.get_num_threads()} threads a process)"
+            threads = torch.get_num_threads()
+            return f"CPU ({threads} thread{'s' * (threads > 1)} a process)"
         return self.device.type.upper()
 
     @property

@@ -66,7 +66,9 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         elif target == "export":
             options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
         # The environment is the one that the tests run in: nothing is installed here.
-        made = [word for kind in ("", "-dev", "-eval", "-trackers") for word in ("-o", f".venv/installed{kind}")] + [f"BIN={BIN}"]
+        made = [word for kind in ("", "-dev", "-eval", "-trackers") for word in ("-o", f".venv/installed{kind}")] + [
+            f"BIN={BIN}"
+        ]
         return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
     if "recipe.data.prepare" in words:
         assert words[:3] == ["python", "-m", "recipe.data.prepare"]
