@@ -21,7 +21,7 @@ import torch
 
 from recipe import device as hardware
 from recipe.config import UserError
-from recipe.plan import flops_per_token
+from recipe.plan import MFU, flops_per_token
 from recipe.speed import cost, floor, peers, profile, report, scaling
 from recipe.speed.rounds import Void, Worker, compare, prepared, workers
 from recipe.speed.scoreboard import ladder, scoreboard
@@ -283,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=1e4, help="leave out what would begin later than this")
     parser.add_argument("--quick", action="store_true", help="one round of short turns")
     parser.add_argument("--only", default="", help="rows that this regular expression matches (peers)")
-    parser.add_argument("--mfu", type=float, default=0.5, help="assumed share of a device's peak (cost)")
+    parser.add_argument("--mfu", type=float, default=MFU, help="assumed share of a device's peak (cost)")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device (cost)")
     parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT to run beside ours (peers)")
     parser.add_argument("--llmc_log", default="", help="what llm.c's train_gpt2cu printed, to quote (peers)")

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from recipe.config import parse_config
 from recipe.device import PEAK_FLOPS
-from recipe.plan import flops_per_token, parameter_count, plural, si
+from recipe.plan import MFU, flops_per_token, parameter_count, plural, price, si, training_seconds
 
 RECIPES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 DEVICES = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of PEAK_FLOPS
 
 
-def table(mfu: float, price_per_hour: float = 0.0) -> list[dict]:
-    """A row a recipe and device: hours = tokens x FLOPs a token / (mfu x peak of all devices), and dollars at
-    `price_per_hour` of one device. Validation, saving and communication are not in it."""
+def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[dict]:
+    """A row a recipe and device: hours at `mfu` of the peak of all devices, and dollars at `price_per_hour` of one.
+    Validation, saving and communication are not in it."""
     rows = []
     for recipe in RECIPES:
         config = parse_config([f"--config={recipe}"])
         tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
-        flops = tokens * flops_per_token(config.model, config.data.sequence_length)
+        flops = flops_per_token(config.model, config.data.sequence_length)
         for count, name in DEVICES:
-            hours = flops / (mfu * PEAK_FLOPS[name] * count) / 3600
+            seconds = training_seconds(tokens, flops, PEAK_FLOPS[name] * count, mfu)
+            hours = seconds / 3600
+            dollars = price(seconds, count, price_per_hour) if price_per_hour else None
             rows.append({
-                "recipe": recipe, "parameters": parameter_count(config.model), "tokens": tokens, "flops": flops,
-                "devices": count, "device": name, "mfu": mfu, "hours": hours, "device_hours": count * hours,
-                "dollars": price_per_hour * count * hours if price_per_hour else None,
+                "recipe": recipe, "parameters": parameter_count(config.model), "tokens": tokens,
+                "flops": tokens * flops, "devices": count, "device": name, "mfu": mfu, "hours": hours,
+                "device_hours": count * hours, "dollars": dollars,
             })  # fmt: skip
     return rows
 
