@@ -28,11 +28,14 @@ PIP := -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # What a training run needs of the environment.
-TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --tracker,$(ARGS)),.venv/installed-trackers)
+TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --tracker,$(ARGS)),$(VENV)/installed-trackers)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 # Measurements choose by the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+
+# Here, because a comma would end an argument of $(call).
+DEV := .[dev,deepspeed,trackers]
 
 # $(call install,WHAT): a line that says what pip is at, where somebody looks; a pipe has no exit code of its own, hence
 # the file.
@@ -44,6 +47,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
 
 help:
@@ -148,7 +152,7 @@ clean: ## delete environments, shards and caches; runs/ stays
 	@echo "runs/ is kept; delete it by hand"
 
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is too old, Python 3.10 or later is needed (make PYTHON=...)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
 	@echo "making the environment $(@D:/bin=)"
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(@D:/bin=); \
 	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $(@D:/bin=); \
@@ -162,9 +166,9 @@ clean: ## delete environments, shards and caches; runs/ stays
 	@echo "installing DeepSpeed into .venv"
 	$(call install,-c constraints.txt -e '.[deepspeed]')
 
-.venv/installed-trackers: .venv/installed
-	@echo "installing the trackers into .venv"
-	$(call install,-c constraints.txt -e '.[trackers]')
+.venv/installed-trackers .venv-tpu/installed-trackers: %/installed-trackers: %/installed
+	@echo "installing the trackers into $(@D)"
+	$(call install,-c $(if $(findstring tpu,$@),.venv-tpu/)constraints.txt -e '.[trackers]')
 
 .venv/installed-eval: .venv/installed
 	@echo "installing lm-evaluation-harness into .venv"
@@ -173,7 +177,7 @@ clean: ## delete environments, shards and caches; runs/ stays
 # All at once: each call of pip works out anew what goes with what.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
-	$(call install,-c constraints.txt -e '.[dev,deepspeed,trackers]')
+	$(call install,-c constraints.txt -e '$(DEV)')
 	@touch .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
 
 # The pinned versions, but for torch's: torch_xla names its own.

@@ -23,7 +23,7 @@ _LABEL = 11  # columns of what stands before the text of most lines: "device    
 
 def wrapped(text: str) -> str:
     """Lines as wide as the terminal, what does not fit aligned under the text, behind a label; as they are where
-    standard output is none: a log is searched line by line."""
+    standard output is none: a log is searched line by line. So are commands to copy, which begin with two spaces."""
     if not sys.stdout.isatty():
         return text
     width, lines = shutil.get_terminal_size().columns, []
@@ -31,7 +31,8 @@ def wrapped(text: str) -> str:
         label = re.match(r"\S+  +|step \d+: | +|", line)[0]
         indent = " " * min(len(label) or _LABEL, width // 2)
         options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-        lines.append(textwrap.fill(line, width, **options) if len(line) > width else line)
+        whole = len(line) <= width or re.match(r"  \S", line)
+        lines.append(line if whole else textwrap.fill(line, width, **options))
     return "\n".join(lines)
 
 

@@ -71,11 +71,12 @@ def fail(error: Exception) -> int:
     while it is about to. So the others wait to be ended, and one that is not is the only one to know of the mistake.
     """
     message, code = f"error: {error}", MISTAKE
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError):
-        if not (how := _BROKEN_OFF.search(str(error))):
+        how = _BROKEN_OFF.search(str(error))
+        if not (several and how):  # of one process it is a connection to something else
             raise error
         message, code = _lost(how["gloo"] or how["nccl"]), AGAIN
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and not speaks():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(_PATIENCE)
@@ -97,8 +98,8 @@ def _lost(how: str) -> str:
     else:
         again = "The same command, without --fresh, on every machine"
     return (
-        f"\nlost       another process of this run, or its machine, is gone ({how}); what it says there is the cause. "
-        f"{again} goes on from the last checkpoint"
+        f"\nlost       another process of this run, or its machine, is gone or does not answer ({how}); what it says "
+        f"there is the cause. {again} goes on from the last checkpoint"
     )
 
 

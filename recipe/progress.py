@@ -81,7 +81,13 @@ class _TerminalBar(tqdm):
         super().__init__(**options)
 
     def __str__(self) -> str:
-        return self._line(_columns(self.fp), bool(self.ascii))
+        with suppress(ValueError, ArithmeticError):  # raised, it would leave tqdm's lock behind
+            return self._line(_columns(self.fp), bool(self.ascii))
+        return ""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        with self.get_lock():  # which close() holds to erase the bar: nothing is drawn after it
+            return not (self.disable and msg is None) and super().display(msg, pos)
 
     @staticmethod
     def status_printer(file) -> Callable[[str], None]:
@@ -119,12 +125,14 @@ class Progress:
         self._warning = ""
         self._pace: float | None = None  # training seconds a token
         self._readings = 0
-        self._seconds = self._seconds_before = self._pauses_before = 0.0
+        self._seconds = self._pauses = self._seconds_before = self._pauses_before = 0.0
         self._pauses_a_second = 0.0
         self._closed = threading.Event()
         self._bar = None
         if self.terminal:
-            self._bar = _TerminalBar(self.line, total=self.total, initial=self.done, leave=False, mininterval=0.25)
+            # A terminal that tells no rows (docker's) has none for tqdm, and TQDM_DISABLE would leave nothing at all.
+            self._bar = _TerminalBar(self.line, total=self.total, initial=self.done, leave=False, mininterval=0.25,
+                                     nrows=20, disable=False)  # fmt: skip
             self._thread = threading.Thread(target=self._keep_drawing, name="bar", daemon=True)
             self._thread.start()
 
@@ -156,7 +164,7 @@ class Progress:
         far that were no training."""
         names = ("loss", "val_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
         self._shown |= {name: record[name] for name in names if record.get(name) is not None}
-        self._warning, self._seconds = warning, record.get("seconds") or 0.0
+        self._warning, self._seconds, self._pauses = warning, record.get("seconds") or 0.0, pauses
         self._reckon(record.get("tokens_per_second"), pauses)
         if self.terminal and record["val_loss"] is not None:
             self.say(self._history(record))
@@ -234,7 +242,8 @@ class Progress:
         if skipped := shown.get("skipped_steps"):
             parts.append((4, f"{plural(skipped, 'step')} skipped", f"{skipped} skipped"))
         if self._price and left is not None:
-            spent, in_all = (money(seconds * self._price) for seconds in (self._seconds, self._seconds + left))
+            paid = self._seconds + self._pauses
+            spent, in_all = (money(seconds * self._price) for seconds in (paid, paid + left))
             parts.append((1, f"cost {spent} of {in_all}", f"{spent} of {in_all}"))
         charset = Bar.ASCII if ascii else Bar.UTF
         return fitted(parts, width, lambda cells: f"|{Bar(share, cells - 2, charset)}|", at=3)
@@ -248,7 +257,7 @@ class Progress:
     def _reckon(self, rate: float | None, pauses: float) -> None:
         """The pace follows what metrics.jsonl says: training seconds alone, of this process, never of the steps that
         earlier ones did. The first reading has compilation in it, and counts only until there is a second."""
-        if rate:
+        if rate and self._done > self._first:  # a resumed run begins with a record of the process before
             self._readings += 1
             older = self._pace if self._readings > 2 else 1 / rate
             self._pace = _SMOOTHING / rate + (1 - _SMOOTHING) * older

@@ -11,7 +11,7 @@ from recipe.config import Config
 # What other programs leave where they have trained.
 _PICKLES = ("*.pt", "*.pth", "*.ckpt", "*.pkl", "pytorch_model*.bin", "checkpoint-*/pytorch_model*.bin")
 # What a run makes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
-_TRACKERS = {"tensorboard", "wandb"}
+_TRACKERS = {"tensorboard", "wandb", "gpt2-recipe"}  # the last by version 0.1's way with TensorBoard
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 

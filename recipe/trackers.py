@@ -256,7 +256,7 @@ class Tracker:
             where = Path(run.settings.sync_dir).parent
             where = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
             command = f"wandb sync {shlex.quote(str(where))}/offline-run-*-{run.id}"  # one for each process of the run
-            self._say(f"tracker    wandb, offline{': ' * bool(reason)}{reason}; to upload: {command}")
+            self._say(f"tracker    wandb, offline{': ' * bool(reason)}{reason}; to upload:\n  {command}")
         else:
             self._say(f"tracker    wandb {run.url}")
         return tracker

@@ -122,7 +122,7 @@ def test_a_median_time_is_that_of_one_call():
     assert len(calls) >= 5  # one to warm up, one to estimate, and at least three
     calls.clear()
     device.median_seconds(lambda: calls.append(0), torch.device("cpu"), seconds=0.001)
-    assert len(calls) > 500  # what is short is timed in rows of about a millisecond
+    assert len(calls) > 100  # what is short is timed in rows of about a millisecond
     assert 0.005 <= device.seconds_of(lambda: time.sleep(0.005), torch.device("cpu"), calls=10) < 0.04  # for one call
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -135,10 +136,25 @@ def test_the_readme_has_the_two_commands_and_every_target_exists_and_is_in_the_h
         if command.startswith("make "):
             assert command.split()[1] in targets, command
     help = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(re.findall(r"^  make ([a-z-]+)  ", help, re.MULTILINE)) == targets - {"help"}
+    assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == targets - {"help"}
     groups = re.findall(r"^(\w[\w ]*)$", help, re.MULTILINE)
     assert groups == ["Train", "Look and evaluate", "Share", "Measure speed", "Develop"]
     assert max(map(len, help.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("hardware", ["single", "zero1", "tpu"])
+def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path):
+    """With all that is installed first, which no other test sees."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    targets = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
+    command = ["make", "-n", *targets, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--tracker wandb"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    subprocess.run(["sh", "-n"], input=said, text=True, check=True)
+    asked = {match[2]: match[1] for match in re.finditer(r"-c (\S+) -e '?(\.\S*?)'?[ ;]", said)}
+    wanted = {".[dev,deepspeed,trackers]", ".[deepspeed]", ".[trackers]", ".[tpu]" if hardware == "tpu" else "."}
+    assert wanted <= asked.keys()
+    assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
 
 
 def test_links_and_files_named_in_the_readme_exist():

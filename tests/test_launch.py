@@ -14,6 +14,26 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
 
 
+def ended(monkeypatch, error: str) -> int:
+    """The exit code of a process of two, the one that speaks, for an error of torch's."""
+
+    def leave(code: int):
+        raise SystemExit(code)
+
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("recipe.launch.os._exit", leave)
+    with pytest.raises(SystemExit) as left:
+        fail(RuntimeError(error))
+    return left.value.code
+
+
+def test_one_process_alone_has_lost_no_other(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RuntimeError, match="Connection reset by peer"):  # a download's
+        fail(RuntimeError("Connection reset by peer"))
+
+
 @pytest.mark.parametrize(("error", "seen"), [
     (CLOSED, "(Connection closed by peer [10.0.0.2]:5555)"),
     (GLOO + "unbound_buffer.cc:81] Timed out waiting 2400000ms for recv operation to complete",
@@ -22,12 +42,14 @@ CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is
      "(ncclRemoteError)"),
 ])  # fmt: skip
 def test_who_has_lost_another_process_says_so_in_a_line(monkeypatch, capsys, error, seen):
-    for name in ("WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.delenv(name, raising=False)
-    assert fail(RuntimeError(error)) == 75
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert ended(monkeypatch, error) == 75
     said = capsys.readouterr().err
     assert said.count("\n") == 2  # of which one ends the progress bar
-    assert f"another process of this run, or its machine, is gone {seen}; what it says there is the cause" in said
+    assert (
+        f"another process of this run, or its machine, is gone or does not answer {seen}; what it says there is the cause"
+        in said
+    )
     assert "The same command, without --fresh, on every machine goes on from the last checkpoint" in said
 
 
@@ -35,10 +57,9 @@ def test_who_has_lost_another_process_says_so_in_a_line(monkeypatch, capsys, err
     ("0", "at most 3 more times, and"), ("2", "at most 1 more time, and"), ("3", "The same command"),
 ])  # fmt: skip
 def test_restarts_that_are_left_are_named(monkeypatch, capsys, used, said):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", used)
-    fail(RuntimeError(CLOSED))
+    ended(monkeypatch, CLOSED)
     assert said in capsys.readouterr().err
 
 

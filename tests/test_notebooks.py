@@ -306,3 +306,12 @@ def test_the_newest_of_several_earlier_outputs_is_taken(session, tmp_path, capsy
     assert session.take_up(run, tmp_path / "input") is True
     assert [path.name for path in run.glob("step_*")] == ["step_00000300"]
     assert session.take_up(tmp_path / "runs" / "new", tmp_path / "nowhere") is False
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_its_own_recipe_needs_no_data_prepared_before(name):
+    from recipe.config import parse_config
+
+    cells = code(read(name))
+    config = re.search(r'^CONFIG = "(\S+)"', "\n".join(cells.values()), re.MULTILINE)[1]
+    assert parse_config(["--config", str(ROOT / config)]).data.streaming

@@ -109,9 +109,12 @@ def test_the_time_left_is_of_this_process_at_the_pace_of_late():
     assert resumed.seconds_left() == pytest.approx(98 * 2)
     # Validation and saves take half as long again as the training since the first reading.
     resumed = Progress(1000, 2**19, 900, show=False)
+    resumed.report(RECORD | slow | {"seconds": 89_000.0}, pauses=4000.0)  # of the process before: its last line
+    assert resumed.seconds_left() is None
+    resumed.advance()
     resumed.report(RECORD | reading | {"seconds": 90_000.0}, pauses=5000.0)
     resumed.report(RECORD | reading | {"seconds": 90_040.0}, pauses=5020.0)
-    assert resumed.seconds_left() == pytest.approx(100 * 2 * 1.5)
+    assert resumed.seconds_left() == pytest.approx(99 * 2 * 1.5)
     waiting = Progress(10, 1, 0, show=False)
     assert waiting.seconds_left() is None
     assert waiting.line(79).startswith("first step  0%")

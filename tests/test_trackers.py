@@ -188,7 +188,7 @@ def test_wandb_goes_on_in_the_same_run(run, tmp_path, home, capfd):
     assert any(r.HasField("stats") for r in records)  # the device's utilization
     reason = "no API key was found (wandb login keeps one)"
     command = f"wandb sync {tmp_path}/run/wandb/offline-run-*-{first}"
-    assert run.said == [f"tracker    wandb, offline: {reason}; to upload: {command}"] * 2
+    assert run.said == [f"tracker    wandb, offline: {reason}; to upload:\n  {command}"] * 2
     assert capfd.readouterr() == ("", "")  # what wandb would say
 
 
@@ -295,7 +295,7 @@ def test_wandb_login_is_heard_of(home, monkeypatch):
 
 @needs["wandb"]
 @pytest.mark.parametrize(
-    ("mode", "said"), [("offline", "wandb, offline; to upload: "), ("disabled", "wandb is disabled")]
+    ("mode", "said"), [("offline", "wandb, offline; to upload:"), ("disabled", "wandb is disabled")]
 )
 def test_what_the_user_says_of_wandbs_mode_holds(run, tmp_path, monkeypatch, mode, said):
     monkeypatch.setenv("WANDB_MODE", mode)
@@ -358,7 +358,7 @@ sys.exit(7)
         result = subprocess.run(
             command, cwd=ROOT, env=environment({"PYTHONPATH": str(ROOT)}), stdout=output, timeout=60
         )
-        said = output.seek(0) or output.read().splitlines()[1:]
+        said = output.seek(0) or output.read().splitlines()[2:]
     os.kill(int(said[0]), signal.SIGKILL)
     assert result.returncode == 7
     assert said[1:] == ["WARNING    tracker wandb: no end of it after 1 s; left as it is"]
