@@ -46,10 +46,7 @@ def test_who_has_lost_another_process_says_so_in_a_line(monkeypatch, capsys, err
     assert ended(monkeypatch, error) == 75
     said = capsys.readouterr().err
     assert said.count("\n") == 2  # of which one ends the progress bar
-    assert (
-        f"another process of this run, or its machine, is gone or does not answer {seen}; what it says there is the cause"
-        in said
-    )
+    assert f"or its machine, is gone or does not answer {seen}; what it says there is the cause" in said
     assert "The same command, without --fresh, on every machine goes on from the last checkpoint" in said
 
 
