@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from recipe.config import OptimizerConfig
+from recipe.config import OptimizerConfig, UserError
 
 
 def lr_at(step: int, config: OptimizerConfig) -> float:
@@ -33,6 +33,14 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, **options) -
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, **options)
+
+
+def check_is_adamw(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raises UserError for an engine, `where`, that makes and shards AdamW's state by itself and would train another
+    optimizer as something else, or resume it so."""
+    if type(optimizer) is not torch.optim.AdamW:
+        raise UserError(f"{where} knows AdamW alone, not {type(optimizer).__name__}; launch with accelerate_configs/"
+                        "single.yaml or ddp.yaml")  # fmt: skip
 
 
 def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:

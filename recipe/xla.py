@@ -36,6 +36,7 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import Batch, UserError
 from recipe.engine import Engine, Judge
+from recipe.optim import check_is_adamw
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
@@ -123,6 +124,7 @@ class XlaEngine(Engine):
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
         """Makes AdamW's state and, for accumulation, the gradients, so that the first step is the program of all."""
+        check_is_adamw(optimizer, "the TPU engine")
         if self.precision == "bf16":
             model.forward = self.autocast()(model.forward)
         zeros = {f"{m}.{name}": torch.zeros_like(p) for name, p in model.named_parameters() for m in _MOMENTS}

@@ -20,6 +20,7 @@ from recipe import device as hardware
 from recipe.config import ROOT, Batch, UserError
 from recipe.engine import TIMEOUT, Engine, Judge
 from recipe.launch import wants_cpu
+from recipe.optim import check_is_adamw
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,11 +77,11 @@ class ZeroEngine(Engine):
 
     @property
     def name(self) -> str:
-        return (
-            f"{self._device_name()}, ZeRO-{self.zero_stage} over {self.world} process{'es' if self.world > 1 else ''}"
-        )
+        processes = f"{self.world} process{'es' if self.world > 1 else ''}"
+        return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
+        check_is_adamw(optimizer, "DeepSpeed ZeRO")  # Accelerate tells DeepSpeed to take any
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         ours = {
             "train_batch_size": batch.sequences,
@@ -226,9 +227,8 @@ def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
             raise UserError(f"{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it "
                             "to \"auto\"")  # fmt: skip
     # Accelerate adds that it does not print, and the two precisions, off.
-    harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES} | {
-        k for k in config if config[k] == {"enabled": False}
-    }
+    off = {key for key in config if config[key] == {"enabled": False}}
+    harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES, *off}
     if others := sorted(config.keys() - harmless):
         raise UserError(f"{file}: {others[0]} is not about sharding and belongs to the recipe; take it out")
 

@@ -35,7 +35,7 @@ ALLOWED = {
     "engine": {"attention", "config", "device", "feed", "launch", "optim", "stopping", "trackers", "xla", "zero"},
     "trackers": {"config", "redact"},
     "xla": {"config", "engine", "optim"},
-    "zero": {"config", "device", "engine", "launch"},
+    "zero": {"config", "device", "engine", "launch", "optim"},
     "plan": {"config", "data"},
     "about": {"config", "data", "device", "engine", "redact"},
     "live": {"config", "data", "engine", "faults", "loss", "model"},

@@ -446,6 +446,17 @@ def test_an_environment_that_would_change_the_run_is_refused(environment, messag
     result = run_train("--precision", "fp32", "--dry_run", env=environment)
     assert result.returncode == 2
     assert message in result.stderr
+def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
+    import torch
+
+    from recipe.config import UserError
+    from recipe.zero import ZeroEngine
+
+    for kind in (torch.optim.RAdam, torch.optim.Adam):
+        with pytest.raises(UserError, match=rf"ZeRO knows AdamW alone, not {kind.__name__}; launch with accelerate_"):
+            ZeroEngine.__new__(ZeroEngine).prepare(None, kind([torch.zeros(1)]), None, 1.0)
+
+
 
 
 def test_zero_without_a_gpu_wants_to_be_told(tmp_path):

@@ -264,3 +264,8 @@ def test_precisions_that_are_refused(engine, precision):
     with pytest.raises(UserError, match=f"precision {precision} is not for a TPU; use auto, bf16 or fp32"):
         engine._resolve_precision(precision)
     assert engine._resolve_precision("auto") == "fp32"  # on the CPU client
+
+
+def test_an_optimizer_other_than_adamw_is_refused(engine):
+    with pytest.raises(UserError, match="the TPU engine knows AdamW alone, not RAdam"):
+        engine.prepare(None, torch.optim.RAdam([torch.zeros(1)]), None, 1.0)
