@@ -17,7 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.utils
 import torch
 from safetensors.torch import load_file, save_file
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 from huggingface_hub import HfApi
 
 from recipe import outbox, upload

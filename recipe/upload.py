@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
 

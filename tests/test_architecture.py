@@ -2,6 +2,10 @@
 
 import ast
 import re
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 
 import pytest
 
@@ -96,6 +100,51 @@ def test_no_backend_is_named_outside_the_engine():
             continue
         code = re.sub(r'""".*?"""|#.*', "", path.read_text(), flags=re.DOTALL)
         assert not branch.search(code), f"{path}: {branch.search(code).group()}"
+
+
+def is_module(name: str) -> bool:
+    """Whether there is such a file; nothing is imported."""
+    spec, parts = find_spec(name.split(".")[0]), name.split(".")
+    for i in range(1, len(parts)):
+        spec = spec and PathFinder.find_spec(".".join(parts[: i + 1]), spec.submodule_search_locations or [])
+    return spec is not None
+
+
+ABSENT = """
+import importlib, operator, sys
+package = importlib.import_module(sys.argv[1])
+for name in sys.argv[2:]:
+    try:
+        operator.attrgetter(name.partition(".")[2])(package)
+    except AttributeError:
+        print(name)
+"""
+
+
+def test_what_is_used_of_a_package_is_imported():
+    """After `import torch` alone torch.distributed.run.main is an AttributeError, unless something else has imported
+    it, as most of a test run has: here each package is alone in a process."""
+    used = {}  # modules that their file does not import by their names
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        bound = {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in aliases}
+        imported = {f"{name}." for name in imports(path)}
+        for node in ast.walk(tree):
+            first, *rest = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
+            name = ".".join([bound.get(first, ""), *rest])
+            if not re.fullmatch(r"\w+(\.\w+)+", name) or name.split(".")[0] in {*sys.stdlib_module_names, "recipe"}:
+                continue
+            if is_module(name) and not any(own.startswith(f"{name}.") for own in imported):
+                used.setdefault(name.split(".")[0], set()).add(name)
+    assert "torch.nn.functional" in used["torch"]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", ABSENT, package, *names], stdout=subprocess.PIPE, text=True)
+        for package, names in used.items()
+    ]
+    absent = [name for process in processes for name in process.communicate()[0].split()]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    assert absent == []
 
 
 def test_files_fit_in_a_head():
