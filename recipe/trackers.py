@@ -172,6 +172,7 @@ class Tracker:
                 self._ready.set()
                 while (record := self._records.get()) is not None:
                     self._write(tracker, record)
+                    self._records.task_done()
                 if self._name == "wandb":
                     tracker.tracker.finish(exit_code=int(self._failed))
                 else:
