@@ -228,15 +228,19 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
 def test_a_checkpoint_is_committed_before_its_step_is_evaluated_at_length(shards, tmp_path):
     """By HellaSwag or a sample, also where writing takes a second; a validation goes on beside the writing."""
     code = """
-import sys, time
+import sys, threading, time
 from recipe import saver, train
 save, validate, sample = saver.save_checkpoint, train.validate, train.sample
+validated = {"validation": threading.Event(), "sample": threading.Event()}
+saves = []
 def slowly(*arguments):
-    time.sleep(1)
+    saves.append(time.sleep(1) if len(saves) % 2 else validated["validation"].wait(30))
+    validated["validation"].clear()
     return save(*arguments)
 def telling(what, evaluate):
     def told(config, *rest):
         print(what, [path.name for path in saver.checkpoints(saver.Path(config.run.output_dir))])
+        validated[what].set() if saves else None
         return evaluate(config, *rest)
     return told
 saver.save_checkpoint = slowly
