@@ -53,6 +53,7 @@ def run_of(shards, once):
             real = precision == "fp32" and name in MATRIX  # each file once
             result = launch(config, processes, "recipe/train.py", *arguments, real=real)
             assert result.returncode == 0, result.stdout + result.stderr
+            assert not real or result.stderr == ""  # to the end of the interpreter, which a fork has not
             return result.stdout
 
         directory, output = once(f"{name}-{precision}", make)
