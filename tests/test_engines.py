@@ -224,12 +224,18 @@ def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
     assert "4 steps in a row, by step 5, were left out" in refused("zero1", 2, *arguments)
 
 
-def free_port(among=(0,)) -> int:
-    """The first of these ports that nobody listens on; 0 stands for any."""
-    for port in among:
+# Below those that a kernel gives away by itself, and for each of pytest-xdist's workers a thousand of its own, begun
+# elsewhere by each test run.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+PORTS = [20_000 + 1000 * (WORKER % 10) + (os.getpid() + i) % 1000 for i in range(1000)]
+
+
+def free_port() -> int:
+    """One that nobody listens on, and that was not returned before."""
+    while PORTS:
         with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return tried.getsockname()[1]
+            tried.bind(("127.0.0.1", port := PORTS.pop()))
+            return port
     raise AssertionError("no free port")
 
 
@@ -286,7 +292,7 @@ def test_where_one_machine_is_told_to_stop_both_do_with_a_checkpoint(shards, run
 def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> tuple[subprocess.Popen, Path]:
     """accelerate_configs/slurm.sbatch under tests/slurm's srun and scontrol, a process a node: what runs, and the file
     with what scontrol was asked for."""
-    calls, port = tmp_path / "scontrol", free_port(range(20_000 + os.getpid() % 9_000, 30_000))
+    calls, port = tmp_path / "scontrol", free_port()
     path = [str(ROOT / "tests" / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]]
     job = {
         "SLURM_JOB_ID": str(port),
@@ -348,7 +354,10 @@ def slurm_job(tmp_path, then: str, *arguments: str) -> tuple[subprocess.Popen, P
 
 def test_slurms_nodes_are_launched_alike_but_for_who_keeps_the_store(tmp_path):
     job, calls = slurm_job(tmp_path, "0", "--config", "recipe/configs/gpt2.yaml", "--sample_prompt", "To be  or 'not'")
-    output, _ = job.communicate(timeout=60)
+    try:
+        output, _ = job.communicate(timeout=60)
+    finally:
+        end_all(job)
     assert job.returncode == 0, output
     first, second = ((tmp_path / f"seen.{node}").read_text().splitlines() for node in (0, 1))
     assert [pair for pair in zip(first, second, strict=True) if len(set(pair)) > 1] == [
@@ -437,16 +446,6 @@ def test_a_model_without_its_wrapper_is_refused():
         engine.prepare(None, None, None, 1.0)
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-    ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported; accelerate_configs/zero3.yaml"),
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file says mixed_precision bf16, the recipe fp32"),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
-])  # fmt: skip
-def test_an_environment_that_would_change_the_run_is_refused(environment, message):
-    result = run_train("--precision", "fp32", "--dry_run", env=environment)
-    assert result.returncode == 2
-    assert message in result.stderr
 def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
     import torch
 
@@ -458,6 +457,16 @@ def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
             ZeroEngine.__new__(ZeroEngine).prepare(None, kind([torch.zeros(1)]), None, 1.0)
 
 
+@pytest.mark.parametrize(("environment", "message"), [
+    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+    ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported; accelerate_configs/zero3.yaml"),
+    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file says mixed_precision bf16, the recipe fp32"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
+])  # fmt: skip
+def test_an_environment_that_would_change_the_run_is_refused(environment, message):
+    result = run_train("--precision", "fp32", "--dry_run", env=environment)
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 def test_zero_without_a_gpu_wants_to_be_told(tmp_path):
