@@ -31,7 +31,7 @@ EXTRAS = re.compile(r" -e '?\.(?:\[([\w,]+)\])?")
 
 # pip and uv: nothing is installed, there is no network. What they were asked for is written down, and checked.
 INSTALLER = f"""\
-#!{sys.executable}
+{warm.shebang(sys.executable)}
 import sys
 from pathlib import Path
 

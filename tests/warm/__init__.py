@@ -37,12 +37,7 @@ def start(env: dict[str, str]) -> None:
     if _server or OFF in os.environ or DIRECTORY in os.environ or not sys.platform.startswith("linux"):
         return
     directory = Path(tempfile.mkdtemp(prefix="warm-"))
-    client = (HERE / "client.py").read_text()
-    (directory / "real").write_text(sys.executable)
-    for name in ("python", "python3", "accelerate"):
-        path = directory / name
-        path.write_text(f"#!{sys.executable} -IS\n{client}")
-        path.chmod(0o755)
+    write_clients(directory)
     env = {k: v for k, v in env.items() if k not in ("PYTHONPATH", "PYTHONUNBUFFERED")}
     with open(directory / "log", "wb") as log, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(directory / "socket"))
@@ -70,5 +65,22 @@ def python(name: str = "python") -> str:
     """The path of the python, or of another command of its environment, that runs warm; of the real one where there is
     no server."""
     if DIRECTORY in os.environ:
+def write_clients(directory: Path) -> None:
+    client = (HERE / "client.py").read_text()
+    (directory / "real").write_text(sys.executable)
+    for name in ("python", "python3", "accelerate"):
+        path = directory / name
+        path.write_text(shebang(sys.executable, "-IS") + client)
+        path.chmod(0o755)
+
+
+def shebang(python: str, *options: str) -> str:
+    """The first lines of a program for this Python. A kernel takes neither a path with a space in it nor a long one;
+    such a one is for the shell, to which the lines are a command, and to Python a string."""
+    if " " in python or len(python) > 120:
+        return "\n".join(["#!/bin/sh", " ".join(["'''exec'", f'"{python}"', *options, '"$0" "$@"']), "' '''", ""])
+    return " ".join([f"#!{python}", *options]) + "\n"
+
+
         return str(Path(os.environ[DIRECTORY]) / name)
     return sys.executable if name.startswith("python") else str(Path(sys.executable).parent / name)
