@@ -1,9 +1,12 @@
 """What runs in a fork of tests/warm's server is what runs in a process of its own."""
 
 import hashlib
+import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +16,7 @@ import pytest
 
 from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
+from tests.warm.server import receive
 
 pytestmark = pytest.mark.skipif(warm.DIRECTORY not in os.environ, reason="needs the server of tests/warm (Linux)")
 CLOCK = ("tokens_per_second", "seconds", "data_wait", "save_wait", "peak_memory_bytes")
@@ -123,3 +127,110 @@ def test_open_files_are_handed_on(tmp_path):
     with open(tmp_path / "file", "w+") as file:
         run("-c", f"import os; os.write({file.fileno()}, b'handed')", pass_fds=[file.fileno()])
         assert (tmp_path / "file").read_text() == "handed"
+
+
+# The server and its client by themselves
+
+
+@pytest.fixture
+def own_server(tmp_path):
+    """own_server(TMPDIR) -> (a process of tests that has started a server, the server's directory or "")."""
+    started = []
+
+    def start(directory: Path):
+        code = "from tests import warm; import os, sys; warm.start(dict(os.environ)); "
+        code += "print(os.environ.get(warm.DIRECTORY, ''), warm.python(), sep='\\n', flush=True); sys.stdin.read()"
+        env = {k: v for k, v in os.environ.items() if k != warm.DIRECTORY} | {"TMPDIR": str(directory)}
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE)  # fmt: skip
+        started.append(process)
+        return process, *(process.stdout.readline().rstrip("\n") for _ in range(2))
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(condition, seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_client_that_is_killed_in_mid_request_costs_the_server_nothing(own_server, tmp_path):
+    _, directory, _ = own_server(tmp_path)
+    for _ in range(2):  # the second is heard after the first
+        reading, writing = os.pipe()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(f"{directory}/socket")
+            socket.send_fds(client, [(100).to_bytes(4, "big")], [writing])
+            client.sendall(b"{")
+        os.close(writing)
+        ended, _, _ = select.select([reading], [], [], 30)  # the server has closed what it was sent
+        os.close(reading)
+        assert ended
+
+
+def test_a_server_whose_requests_end_in_mid_request_ends():
+    code = "import os, socket; from tests.warm.server import Second; ours, theirs = socket.socketpair(); "
+    code += "socket.send_fds(ours, [(100).to_bytes(4, 'big')], [0]); ours.sendall(b'{'); ours.close(); "
+    code += "Second(theirs, None).receive(); os._exit(1)"
+    assert run("-c", code, python=sys.executable, env={"PYTHONPATH": str(ROOT)}, timeout=30).returncode == 0
+
+
+def test_a_signal_in_mid_request_comes_after_it(tmp_path):
+    warm.write_clients(tmp_path)
+    large = {f"LARGE{i}": "x" * 100_000 for i in range(8)}  # more than a socket takes before somebody reads
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        listening.listen()
+        listening.settimeout(60)
+        client = subprocess.Popen([tmp_path / "python", "-c", ""], env=environment(large))
+        try:
+            connection, _ = listening.accept()
+            with connection:
+                connection.settimeout(60)
+                size, fds, _, _ = socket.recv_fds(connection, 4, 250)
+                for fd in fds:
+                    os.close(fd)
+                client.send_signal(signal.SIGTERM)
+                client.send_signal(signal.SIGUSR1)
+                whole = receive(connection, int.from_bytes(size, "big"))
+                assert json.loads(whole)["env"].items() >= large.items()
+                assert {*receive(connection, 2)} == {signal.SIGTERM, signal.SIGUSR1}
+                connection.sendall(b"7")
+            assert client.wait(timeout=60) == 7
+        finally:
+            client.kill()
+
+
+def test_the_server_cleans_up_after_a_pytest_that_was_killed(own_server, tmp_path):
+    process, directory, python = own_server(tmp_path)
+    assert python == f"{directory}/python"
+    assert Path(python).exists()
+    process.kill()
+    assert until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_directory_whose_path_is_too_long_for_a_socket_leaves_all_cold(own_server, tmp_path):
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    _, directory, python = own_server(long)
+    assert (directory, python) == ("", sys.executable)
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["plain", "my environment", "long" * 50])
+def test_a_program_for_a_python_wherever_it_lies(tmp_path, name):
+    (tmp_path / name).mkdir()
+    python, program = tmp_path / name / "python", tmp_path / "program"
+    python.symlink_to(sys.executable)
+    program.write_text(
+        warm.shebang(str(python), "-IS") + '"""What it is."""\nimport sys\nprint(sys.flags.isolated, sys.argv)'
+    )
+    program.chmod(0o755)
+    result = subprocess.run([program, "a b", "'c'", '"'], capture_output=True, text=True, check=True)
+    assert result.stdout == f"1 {[str(program), 'a b', chr(39) + 'c' + chr(39), chr(34)]}\n"
+    assert result.stderr == ""

@@ -40,7 +40,11 @@ def start(env: dict[str, str]) -> None:
     write_clients(directory)
     env = {k: v for k, v in env.items() if k not in ("PYTHONPATH", "PYTHONUNBUFFERED")}
     with open(directory / "log", "wb") as log, socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(directory / "socket"))
+        try:
+            listening.bind(str(directory / "socket"))
+        except OSError:  # the path is longer than a socket's may be
+            shutil.rmtree(directory)
+            return
         listening.listen(64)
         command = [sys.executable, HERE / "server.py", directory, str(listening.fileno())]
         _server = subprocess.Popen(command, env=env, cwd="/", stdin=subprocess.PIPE, stdout=log, stderr=log,
@@ -53,18 +57,14 @@ def stop() -> None:
     global _server
     if _server:
         directory = Path(os.environ.pop(DIRECTORY))
-        _server.stdin.close()
-        _server.wait()
         if keep := os.environ.get("RECIPE_TESTS_WARM_LOG"):
             shutil.copy(directory / "log", keep)
-        shutil.rmtree(directory, ignore_errors=True)
+        _server.stdin.close()  # on which it deletes the directory
+        _server.wait()
+        shutil.rmtree(directory, ignore_errors=True)  # where it has died
         _server = None
 
 
-def python(name: str = "python") -> str:
-    """The path of the python, or of another command of its environment, that runs warm; of the real one where there is
-    no server."""
-    if DIRECTORY in os.environ:
 def write_clients(directory: Path) -> None:
     client = (HERE / "client.py").read_text()
     (directory / "real").write_text(sys.executable)
@@ -82,5 +82,9 @@ def shebang(python: str, *options: str) -> str:
     return " ".join([f"#!{python}", *options]) + "\n"
 
 
+def python(name: str = "python") -> str:
+    """The path of the python, or of another command of its environment, that runs warm; of the real one where there is
+    no server."""
+    if DIRECTORY in os.environ:
         return str(Path(os.environ[DIRECTORY]) / name)
     return sys.executable if name.startswith("python") else str(Path(sys.executable).parent / name)

@@ -40,13 +40,15 @@ def main(arguments, inherited):
         return real(inherited)
     try:
         connection.connect(f"{HERE}/socket")
-        for name in PASSED_ON:
-            number = getattr(signal, f"SIG{name}")
-            if number not in ignored:
-                signal.signal(number, lambda number, _: connection.send(bytes([number])))
+        passed_on = {getattr(signal, f"SIG{name}") for name in PASSED_ON} - {*ignored}
+        # Held back until the request is sent: a signal's byte within it would spoil it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+        for number in passed_on:
+            signal.signal(number, lambda number, _: connection.send(bytes([number])))
         body = json.dumps(request).encode()
         socket.send_fds(connection, [len(body).to_bytes(4, "big")], request["fds"])
         connection.sendall(body)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         answer = connection.recv(100).decode()
     except (OSError, UnicodeError):
         answer = ""

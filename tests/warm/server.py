@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -84,6 +85,16 @@ def imported_at_the_top() -> list[tuple[str, str | None]]:
     ]
 
 
+def receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes; OSError where the other end has gone before it sent them."""
+    body = bytearray()
+    while len(body) < size:
+        if not (part := connection.recv(size - len(body))):
+            raise OSError("the other end has gone")
+        body += part
+    return bytes(body)
+
+
 def import_all(modules) -> None:
     for module, name in modules:
         with contextlib.suppress(ImportError):
@@ -119,6 +130,7 @@ class Server:
                         with contextlib.suppress(ChildProcessError):
                             while True:
                                 os.wait()
+                        shutil.rmtree(self.directory, ignore_errors=True)  # also where pytest was killed
                         return None
                     connection, _ = self.listening.accept()
                     if (server := self.dispatch(connection)) is not None:
@@ -128,11 +140,14 @@ class Server:
     def dispatch(self, connection: socket.socket) -> Job | None:
         try:
             size, fds, _, _ = socket.recv_fds(connection, 4, 250)
-            body = bytearray()
-            while len(body) < int.from_bytes(size, "big"):
-                body += connection.recv(int.from_bytes(size, "big") - len(body))
+        except OSError:
+            return None
+        try:
+            body = receive(connection, int.from_bytes(size, "big"))
             request = json.loads(body)
         except (OSError, ValueError):
+            for fd in fds:
+                os.close(fd)
             return None
         if not self.warm:
             with recorded(self.first):
@@ -141,7 +156,8 @@ class Server:
         different = self.different(request["env"], self.first)
         if different or request["env"].get("PJRT_DEVICE"):
             print("real:", " ".join(different), request["argv"], flush=True)
-            connection.sendall(b"real")
+            with contextlib.suppress(OSError):  # a client that has gone
+                connection.sendall(b"real")
         else:
             values = self.values(request["env"])
             if values not in self.servers or not self.second:
@@ -151,7 +167,8 @@ class Server:
                 self.servers[values] = self.newest
                 while len(self.servers) > AT_ONCE:
                     oldest = self.servers.pop(next(iter(self.servers)))
-                    oldest.sendall(bytes(4))
+                    with contextlib.suppress(OSError):
+                        oldest.sendall(bytes(4))
                     self.retired.append(oldest)
             self.servers[values] = self.servers.pop(values)  # the last one used
             try:
@@ -253,19 +270,19 @@ class Second:
 
     def receive(self) -> tuple[dict, socket.socket | None, list[int]]:
         """The next request, its client and its files; an empty one where there will be no more."""
-        size, fds, _, _ = socket.recv_fds(self.requests, 4, 250)
-        if not size:  # the first generation has ended
+        body, fds = b"", []
+        with contextlib.suppress(OSError):
+            size, fds, _, _ = socket.recv_fds(self.requests, 4, 250)
+            if size and not any(size):
+                return {}, None, []
+            body = receive(self.requests, int.from_bytes(size, "big"))
+        if not body:  # the first generation has ended
             for pid in self.clients:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             while self.clients:
                 self.reap(None)
             os._exit(0)
-        if not any(size):
-            return {}, None, []
-        body = bytearray()
-        while len(body) < int.from_bytes(size, "big"):
-            body += self.requests.recv(int.from_bytes(size, "big") - len(body))
         return json.loads(body), socket.socket(fileno=fds[0]), fds[1:]
 
     def reap(self, ready) -> None:
