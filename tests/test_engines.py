@@ -337,8 +337,8 @@ def end_all(job: subprocess.Popen) -> None:
 
 
 ACCELERATE = r"""#!/bin/bash
-printf '%s\n' "$@" > "$SEEN.$SLURM_NODEID.half" && mv "$SEEN.$SLURM_NODEID.half" "$SEEN.$SLURM_NODEID"
 trap 'exit 1' TERM
+printf '%s\n' "$@" > "$SEEN.$SLURM_NODEID.half" && mv "$SEEN.$SLURM_NODEID.half" "$SEEN.$SLURM_NODEID"
 [[ $THEN == wait ]] || exit "$THEN"
 for i in {1..300}; do sleep 0.1; done
 """
