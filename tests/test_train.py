@@ -231,16 +231,14 @@ def test_a_checkpoint_is_committed_before_its_step_is_evaluated_at_length(shards
 import sys, threading, time
 from recipe import saver, train
 save, validate, sample = saver.save_checkpoint, train.validate, train.sample
-validated = {"validation": threading.Event(), "sample": threading.Event()}
-saves = []
-def slowly(*arguments):
-    saves.append(time.sleep(1) if len(saves) % 2 else validated["validation"].wait(30))
-    validated["validation"].clear()
-    return save(*arguments)
+validated, steps = [threading.Event() for _ in range(5)], iter(range(5))  # a validation a step
+def slowly(run, step, *rest):
+    time.sleep(1) if step % 2 == 0 else validated[step].wait(30)
+    return save(run, step, *rest)
 def telling(what, evaluate):
     def told(config, *rest):
         print(what, [path.name for path in saver.checkpoints(saver.Path(config.run.output_dir))])
-        validated[what].set() if saves else None
+        validated[next(steps)].set() if what == "validation" else None
         return evaluate(config, *rest)
     return told
 saver.save_checkpoint = slowly
