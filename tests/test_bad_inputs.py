@@ -379,8 +379,8 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(tmp_path):
 
 
 def test_a_hub_data_set_that_is_not_prepared_names_the_command(tmp_path):
-    message = refused("--config", "recipe/configs/tinystories.yaml", "--compile", "false", "--streaming", "false", f"--data={tmp_path}/stories",
-                      "--source=roneneldan/TinyStories")  # fmt: skip
+    message = refused("--config", "recipe/configs/tinystories.yaml", "--compile", "false", "--streaming", "false",
+                      f"--data={tmp_path}/stories", "--source=roneneldan/TinyStories")  # fmt: skip
     assert "not prepared yet; first run: python -m recipe.data.prepare --source roneneldan/TinyStories" in message
 
 
