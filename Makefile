@@ -4,6 +4,7 @@ CONFIG ?= recipe/configs/shakespeare.yaml
 ACCELERATE ?= accelerate_configs/single.yaml
 MODEL ?=
 RUN ?=
+REPO ?=
 OUT ?= model
 LIMIT ?=
 PROMPT ?= The king
@@ -108,7 +109,7 @@ export: .venv/installed ## the latest checkpoint of RUN with its model card into
 	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## the same to REPO=ORG/NAME on the Hub (RUN)
-	$(BIN)/python -m recipe.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo $(REPO) $(ARGS)
+	$(BIN)/python -m recipe.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(if $(REPO),--repo $(REPO)) $(ARGS)
 
 ##@ Measure speed
 
