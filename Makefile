@@ -106,27 +106,27 @@ eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=hellaswag,lambada_
 ##@ Share
 
 export: .venv/installed ## the latest checkpoint of RUN with its model card into OUT
-	$(BIN)/python -m recipe.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
+	$(BIN)/python -m recipe.hub.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## the same to REPO=ORG/NAME on the Hub (RUN)
-	$(BIN)/python -m recipe.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(if $(REPO),--repo $(REPO)) $(ARGS)
+	$(BIN)/python -m recipe.hub.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(if $(REPO),--repo $(REPO)) $(ARGS)
 
 ##@ Measure speed
 
 scoreboard: .venv/installed ## what each optimisation brings here (ARGS=--quick)
-	$(BIN)/python -m recipe.bench scoreboard $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
 bench-peers: .venv/installed ## recipe/train.py beside transformers and others (CONFIG)
-	$(BIN)/python -m recipe.bench peers $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
 bench-gpu: .venv/installed ## all that is to be measured of a GPU, nine minutes
-	$(BIN)/python -m recipe.bench all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 
 bench-data: .venv/installed ## preparing and reading data beside datasets.map
-	$(BIN)/python -m recipe.data.bench $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	$(BIN)/python -m benchmarks.data $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODEL)
-	$(BIN)/python eval/bench.py $(MODEL_ARG) $(ARGS)
+	$(BIN)/python benchmarks/hellaswag.py $(MODEL_ARG) $(ARGS)
 
 ##@ Develop
 

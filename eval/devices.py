@@ -87,7 +87,7 @@ def _on_tpu() -> bool:
 
 
 def shapes(device: torch.device) -> dict:
-    """Options of `eval.continuations.score` for a device that compiles a program for each shape: few shapes, and rows
+    """Options of `eval.loglikelihood.score` for a device that compiles a program for each shape: few shapes, and rows
     cut over its cores."""
     if device.type != "xla":
         return {}

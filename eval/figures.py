@@ -15,7 +15,7 @@ from eval import style
 from eval.curves import HELLASWAG_ROWS, Reference, Run, smooth, smoothing_width
 from eval.known_data import OPENAI_LOSS, OPENAI_LOSS_SOURCE, SHOWN
 from eval.published import SOURCES
-from eval.verdict import distance
+from eval.diagnosis import distance
 
 MANY = 4000  # points of a noisy line, above which the page holds it as an image: a vector each would be megabytes
 

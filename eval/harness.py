@@ -22,7 +22,9 @@ if __name__ == "__main__" and not __package__:
 
 import yaml
 
-from eval import common, hellaswag, lambada
+from eval import common
+from eval import hellaswag
+from eval import lambada
 
 # Resamplings for the error of metrics that have no closed form; the harness's own 100,000 take minutes.
 BOOTSTRAP = 1000

@@ -26,8 +26,9 @@ if __name__ == "__main__" and not __package__:
 import numpy as np
 import torch
 
-from eval import common, devices
-from eval.continuations import Request, rows_of, score
+from eval import common
+from eval import devices
+from eval.loglikelihood import Request, rows_of, score
 from eval.published import HELLASWAG, SOURCES
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
@@ -93,7 +94,7 @@ def score_rows(
     """Score rows, `batch_size` of them a call, in ceil(len(rows) / batch_size) calls; results in the order of `rows`.
 
     `states_fn`, `share`, `max_length` and further options (head, multiples, place) are those of
-    `eval.continuations.score`. Without `head`, whole logits are held: of 16 rows easily a gigabyte.
+    `eval.loglikelihood.score`. Without `head`, whole logits are held: of 16 rows easily a gigabyte.
     """
     encoded = [{way: encode_row(encode, row, way) for way in ways} for row in rows]
     packed = [[rows_of(four, max_length, share) for four in row.values()] for row in encoded]

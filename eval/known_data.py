@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 # Known data sets: name here -> (name to show, repositories on the Hub in lower case, what a directory of it is called,
-# or its shards before _train and _val). Repositories: recipe/catalog.py's, and such of GPT-2's tokens, from
+# or its shards before _train and _val). Repositories: recipe/data/catalog.py's, and such of GPT-2's tokens, from
 # KellerJordan/modded-nanogpt (data/cached_*.py) and karpathy/llm.c. Every other one is another data set, whatever it is
 # called. Tiny Shakespeare is the text that ships, cut as the recipe cuts it: others hold out another part of it.
 DATASETS: dict[str, tuple[str, tuple[str, ...], str]] = {

@@ -20,7 +20,7 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from eval import common
-from eval.continuations import Request, rows_of, scored_states
+from eval.loglikelihood import Request, rows_of, scored_states
 
 DATA_SET = "EleutherAI/lambada_openai"
 N_ROWS = 5153

@@ -21,11 +21,12 @@ if __name__ == "__main__" and not __package__:
 import matplotlib
 import numpy as np
 
-from eval import common, style
+from eval import common
+from eval import style
 from eval.curves import Run, find_reference, load_references, newest_run, read_runs
 from eval.figures import Picture, pictures
 from eval.known_data import SHOWN
-from eval.verdict import Finding, judge, tokens
+from eval.diagnosis import Finding, judge, tokens
 
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
 WIDE = ("loss_tokens", "loss_time", "hellaswag")  # the others stand two beside each other where there is room

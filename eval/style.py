@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from eval.curves import Run
-from eval.verdict import tokens
+from eval.diagnosis import tokens
 
 RC = {
     "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left",

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from recipe.redact import looks_secret
+from recipe.redaction import looks_secret
 
 _LABEL = 11  # columns of what stands before the text of most lines: "device     "
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.catalog import DATASETS, license_error, names_a_data_set, resolve
+from recipe.data.catalog import DATASETS, license_error, names_a_data_set, resolve
 from recipe.cli import Parser, Sequences, UserError, yaml_flags
 
 ROOT = Path(__file__).resolve().parents[1]

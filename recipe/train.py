@@ -17,28 +17,29 @@ if __name__ == "__main__":
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipe import faults, optim
-from recipe.about import about
-from recipe.checkpoint import Checkpoint
+from recipe import faults
+from recipe.optim import adamw as optim
+from recipe.checkpoint.provenance import about
+from recipe.checkpoint.format import Checkpoint
 from recipe.cli import emit
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
-from recipe.data.source import LocalSource, check_same_data
-from recipe.engine import Engine, open_engine
-from recipe.fit import micro_batch
-from recipe.guard import WAY_OUT, Guard
-from recipe.launch import AGAIN, fail, launcher_patience, speaks
-from recipe.live import hellaswag, sample, validate
-from recipe.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
-from recipe.model import GPT2LMHeadModel
-from recipe.panel import Result, announce, conclude
-from recipe.plan import flops_per_token, price
-from recipe.progress import Progress
-from recipe.push import Uploads
-from recipe.redact import keep_secrets, redacted
-from recipe.saver import Saver
-from recipe.start import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
-from recipe.stopping import Interrupted
-from recipe.trackers import Tracker
+from recipe.data.dataset import LocalSource, check_same_data
+from recipe.engine.base import Engine, open_engine
+from recipe.estimate.micro_batch import micro_batch
+from recipe.optim.spike_filter import WAY_OUT, Guard
+from recipe.engine.launch import AGAIN, fail, launcher_patience, speaks
+from recipe.evaluation import hellaswag, sample, validate
+from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.monitor.summary import Result, announce, conclude
+from recipe.estimate.memory import flops_per_token, price
+from recipe.monitor.progress import Progress
+from recipe.hub.push import Uploads
+from recipe.redaction import keep_secrets, redacted
+from recipe.checkpoint.manager import Saver
+from recipe.components import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
+from recipe.engine.shutdown import Interrupted
+from recipe.monitor.trackers import Tracker
 
 NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
 

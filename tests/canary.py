@@ -105,9 +105,9 @@ def mistakes(directory: Path) -> list[list[str]]:
 
 
 def in_a_mistake(directory: Path) -> list[str]:
-    """All of them through recipe/train.py in one process, and three through recipe.data.prepare."""
+    """All of them through recipe/train.py in one process, and three through recipe.data.prepare.pipeline."""
     rest = directory / "rest"
-    lines, prepare = mistakes(directory), "from recipe.data.prepare import main as prepare"
+    lines, prepare = mistakes(directory), "from recipe.data.prepare.pipeline import main as prepare"
     script = f"import sys; from recipe.train import main; {prepare}; lines = {lines!r}\n"
     script += "codes = [main(line) for line in lines]\n"
     for line in ([f"--hf_token={CANARY}"], [f"--source={URL}", f"--out={rest}"], [f"--workers={HUB_TOKEN}"]):

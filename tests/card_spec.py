@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from recipe.catalog import LICENSES
+from recipe.data.catalog import LICENSES
 
 KNOWN = {"language", "license", "license_name", "license_link", "library_name", "pipeline_tag", "tags", "datasets",
          "metrics", "base_model", "model-index"}  # fmt: skip

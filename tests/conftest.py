@@ -58,7 +58,7 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shards(once) -> Path:
     """A directory of shards of the first 120 kB of tiny Shakespeare."""
-    from recipe.data.prepare import PrepareOptions, prepare
+    from recipe.data.prepare.pipeline import PrepareOptions, prepare
 
     def make(directory: Path):
         directory.mkdir()

@@ -15,11 +15,12 @@ if __package__ in (None, ""):
 import torch
 from transformers import GPT2Config
 
-from recipe import device, optim
+from recipe.engine import device
+from recipe.optim import adamw as optim
 from recipe.config import Batch, OptimizerConfig
-from recipe.engine import open_engine
-from recipe.guard import Guard
-from recipe.model import GPT2LMHeadModel
+from recipe.engine.base import open_engine
+from recipe.optim.spike_filter import Guard
+from recipe.model.gpt2 import GPT2LMHeadModel
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path

@@ -6,7 +6,8 @@ Trial steps are taken, and measured by PyTorch's profiler in the place of CUDA's
 import os
 import sys
 
-from recipe import device, loss
+from recipe.engine import device
+from recipe.model import loss
 from recipe.train import main
 from tests.probe_memory import profiled
 

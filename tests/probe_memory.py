@@ -1,4 +1,4 @@
-"""Byte-exact peaks of training steps, for test_memory.py and recipe/LOG.md's table; a line of JSON a configuration.
+"""Byte-exact peaks of training steps, for test_memory.py and docs/log.md's table; a line of JSON a configuration.
 
     python -m tests.probe_memory --real='--n_layer=2 ...' --fake='--config=gpt2-xl ...'
     accelerate launch --config_file accelerate_configs/zero1.yaml --num_processes 2 -m tests.probe_memory --real='...'
@@ -27,13 +27,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe import loss, optim
+from recipe.model import loss
+from recipe.optim import adamw as optim
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.engine import open_engine
-from recipe.model import GPT2LMHeadModel
-from recipe.plan import memory_estimate, state_bytes
-from recipe.start import build_model
+from recipe.engine.base import open_engine
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.estimate.memory import memory_estimate, state_bytes
+from recipe.components import build_model
 
 OPTIONS = ["--config=gpt2", "--data=x", "--warmup_steps=0", "--precision=bf16", "--compile=false"]
 

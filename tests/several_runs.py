@@ -10,7 +10,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from recipe.config import parse_config
-from recipe.engine import open_engine
+from recipe.engine.base import open_engine
 from recipe.train import run
 
 directories, *arguments = sys.argv[1:]

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from recipe.checkpoint import checkpoints, verify
-from recipe.data.prepare import PrepareOptions, prepare
+from recipe.checkpoint.format import checkpoints, verify
+from recipe.data.prepare.pipeline import PrepareOptions, prepare
 from recipe.data.shards import write_shard
 from tests import warm
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, run_train
@@ -138,7 +138,7 @@ GOOD = np.arange(4000, dtype="<u2")
 PREPARE = "python -m recipe.data.prepare"
 LOADER = "import datasets\n\nclass Texts(datasets.GeneratorBasedBuilder):\n    pass\n"
 
-# number, what is wrong, the command's words (those of recipe.data.prepare where they have --out), what the error says
+# number, what is wrong, the command's words (those of recipe.data.prepare.pipeline where they have --out), what the error says
 TABLE = [
     (1, "empty glob", lambda at: at.train(at.path / "*.bin"), ["*.bin: no such directory, and no .bin file", PREPARE]),
     (1, "no directory", lambda at: at.train(at.path / "none", source=""), ["none: no such directory", PREPARE]),
@@ -242,17 +242,17 @@ def place(shards, whole_run, tmp_path, monkeypatch):
 
 
 def main_of(argv: list) -> str:
-    return "recipe.data.prepare" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
+    return "recipe.data.prepare.pipeline" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
 
 
 @pytest.mark.parametrize(("number", "name", "words", "message"), TABLE, ids=lambda v: v if isinstance(v, str) else "")
 def test_bad_input(command, place, monkeypatch, number, name, words, message):
-    from recipe.data import prepare as preparing
+    from recipe.data.prepare import pipeline as preparing
 
     argv = words(place)
     before = sorted(place.path.rglob("*"))
     monkeypatch.chdir(place.path if name == "run_name that is a link" else ROOT)
-    code, _, err = command(argv, preparing.main if main_of(argv) == "recipe.data.prepare" else None)
+    code, _, err = command(argv, preparing.main if main_of(argv) == "recipe.data.prepare.pipeline" else None)
     assert code == 2
     assert err.startswith("error: ")
     assert err.count("error: ") == 1
@@ -354,7 +354,7 @@ def test_24_a_checkpoint_that_leads_elsewhere_is_passed_over(command, place):
             json.dumps({"files": listed["files"] | {name: listed["files"]["config.json"]}})
         )
         shutil.copyfile(outside / "config.json", place.path / "notes.txt")
-        from recipe.checkpoint import verify
+        from recipe.checkpoint.format import verify
 
         assert verify(other) == [f"manifest.json names {name!r}, which is not a file of this directory"]
     code, out, err = command([*argv, "--keep_last", "1"])

@@ -7,12 +7,13 @@ from functools import partial, update_wrapper
 import pytest
 import torch
 
-from recipe import bench
+from benchmarks import __main__ as bench
 from recipe.config import ModelConfig, UserError
-from recipe.speed import peers, report
-from recipe.speed.rounds import COMPARED, Paired, Void, Worker, agree, compare, prepared
-from recipe.speed.scoreboard import Row, applied, ladder, lines, scoreboard
-from recipe.speed.variants import Variant
+from benchmarks import peers
+from benchmarks import report
+from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
+from benchmarks.scoreboard import Row, applied, ladder, lines, scoreboard
+from benchmarks.variants import Variant
 from tests.conftest import ROOT
 
 TINY = Variant(
@@ -95,7 +96,7 @@ class Linear(torch.nn.Module):
 class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        from recipe.model import Transformer, causal_attention
+        from recipe.model.gpt2 import Transformer, causal_attention
         from transformers import GPT2Config
         c = GPT2Config(vocab_size=config.vocab_size, n_positions=config.block_size, n_layer=config.n_layer,
                        n_head=config.n_head, n_embd=config.n_embd, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
@@ -157,7 +158,7 @@ def test_ratios_are_of_neighbours_in_time():
 
 @pytest.mark.parametrize(("on_cpu", "gpus"), [(True, 0), (False, 1), (False, 8)])
 def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
-    monkeypatch.setattr("recipe.speed.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
+    monkeypatch.setattr("benchmarks.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
     first, rows = ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, compile_mode="default")
     variants, now = [], first
     for row in rows:

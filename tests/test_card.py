@@ -16,14 +16,17 @@ from huggingface_hub import EvalResult, ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eval import harness, wikitext
-from recipe import about, export, package
-from recipe.card import card_of, model_card
-from recipe.catalog import LICENSES
-from recipe.checkpoint import checkpoints
+from eval import harness
+from eval import wikitext
+from recipe.checkpoint import provenance as about
+from recipe.hub import export
+from recipe.hub import package
+from recipe.hub.model_card import card_of, model_card
+from recipe.data.catalog import LICENSES
+from recipe.checkpoint.format import checkpoints
 from recipe.config import UserError, parse_config
-from recipe.metrics import read_metrics
-from recipe.redact import redacted
+from recipe.monitor.metrics import read_metrics
+from recipe.redaction import redacted
 from tests import canary
 from tests.card_spec import problems
 from tests.conftest import ROOT, SHAKESPEARE

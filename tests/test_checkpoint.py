@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
-from recipe import checkpoint as ckpt
+from recipe.checkpoint import format as ckpt
 from recipe import faults
 from recipe.config import UserError
-from recipe.export import export
+from recipe.hub.export import export
 
 
 def save(run, step):

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from recipe.config import Batch, OptimizerConfig, UserError, batch_arithmetic, parse_config
-from recipe.model import GPT2LMHeadModel
-from recipe.optim import lr_at
-from recipe.plan import flops_per_token, parameter_count
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim.adamw import lr_at
+from recipe.estimate.memory import flops_per_token, parameter_count
 from tests.conftest import ROOT, flags
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from recipe import device
+from recipe.engine import device
 from recipe.config import UserError
-from recipe.engine import Engine
+from recipe.engine.base import Engine
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
-from recipe.export import export
-from recipe.model import GPT2LMHeadModel
+from recipe.hub.export import export
+from recipe.model.gpt2 import GPT2LMHeadModel
 from tests.conftest import SHAKESPEARE
 
 STEPS = {

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.checkpoint import checkpoints, step_of
+from recipe.checkpoint.format import checkpoints, step_of
 from tests.conftest import EQUAL, ROOT, by_step, environment, flags, launch, run_train
 
 # name: (file of accelerate_configs/, processes, what differs of the recipe)
@@ -99,7 +99,7 @@ def test_every_engine_reads_the_same_tokens(shards):
     """The hash of all tokens of the 50 steps, for each way that the engines cut them."""
     from recipe.config import batch_arithmetic, parse_config
     from recipe.data.shards import find_shards
-    from recipe.data.source import LocalSource
+    from recipe.data.dataset import LocalSource
 
     hashes = set()
     for name, (_, processes, _) in ENGINES.items():
@@ -174,7 +174,7 @@ def test_compiling_gives_one_graph_without_a_break(probe, config, processes):
 
 
 def test_zero_shards_the_optimizer_state_and_puts_it_together_again(probe):
-    """Also where nothing divides by the number of processes. DeepSpeed's privates are used in recipe/zero.py alone;
+    """Also where nothing divides by the number of processes. DeepSpeed's privates are used in recipe/engine/deepspeed.py alone;
     where a new version moves them, this is the test that says so."""
     whole = probe("ddp", 2, "fp32", "compile")[0]
     for config, processes, mode in (("zero1", 2, "compile"), ("zero3", 3, "eager")):
@@ -437,7 +437,7 @@ def test_one_process_where_two_were_asked_for_is_refused(tmp_path):
 
 def test_a_model_without_its_wrapper_is_refused():
     from recipe.config import UserError
-    from recipe.engine import Engine
+    from recipe.engine.base import Engine
 
     engine = Engine.__new__(Engine)
     engine.world = 2
@@ -450,7 +450,7 @@ def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
     import torch
 
     from recipe.config import UserError
-    from recipe.zero import ZeroEngine
+    from recipe.engine.deepspeed import ZeroEngine
 
     for kind in (torch.optim.RAdam, torch.optim.Adam):
         with pytest.raises(UserError, match=rf"ZeRO knows AdamW alone, not {kind.__name__}; launch with accelerate_"):
@@ -488,7 +488,7 @@ def test_zero_without_a_gpu_wants_to_be_told(tmp_path):
 ])  # fmt: skip
 def test_a_sharding_file_that_decides_more_than_sharding_is_refused(change, message):
     from recipe.config import UserError
-    from recipe.zero import check_sharding_only
+    from recipe.engine.deepspeed import check_sharding_only
 
     ours = {
         "train_batch_size": 16,

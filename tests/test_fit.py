@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from recipe.config import UserError, batch_arithmetic, parse_config
-from recipe.fit import Found, largest
-from recipe.plan import parameter_count
+from recipe.estimate.micro_batch import Found, largest
+from recipe.estimate.memory import parameter_count
 from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, launch
 

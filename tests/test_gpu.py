@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval import common, hellaswag
+from eval import common
+from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
-from recipe.plan import memory_estimate
+from recipe.estimate.memory import memory_estimate
 from tests.conftest import EQUAL, TINY, flags, launch, metrics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

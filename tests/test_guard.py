@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from recipe.config import OptimizerConfig, UserError
-from recipe.engine import Engine
-from recipe.guard import Guard
+from recipe.engine.base import Engine
+from recipe.optim.spike_filter import Guard
 
 CPU = torch.device("cpu")
 

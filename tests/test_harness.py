@@ -6,8 +6,12 @@ import sys
 
 import pytest
 
-from eval import bench, common, harness, hellaswag, lambada
-from recipe.card import model_card
+from benchmarks import hellaswag as bench
+from eval import common
+from eval import harness
+from eval import hellaswag
+from eval import lambada
+from recipe.hub.model_card import model_card
 
 TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from eval import common, hellaswag
-from eval.continuations import Request, rows_of, score, sees
+from eval import common
+from eval import hellaswag
+from eval.loglikelihood import Request, rows_of, score, sees
 from tests.conftest import launch
 
 BPE = Path(__file__).parent.parent / "recipe" / "data" / "gpt2_bpe"
@@ -180,7 +181,7 @@ def test_sharing_the_context_changes_no_score(n_positions, make_model):
 
 def test_own_module_scores_as_transformers_does(make_model):
     """The trainer's module with positions and a mask, in the place of transformers'."""
-    from recipe.model import GPT2LMHeadModel as OwnModel
+    from recipe.model.gpt2 import GPT2LMHeadModel as OwnModel
 
     loaded = make_model(128)
     own = OwnModel(loaded.model.config)
@@ -226,8 +227,8 @@ def test_processes_share_the_rows_and_models_are_compared(whole_run, tmp_path):
 
 
 def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(make_model):
-    from recipe import live
-    from recipe.model import GPT2LMHeadModel as OwnModel
+    from recipe import evaluation as live
+    from recipe.model.gpt2 import GPT2LMHeadModel as OwnModel
 
     own = OwnModel(make_model(32).model.config)
     for block in own.transformer.h:

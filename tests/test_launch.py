@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe import start
+from recipe import components as start
 from recipe.config import UserError, parse_config
-from recipe.launch import check_launch, fail
-from recipe.start import check_alike
+from recipe.engine.launch import check_launch, fail
+from recipe.components import check_alike
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -22,7 +22,7 @@ def ended(monkeypatch, error: str) -> int:
 
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("recipe.launch.os._exit", leave)
+    monkeypatch.setattr("recipe.engine.launch.os._exit", leave)
     with pytest.raises(SystemExit) as left:
         fail(RuntimeError(error))
     return left.value.code

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from recipe import lock as locks
+from recipe.checkpoint import lock as locks
 from recipe.config import UserError
-from recipe.lock import LOCK, RunLock
+from recipe.checkpoint.lock import LOCK, RunLock
 from tests.conftest import ROOT
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from recipe.lock import RunLock
+from recipe.checkpoint.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), print)
 print("held", flush=True)
 time.sleep(60)

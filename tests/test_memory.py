@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.panel import describe
-from recipe.plan import HEADROOM, memory_estimate
+from recipe.monitor.summary import describe
+from recipe.estimate.memory import HEADROOM, memory_estimate
 from tests.conftest import ROOT
 
 SMALL = "--n_layer=2 --n_head=2 --n_embd=128 --sequence_length=128 --micro_batch_size=4 --total_batch_tokens=1024"

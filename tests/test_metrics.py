@@ -8,7 +8,7 @@ import sys
 import torch
 
 from recipe import faults
-from recipe.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
+from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
 from tests.conftest import ROOT
 
 
@@ -41,7 +41,7 @@ def test_a_damaged_line_costs_no_other(tmp_path):
 
 
 def test_a_full_disk_under_the_log_ends_no_run():
-    code = "from recipe.progress import Progress\np = Progress(10, 2, 0, show=True)\np.say('a')\n"
+    code = "from recipe.monitor.progress import Progress\np = Progress(10, 2, 0, show=True)\np.say('a')\n"
     code += "p.report({'step': 1, 'tokens': 5, 'loss': 1.0, 'val_loss': None, 'learning_rate': 1.0, 'mfu': None, "
     code += "'tokens_per_second': None})\nopen('/dev/stderr', 'w').write('on')"
     with open("/dev/full", "w") as full:

@@ -10,11 +10,11 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from recipe.attention import block_attention
+from recipe.model.attention import block_attention
 from recipe.config import OptimizerConfig, UserError
-from recipe.loss import IGNORE_INDEX, next_token_loss
-from recipe.model import GPT2LMHeadModel, causal_attention
-from recipe.optim import make_optimizer, named_moments, norm_and_divisor
+from recipe.model.loss import IGNORE_INDEX, next_token_loss
+from recipe.model.gpt2 import GPT2LMHeadModel, causal_attention
+from recipe.optim.adamw import make_optimizer, named_moments, norm_and_divisor
 from tests.conftest import ASSETS
 
 # The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block
@@ -148,7 +148,7 @@ def test_chunks_and_padding_change_no_number(options):
 @pytest.mark.parametrize("options", [{}, {"pad_vocab_to": 64}])
 def test_the_loss_by_rows_and_the_plain_one_are_exact(by_rows, options, monkeypatch):
     """Against fp64, with ignored positions, more rows than are taken at a time, and a target that is hopeless."""
-    monkeypatch.setattr("recipe.loss._by_rows", lambda hidden: by_rows)
+    monkeypatch.setattr("recipe.model.loss._by_rows", lambda hidden: by_rows)
     torch.manual_seed(1)
     hidden, weight = torch.randn(2, 25, 16), torch.randn(503, 16)
     targets = torch.randint(503, (2, 25))

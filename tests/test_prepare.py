@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.config import DataConfig, UserError
-from recipe.data import prepare as module
+from recipe.data.prepare import pipeline as module
 from recipe.data import shards
-from recipe.data.documents import Document, TextFiles
+from recipe.data.prepare.documents import Document, TextFiles
 from recipe.data.hub import HubText
-from recipe.data.options import PrepareOptions
-from recipe.data.prepare import main, prepare, prepare_for_training
-from recipe.data.select import Deduplicated, HeldOut
+from recipe.data.prepare.options import PrepareOptions
+from recipe.data.prepare.pipeline import main, prepare, prepare_for_training
+from recipe.data.prepare.select import Deduplicated, HeldOut
 from recipe.data.shards import Manifest, find_shards, read_shard, unigram_loss
 from recipe.data.tokenizer import END_OF_TEXT, encode
 from tests import warm
@@ -153,7 +153,7 @@ def interrupted_at(monkeypatch, opts, calls):
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("recipe.data.writer.finish_shard", finish)
+        patch.setattr("recipe.data.prepare.writer.finish_shard", finish)
         with pytest.raises(OSError, match="plug"):
             prepare(opts, quiet)
 
@@ -497,7 +497,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     write_jsonl(tmp_path / "many.jsonl", [_text[i : i + 20_000] for i in range(2000)])
     for name in ("one.txt", "many.jsonl"):
         code = (
-            "import sys; from recipe.data.prepare import main\n"
+            "import sys; from recipe.data.prepare.pipeline import main\n"
             "assert main(sys.argv[1:]) == 0\n"
             "print(open('/proc/self/status').read())"
         )

@@ -17,9 +17,11 @@ import time
 import pytest
 
 from eval import sample
-from recipe import cli, panel, plan
+from recipe import cli
+from recipe.monitor import summary as panel
+from recipe.estimate import memory as plan
 from recipe.config import UserError, batch_arithmetic, parse_config
-from recipe.progress import Progress, amount
+from recipe.monitor.progress import Progress, amount
 from tests.conftest import ROOT, TINY, environment, flags
 
 RECORD = {
@@ -253,7 +255,7 @@ def test_commands_of_the_closing_panel_work_as_they_stand(whole_run, monkeypatch
     assert sample.arguments().parse_args(found[0][2:]).model_option == str(model)
     assert found[1][2:] == ["--model", str(model), "--limit", "500"]
     assert found[2][2:] == [str(run)]
-    assert found[3][1:] == ["-m", "recipe.export", str(run), "--out", f"{run}-model"]
+    assert found[3][1:] == ["-m", "recipe.hub.export", str(run), "--out", f"{run}-model"]
     monkeypatch.chdir(tmp_path)  # from elsewhere: by their whole paths
     elsewhere = [shlex.split(line) for line in panel.commands(run, model)]
     assert [words[1] for words in elsewhere] == [f"{ROOT}/eval/{n}.py" for n in ("sample", "hellaswag", "report")]

@@ -14,9 +14,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 
-from recipe import export, push, upload
+from recipe.hub import export
+from recipe.hub import push
+from recipe.hub import upload
 from recipe.config import UserError
-from recipe.outbox import QUEUE, Entry, alone, entries
+from recipe.hub.outbox import QUEUE, Entry, alone, entries
 from tests import faults_push as faults
 from tests.conftest import ROOT, TINY, environment, flags
 from tests.faults_push import ALWAYS, BRANCHES, PUSH, REPO, Prepared
@@ -449,7 +451,7 @@ def test_a_card_that_fails_costs_nothing_but_the_card(hub, run, monkeypatch):
         raise ZeroDivisionError("in the card")
 
     with monkeypatch.context() as patch:
-        patch.setattr("recipe.package.card_of", broken)
+        patch.setattr("recipe.hub.package.card_of", broken)
         write_line(run, 0, 10.8)
         uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
         uploads.add(run / "step_00000010")
@@ -560,7 +562,7 @@ def test_nothing_is_committed_twice(hub, run):
     """Not where a commit's answer is lost, and not where a process is killed before it has crossed the entry out."""
     queue(run)
     hub.faults.append(Fault(path="*/commit/*", kind="reset", after=None))
-    command = [sys.executable, "-m", "recipe.export", "push", str(run)]
+    command = [sys.executable, "-m", "recipe.hub.export", "push", str(run)]
     killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"RECIPE_FAULT": "kill@upload.after"}, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert len(entries(run)) == 2

@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from eval import common, curves, figures, known_data, report, style, verdict
+from eval import common
+from eval import curves
+from eval import figures
+from eval import known_data
+from eval import report
+from eval import style
+from eval import diagnosis as verdict
 from eval.published import HELLASWAG
-from recipe.catalog import DATASETS
+from recipe.data.catalog import DATASETS
 from recipe.config import FIELDS, parse_config
 from tests.conftest import SHAKESPEARE, metrics
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from recipe.redact import HIDDEN, looks_secret, redact, redacted
+from recipe.redaction import HIDDEN, looks_secret, redact, redacted
 from tests import canary
 from tests.conftest import ROOT
 
@@ -59,7 +59,7 @@ def test_names_that_look_secret():
 
 def test_a_run_in_the_home_directory_goes_on(secrets):
     """Its saved configuration says ~ and is compared with one that says it in full."""
-    from recipe.checkpoint import check_same_run
+    from recipe.checkpoint.format import check_same_run
     from recipe.config import parse_config
 
     config = parse_config(["--data=~/shards", "--output_dir=/home/ada/run"])

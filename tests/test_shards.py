@@ -71,7 +71,7 @@ def test_2_wrong_magic_or_version(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         read_shard(path)
     assert str(path) in str(error.value)
-    assert "recipe.data.prepare" in str(error.value)
+    assert "recipe.data.prepare.pipeline" in str(error.value)
 
 
 def test_nanogpts_files_without_a_header(tmp_path):

@@ -6,12 +6,17 @@ import subprocess
 import pytest
 import torch
 
-from recipe import device as hardware
+from recipe.engine import device as hardware
 from recipe.config import ModelConfig, UserError
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.plan import flops_per_token, parameter_count
-from recipe.speed import communication, cost, floor, profile, scaling, two
-from recipe.speed.communication import LINKS, Collective, collectives
+from recipe.estimate.memory import flops_per_token, parameter_count
+from benchmarks import communication
+from recipe.estimate import cost
+from benchmarks import roofline as floor
+from benchmarks import profile
+from benchmarks import scaling
+from benchmarks import comm_overhead as two
+from benchmarks.communication import LINKS, Collective, collectives
 from tests import warm
 from tests.conftest import ROOT, environment
 
@@ -67,7 +72,7 @@ def test_the_products_are_those_that_the_model_makes():
     """Shapes and layouts of the floor's products beside those that the profiler sees in forward and backward."""
     from transformers import GPT2Config
 
-    from recipe.model import GPT2LMHeadModel
+    from recipe.model.gpt2 import GPT2LMHeadModel
 
     sizes = {name: getattr(SMALL, name) for name in ("n_layer", "n_head", "n_embd", "n_positions")}
     model = GPT2LMHeadModel(
@@ -286,7 +291,7 @@ STEP = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--sequence_length=64", "--m
 def profiled():
     """In a process of its own: the engine's precision and threads are the process's."""
     code = (
-        "import json, sys; from recipe.speed import profile\n"
+        "import json, sys; from benchmarks import profile\n"
         "step, device = profile.recipe_step(sys.argv[1:]); print(json.dumps(profile.profile_step(step, device, 2)))"
     )
     ran = subprocess.run(

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 PROGRAM = """
 import os, signal, sys, time
-from recipe import stopping
+from recipe.engine import shutdown as stopping
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 {before}
 stop = stopping.Stop(speaks=True)

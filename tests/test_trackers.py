@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from recipe import engine as engines
-from recipe import trackers
+from recipe.engine import base as engines
+from recipe.monitor import trackers
 from recipe.config import UserError, parse_config
-from recipe.trackers import Tracker, has_wandb_key, metric_names, tracker_run
+from recipe.monitor.trackers import Tracker, has_wandb_key, metric_names, tracker_run
 from tests.conftest import ROOT, TINY, environment, flags, metrics, run_train
 
 SECRET = "hf_" + "Tracker012345678" * 2  # in a field, where it is known by its shape
@@ -341,9 +341,9 @@ def test_a_wandb_that_hangs_does_not_keep_the_process(home, tmp_path):
 import os, psutil, sys
 from types import SimpleNamespace
 from accelerate import Accelerator
-from recipe import trackers
+from recipe.monitor import trackers
 from recipe.config import parse_config
-from recipe.engine import Engine
+from recipe.engine.base import Engine
 trackers._END = 1.0
 config = parse_config(["--data=x", "--tracker=wandb", "--output_dir={tmp_path}"])
 engine = SimpleNamespace(accelerator=Accelerator(cpu=True, log_with="wandb"), _tracker="wandb")

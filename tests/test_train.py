@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.checkpoint import checkpoints
+from recipe.checkpoint.format import checkpoints
 from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, metrics, run_train, train
 
@@ -77,7 +77,7 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     assert (config["dtype"], config["vocab_size"], config["tie_word_embeddings"]) == ("float32", 50257, True)
     # its loss, by transformers, on the shards' validation windows, is the one the trainer reported
     from recipe.data.shards import find_shards
-    from recipe.data.source import LocalSource
+    from recipe.data.dataset import LocalSource
 
     settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
     source = LocalSource(find_shards(settings["data"], "val"), 32, 8, 1337)
@@ -152,8 +152,8 @@ def test_batches_hash_alike_however_the_step_is_cut(shards, world, micro):
     """What the engine's reader hands to each rank, put together, for steps 3 to 6."""
     from recipe.config import Batch
     from recipe.data.shards import find_shards
-    from recipe.data.source import LocalSource
-    from recipe.engine import Engine
+    from recipe.data.dataset import LocalSource
+    from recipe.engine.base import Engine
 
     source = LocalSource(find_shards(str(shards), "train"), 32, 32, 1337)
     batch = Batch(sequences=32, world=world, micro=micro, accumulation=32 // (world * micro))
@@ -229,7 +229,8 @@ def test_a_checkpoint_is_committed_before_its_step_is_evaluated_at_length(shards
     """By HellaSwag or a sample, also where writing takes a second; a validation goes on beside the writing."""
     code = """
 import sys, threading, time
-from recipe import saver, train
+from recipe.checkpoint import manager as saver
+from recipe import train
 save, validate, sample = saver.save_checkpoint, train.validate, train.sample
 validated, steps = [threading.Event() for _ in range(5)], iter(range(5))  # a validation a step
 def slowly(run, step, *rest):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval import common, wikitext
+from eval import common
+from eval import wikitext
 from tests.conftest import ASSETS, SHAKESPEARE
 
 JOINED = ASSETS / "text" / "wikitext-2-raw-v1.test.joined.txt"

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from recipe.config import UserError
-from recipe.data.documents import Document, text_chunks, text_of
+from recipe.data.prepare.documents import Document, text_chunks, text_of
 from recipe.data.shards import DTYPE, HEADER_BYTES, file_sha256, move
-from recipe.redact import redact
+from recipe.redaction import redact
 
 PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run
 _FIRST_PATIENCE = 60  # the same before anything has been read

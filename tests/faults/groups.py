@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from recipe.checkpoint import checkpoints, newest_valid, step_of, verify
+from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
 from recipe.config import UserError
 from recipe.data.shards import find_shards
-from recipe.data.source import LocalSource, check_data
+from recipe.data.dataset import LocalSource, check_data
 from recipe.faults import POINTS
 from tests import canary, faults_push
 from tests.conftest import ROOT, environment

@@ -16,7 +16,7 @@ tokenizer.encoding()
 if find_spec("deepspeed"):
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - on the way to any optimizer of ZeRO
 
-    import recipe.zero  # noqa: F401
+    import recipe.engine.deepspeed  # noqa: F401
 
 
 def threads() -> int:

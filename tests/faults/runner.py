@@ -33,8 +33,8 @@ from pathlib import Path
 
 import psutil
 
-from recipe.checkpoint import checkpoints, newest_valid, step_of, verify
-from recipe.data.prepare import PrepareOptions, prepare
+from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
+from recipe.data.prepare.pipeline import PrepareOptions, prepare
 from tests.conftest import ROOT, SHAKESPEARE, environment, flags
 
 HANG = 60  # seconds after which a run that should have ended is taken for hung
@@ -220,7 +220,8 @@ def _rank(argv: list[str], variables: dict, output: str, cores: list[int]) -> No
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
-    from recipe import faults, train
+    from recipe import faults
+    from recipe import train
 
     importlib.reload(faults)  # RECIPE_FAULT is read when it is imported
     if "HF_ENDPOINT" in variables:  # as what huggingface_hub reads

@@ -12,7 +12,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 NAME = os.path.basename(__file__)
 # What a run starts beside itself: light, and its process is what the run watches.
-BESIDE = ("recipe.upload", "recipe.data.builder")
+BESIDE = ("recipe.hub.upload", "recipe.data.streaming.builder")
 PASSED_ON = ("INT", "TERM", "HUP", "QUIT", "ABRT", "USR1", "USR2")
 
 

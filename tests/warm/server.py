@@ -209,7 +209,7 @@ class Server:
                 import_all([*imported_at_the_top(), *((name, None) for name in LAZY)])
                 if env.get("ACCELERATE_USE_DEEPSPEED") == "true":
                     if env.get("ACCELERATE_USE_CPU") == "true":
-                        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as recipe/zero.py does
+                        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as recipe/engine/deepspeed.py does
                     import_all((name, None) for name in DEEPSPEED)
             theirs.sendall(json.dumps(sorted(read)).encode())
             return Second(theirs, self).run()

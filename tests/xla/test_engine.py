@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe import optim
+from recipe.optim import adamw as optim
 from recipe.config import Batch, OptimizerConfig, UserError
-from recipe.guard import Guard
+from recipe.optim.spike_filter import Guard
 from tests.conftest import EQUAL, by_step, flags
 
 
@@ -200,7 +200,7 @@ def test_what_the_engine_says_of_itself(engine):
     ("v5p", "v5p", 459e12), ("v6e", "v6e", 918e12), ("v9x", "v9x", None), (OSError(), "of unknown kind", None),
 ])  # fmt: skip
 def test_generations(engine, monkeypatch, kind, generation, peak):
-    from recipe import xla
+    from recipe.engine import xla
 
     def tell():
         if isinstance(kind, Exception):
@@ -219,7 +219,7 @@ def test_generations(engine, monkeypatch, kind, generation, peak):
 def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
     from torch_xla.experimental import custom_kernel
 
-    from recipe import xla
+    from recipe.engine import xla
 
     calls = []
     monkeypatch.setattr(custom_kernel, "flash_attention", lambda q, k, v, **options: calls.append(options))
@@ -250,7 +250,7 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
     ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
 ])  # fmt: skip
 def test_launches_that_are_refused(engine, monkeypatch, variables, message):
-    from recipe.xla import _check_launch
+    from recipe.engine.xla import _check_launch
 
     _check_launch()
     for name, value in variables.items():

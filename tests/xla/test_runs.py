@@ -87,7 +87,7 @@ def test_the_checkpoint_is_a_transformers_model(one_device):
     model, info = AutoModelForCausalLM.from_pretrained(run / "step_00000050", output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     from recipe.data.shards import find_shards
-    from recipe.data.source import LocalSource
+    from recipe.data.dataset import LocalSource
     from tests.conftest import EQUAL, json
 
     settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]

@@ -1,0 +1,278 @@
+"""A variant in a process of its own, which takes steps when it is told to and says how long they took."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from recipe.engine import device as hardware
+from recipe import faults
+from recipe.model import loss
+from recipe.optim import adamw as optim
+from recipe.monitor import metrics as recipe_metrics
+from recipe.data.shards import find_shards
+from recipe.data.dataset import LocalSource
+from benchmarks.variants import (
+    LEARNING_RATE,
+    OPTIMIZER,
+    SEED,
+    Variant,
+    loss_of,
+    nanogpt_model,
+    our_model,
+    transformers_model,
+)
+
+
+class Gate:
+    """Stands before every step: lets through as many as the parent asks for, and times them."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._left, self._asked = 0, 0
+        self._since, self._cpu_since = 0.0, 0.0
+        self._losses: list[torch.Tensor] = []
+
+    def step_begins(self) -> None:
+        if self._left == 0:
+            if self._asked:
+                hardware.synchronize()
+                self._reply()
+            self._asked = self._left = self._next()
+            hardware.synchronize()
+            self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self._left -= 1
+
+    def record(self, loss: torch.Tensor) -> None:
+        """A step's mean loss, on the device."""
+        self._losses.append(loss.detach().clone())
+
+    def _reply(self) -> None:
+        seconds, cpu = time.perf_counter() - self._since, time.process_time() - self._cpu_since
+        self._connection.send({
+            "seconds": seconds / self._asked,
+            "cpu_seconds": cpu / self._asked,
+            "losses": [loss.item() for loss in self._losses],
+            "peak_memory": hardware.peak_memory(),
+        })  # fmt: skip
+        self._losses.clear()
+
+    def _next(self) -> int:
+        """How many steps the parent wants; 0 is no number of steps, but the end of a turn."""
+        try:
+            while (steps := self._connection.recv()) == 0:
+                hardware.release_memory()  # for the other worker
+        except EOFError:  # the parent has no more use for this process
+            os._exit(0)
+        return steps
+
+
+def use_device(connection: Connection) -> None:
+    """Tells whether this process can use the accelerator."""
+    try:
+        torch.zeros(1, device=torch.accelerator.current_accelerator())
+        connection.send(True)
+    except Exception:
+        connection.send(False)
+
+
+def work(variant: Variant, connection: Connection, directory: str, log: str, environment: dict[str, str]) -> None:
+    """Takes the variant's steps until the parent hangs up. `directory` holds the shards and takes what is written; what
+    the variant and its libraries say goes into the file `log`."""
+    os.environ.update(environment)
+    tempfile.tempdir = directory  # this process ends without cleaning up
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which would be left behind
+    shards = f"{directory}/shards"
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    gate = Gate(connection)
+    try:
+        torch.manual_seed(SEED)
+        if variant.kind == "recipe":
+            _recipe(variant, shards, gate)
+        elif variant.kind == "hf-trainer":
+            _trainer(variant, shards, gate)
+        else:
+            _loop(variant, shards, gate)
+        raise RuntimeError("the variant ended by itself")
+    except BaseException as error:
+        if hardware.out_of_memory(error):
+            connection.send({"error": "out of memory"})
+            return
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        connection.send({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"})
+
+
+def source_of(variant: Variant, shards: str) -> LocalSource:
+    return LocalSource(find_shards(shards, "train"), variant.sequence_length, variant.sequences, SEED)
+
+
+def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
+    """recipe/train.py as a user starts it, held up before each step."""
+    from recipe.train import main
+
+    at, end_step = faults.at, recipe_metrics.RunningLoss.end_step
+
+    def gated(point: str) -> None:
+        if point == "step.begin":
+            gate.step_begins()
+        at(point)
+
+    def recorded(self, skipped) -> None:
+        gate.record(self.step)
+        end_step(self, skipped)
+
+    faults.at, recipe_metrics.RunningLoss.end_step = gated, recorded
+    with tempfile.TemporaryDirectory() as directory:
+        m = variant.model
+        fields = {
+            "n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "n_positions": m.n_positions,
+            "data": shards, "source": "", "sequence_length": variant.sequence_length,
+            "micro_batch_size": variant.micro_batch, "total_batch_tokens": variant.tokens,
+            "learning_rate": LEARNING_RATE, "min_lr_fraction": 1, "warmup_steps": 0, "max_steps": OPTIMIZER.max_steps,
+            "precision": variant.precision, "compile": bool(variant.compile),
+            "compile_mode": variant.compile or "default", "recompute": variant.recompute,
+            "loss_chunk_size": variant.loss_chunk_size, "seed": SEED, "log_every": OPTIMIZER.max_steps,
+            "eval_every": 0, "save_every": 0, "output_dir": Path(directory) / "run",
+        }  # fmt: skip
+        code = main([f"--{k}={v}" for k, v in fields.items()])
+        raise RuntimeError(f"recipe/train.py ended with exit code {code}; see the log")
+
+
+def _loop(variant: Variant, shards: str, gate: Gate) -> None:
+    step = make_step(variant, shards)
+    while True:
+        gate.step_begins()
+        gate.record(step())
+
+
+def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
+    """The least that trains: a function that takes a step (batches, forward, backward, clip, AdamW) and returns its
+    mean loss on the device."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if variant.tuned and device.type == "cpu":
+        hardware.tune_cpu(local_world=1)
+    torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
+    loss._by_rows = lambda hidden: variant.loss_by_rows
+    make = {"loop": our_model, "hf-loop": transformers_model, "nanogpt": nanogpt_model}[variant.kind]
+    model = make(variant).to(device).train()
+    if variant.kind == "nanogpt":
+        optimizer = model.configure_optimizers(
+            OPTIMIZER.weight_decay, LEARNING_RATE, (OPTIMIZER.beta1, OPTIMIZER.beta2), device.type
+        )
+    else:
+        optimizer = optim.make_optimizer(model, OPTIMIZER, **({"fused": True} if variant.fused else {}))
+    parameters = list(model.parameters())
+    if variant.compile:
+        hardware.compile_model(model, variant.compile)
+    loss_function = loss_of(variant, model)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(variant.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=variant.precision == "fp16")
+    rows = _rows(variant, source_of(variant, shards), device)
+
+    def step() -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for _ in range(variant.accumulation):
+            x = next(rows)
+            with torch.autocast(device.type, half) if half else nullcontext():
+                share = loss_function(x[:, :-1], x[:, 1:]) / variant.accumulation
+            scaler.scale(share).backward()
+            total += share.detach()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def _rows(variant: Variant, source: LocalSource, device: torch.device) -> Iterator[torch.Tensor]:
+    """Micro-batches in the trainer's order, (micro_batch, T + 1), copied to the device without waiting for it."""
+    pinned = device.type != "cpu"
+    step = 0
+    while True:
+        for m in range(variant.accumulation):
+            rows = torch.from_numpy(source.rows(step, m * variant.micro_batch, (m + 1) * variant.micro_batch))
+            yield rows.pin_memory().to(device, non_blocking=True) if pinned else rows
+        step += 1
+
+
+def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
+    """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    on_cpu = torch.accelerator.current_accelerator() is None
+    if variant.tuned and on_cpu:
+        hardware.tune_cpu(local_world=1)
+    torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
+
+    class Rows(torch.utils.data.Dataset):
+        """All windows of an epoch are in memory, in the trainer's order."""
+
+        def __init__(self, source: LocalSource):
+            steps = max(1, source.windows // variant.sequences)
+            self.rows = [torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(steps)]
+            self.source = source
+
+        def __len__(self) -> int:
+            return 10**6 * variant.sequences
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            step, row = divmod(index, variant.sequences)
+            window = self.rows[step][row] if step < len(self.rows) else self._later(step, row)
+            return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
+
+        def _later(self, step: int, row: int) -> torch.Tensor:
+            return torch.from_numpy(self.source.rows(step, row, row + 1))[0]
+
+    class Gated(TrainerCallback):
+        def on_step_begin(self, *_, **__) -> None:
+            gate.step_begins()
+
+    class Recorded(Trainer):
+        """Keeps each step's loss, and reads the rows in order."""
+
+        total, micro_steps = 0.0, 0
+
+        def training_step(self, *arguments, **named):
+            loss = super().training_step(*arguments, **named)
+            self.total, self.micro_steps = self.total + loss, self.micro_steps + 1
+            if self.micro_steps == variant.accumulation:
+                gate.record(self.total)
+                self.total, self.micro_steps = 0.0, 0
+            return loss
+
+        def _get_train_sampler(self, *_, **__):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = TrainingArguments(
+            output_dir=directory, max_steps=10**6, per_device_train_batch_size=variant.micro_batch,
+            gradient_accumulation_steps=variant.accumulation, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", warmup_steps=0, weight_decay=OPTIMIZER.weight_decay,
+            adam_beta1=OPTIMIZER.beta1, adam_beta2=OPTIMIZER.beta2, adam_epsilon=OPTIMIZER.adam_eps,
+            max_grad_norm=OPTIMIZER.max_grad_norm, optim="adamw_torch_fused", bf16=variant.precision == "bf16",
+            fp16=variant.precision == "fp16", torch_compile=bool(variant.compile), use_cpu=on_cpu,
+            logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
+            remove_unused_columns=False,
+            logging_nan_inf_filter=False, dataloader_num_workers=0 if on_cpu else 4, dataloader_pin_memory=not on_cpu,
+        )  # fmt: skip
+        Recorded(
+            transformers_model(variant), arguments, train_dataset=Rows(source_of(variant, shards)), callbacks=[Gated()]
+        ).train()

@@ -1,0 +1,72 @@
+"""What a checkpoint keeps of how it came about: device, processes, precision, versions, code, data."""
+
+from __future__ import annotations
+
+import glob
+import platform
+import subprocess
+from pathlib import Path
+
+import recipe
+from recipe.engine import device as hardware
+from recipe.config import ROOT, Config, UserError
+from recipe.data.shards import Manifest
+from recipe.engine.base import Engine
+from recipe.redaction import redact, redacted
+
+_FILES = 10  # of a local text, whose names are kept
+
+
+def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None) -> list[dict]:
+    """{"from_step", "device", "engine", "processes", ...} of this process's part of the run, from `step` on, behind
+    those of the parts before it; the same circumstances again, after a stop, are one part."""
+    now = {
+        "device": hardware.processor() if engine.device.type == "cpu" else engine.name.split(",")[0],
+        "engine": engine.name,
+        "processes": engine.world,
+        "machines": -(-engine.world // engine.local_world),
+        "precision": engine.precision,
+        "compiled": bool(config.run.compile and not engine.no_compile),
+        "python": platform.python_version(),
+        "packages": hardware.versions(),
+        "recipe": recipe.__version__,
+        "commit": _commit(),
+        "data": _data(config),
+    }
+    parts = list(earlier or [])
+    if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(now):
+        parts.append({"from_step": step} | redacted(now))
+    if step == 0 and config.model.init_from:  # a Hub id, or only that there was something: a path is nobody's business
+        parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
+    return parts
+
+
+def _commit() -> str | None:
+    """The commit of this code, with "+" for changes that it does not hold; None where it is no clone."""
+    if not (ROOT / ".git").exists():  # installed, perhaps within another repository
+        return None
+    found = [_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")]
+    return None if None in found else found[0] + "+" * bool(found[1])
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _data(config: Config) -> dict:
+    """What the manifest of the shards says of the text that they were made from, and the options. Where there is none
+    of ours, {"shards": the last name of where they lie}: `source` may then be another text's."""
+    data = config.data.data
+    try:
+        manifest = None if glob.has_magic(data) else Manifest.load(Path(data))
+    except (UserError, OSError):
+        manifest = None
+    if manifest is None or not manifest.source:
+        return {"shards": Path(redact(data)).name}
+    files = manifest.source.get("files", [])
+    some = {"files": files[:_FILES], "of": len(files)} if files else {}
+    return manifest.source | some | {"options": manifest.options}

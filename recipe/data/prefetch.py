@@ -1,0 +1,83 @@
+"""Micro-batches read ahead of the loop that trains on them."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
+
+import torch
+
+from recipe.config import Batch, UserError
+from recipe.data.dataset import TokenSource
+
+
+class Batches:
+    """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
+
+    One thread reads a whole step ahead: a shard's first use, when it is verified, and the copy hide behind the step,
+    and whether the data of a step are there is known before it begins.
+    """
+
+    def __init__(
+        self, source: TokenSource, batch: Batch, rank: int, start: int, stop: int, *,
+        to_device: Callable[[torch.Tensor], torch.Tensor], pin: bool,
+    ):  # fmt: skip
+        self._source, self._batch, self._rank, self._to_device, self._pin = source, batch, rank, to_device, pin
+        self._indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._pending: deque[Future] = deque()
+        self._waited = 0.0
+        for _ in range(batch.accumulation + 1):
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if (index := next(self._indices, None)) is not None:
+            self._pending.append(self._pool.submit(self._load, *index))
+
+    def _load(self, step: int, micro_step: int) -> torch.Tensor:
+        rows = torch.from_numpy(self._source.rows(step, *self._batch.slice(micro_step, self._rank)))
+        return rows.pin_memory() if self._pin else rows
+
+    def ready(self, seconds: float) -> bool:
+        """Whether the next step's micro-batches are all there, after so many seconds at most."""
+        wanted = self._next_step()
+        if all(f.done() for f in wanted):
+            return True
+        asked = time.perf_counter()
+        missing = wait(wanted, timeout=seconds).not_done
+        self._waited += time.perf_counter() - asked
+        return not missing
+
+    def error(self) -> UserError | None:
+        """What the reading of the next step has failed with."""
+        errors = (f.exception() for f in self._next_step() if f.done() and not f.cancelled())
+        error = next((e for e in errors if e), None)
+        return (
+            error if error is None or isinstance(error, UserError) else UserError(f"the data cannot be read: {error!r}")
+        )
+
+    def _next_step(self) -> list[Future]:
+        return list(islice(self._pending, self._batch.accumulation))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if not self._pending:
+            raise StopIteration
+        asked = time.perf_counter()
+        rows = self._pending.popleft().result()
+        self._waited += time.perf_counter() - asked
+        self._read_on()
+        return self._to_device(rows)
+
+    def waited(self) -> float:
+        """Seconds for which the loop has waited since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def close(self) -> None:
+        """A load that waits for a shard must not hold up a run that ends."""
+        self._source.close()
+        self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,320 @@
+"""DeepSpeed ZeRO 1, 2 and 3 behind the engine's methods; imported where the launch asks for DeepSpeed, and only there.
+
+ds_configs/*.json says how to shard. Everything else that DeepSpeed wants to know (batch, accumulation, clipping,
+precision) is written into its configuration from the recipe before it starts, and read back afterwards.
+"""
+
+import copy
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+from recipe.engine import device as hardware
+from recipe.config import ROOT, Batch, UserError
+from recipe.engine.base import TIMEOUT, Engine, Judge
+from recipe.engine.launch import wants_cpu
+from recipe.optim.adamw import check_is_adamw
+
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_THE_RECIPES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                "gradient_clipping")  # fmt: skip
+# What Accelerate refuses to hear beside a file for DeepSpeed, in words that do not name the one it heard.
+_SAID_IN_BOTH = ("mixed_precision", "zero_stage", "gradient_accumulation_steps", "gradient_clipping",
+                 "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
+                 "offload_param_nvme_path", "zero3_save_16bit_model")  # fmt: skip
+
+
+class ZeroEngine(Engine):
+    supported = (DistributedType.DEEPSPEED,)
+
+    def __init__(self, precision: str, **options):
+        if "LOCAL_RANK" not in os.environ:
+            raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
+        self._cpu = wants_cpu()
+        if self._cpu and torch.cuda.is_available():
+            raise UserError(
+                "for ZeRO on the CPU of a machine with GPUs hide them: CUDA_VISIBLE_DEVICES= before the launch"
+            )
+        if not self._cpu and not torch.cuda.is_available():
+            raise UserError("no GPU was found; for ZeRO on the CPU set ACCELERATE_USE_CPU=true before the launch")
+        # With it set, Accelerate would quietly leave DeepSpeed out.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        if self._cpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
+            import deepspeed.ops
+
+            # Or it would look for compilers, and for a minute compile an operator that only inference calls.
+            deepspeed.ops.__compatible_ops__ = {}
+        # Of torch's collectives, whose new names DeepSpeed does not use yet.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        file = Path(os.environ.get(_CONFIG_FILE, ""))
+        if not file.is_file() and (ROOT / file).is_file():
+            os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
+        check_files(os.environ.get(_CONFIG_FILE, ""), os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""))
+        super().__init__(precision, **options)
+        self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
+        # As the file has it: Accelerate and `prepare` write into the other.
+        self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        if self.zero_stage == 3:
+            self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
+
+    def _resolve_precision(self, precision: str) -> str:
+        return hardware.resolve_precision(precision, cpu=self._cpu)
+
+    def _mixed_precision(self) -> str:
+        return "no"  # `prepare` tells DeepSpeed itself
+
+    def _kwargs_handlers(self) -> list:
+        return [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if self._cpu else {}))]
+
+    @property
+    def name(self) -> str:
+        processes = f"{self.world} process{'es' if self.world > 1 else ''}"
+        return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
+        check_is_adamw(optimizer, "DeepSpeed ZeRO")  # Accelerate tells DeepSpeed to take any
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        ours = {
+            "train_batch_size": batch.sequences,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+            "gradient_clipping": max_grad_norm,
+        }
+        check_sharding_only(self._file, ours, os.environ.get(_CONFIG_FILE, "DeepSpeed's configuration"))
+        config |= ours
+        if self.precision == "bf16":
+            # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
+            # The modules whose gradients may travel in bf16; DeepSpeed's own list has torch's layers alone.
+            safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
+        if self.precision == "fp16":  # torch_autocast in float16 does not go together with clipping (deepspeed 0.19)
+            # The scale's start and pace as in torch's GradScaler.
+            config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
+                              "hysteresis": 1, "min_loss_scale": 1}  # fmt: skip
+            whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+        self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
+        prepared, optimizer = self.accelerator.prepare(model, optimizer)
+        self._zero = _Internals(prepared)
+        if self.precision == "fp16":  # max_skipped_steps ends a run that overflows for ever, with words
+            self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
+        found = {
+            "train_batch_size": prepared.train_batch_size(),
+            "train_micro_batch_size_per_gpu": prepared.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": prepared.gradient_accumulation_steps(),
+            "gradient_clipping": prepared.gradient_clipping(),
+            "stage": prepared.zero_optimization_stage(),
+            "world": prepared.dp_world_size,
+            "bf16 autocast": prepared.torch_autocast_enabled(),
+            "weights": next(model.parameters()).dtype,
+        }
+        wanted = ours | {
+            "stage": self.zero_stage,
+            "world": self.world,
+            "bf16 autocast": self.precision == "bf16",
+            "weights": torch.float16 if self.precision == "fp16" else torch.float32,
+        }
+        if wrong := [f"{k} {found[k]} instead of {wanted[k]}" for k in wanted if found[k] != wanted[k]]:
+            raise UserError(f"DeepSpeed would train something else than the recipe: {', '.join(wrong)}")
+        if self.precision == "fp16":  # DeepSpeed has made its fp32 weights from the fp16 ones, and lost bits
+            for name, p in model.named_parameters():
+                self._zero.set(p, whole[name])
+        return prepared, optimizer
+
+    @contextmanager
+    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
+        model.set_gradient_accumulation_boundary(last)
+        yield
+        if not last:
+            model.step()  # counts the micro-step; the boundary's one is `update`
+
+    @contextmanager
+    def unconnected(self) -> Iterator[list[tuple[str, int]]]:
+        """Context of stage 1's or 2's step without communication: the collectives left out, with the bytes of each."""
+        import deepspeed.comm
+
+        out, names = [], ("all_reduce", "all_gather_into_tensor")
+        silent = {name: lambda t, *_, name=name, **__: out.append((name, t.nbytes)) for name in names}
+        with mock.patch.multiple(deepspeed.comm, **silent):
+            yield out
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
+
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._zero.step(judge)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        weights, moments = {}, {}
+        if optimizer.state:  # there is none before the first step
+            self._zero.link()
+        for name, p in model.named_parameters():  # one whole tensor at a time on the device
+            parts = {"": weights} | (dict.fromkeys(MOMENTS, moments) if optimizer.state else {})
+            for key, into in parts.items():
+                whole = self._zero.get(p, key)
+                if self.is_main:
+                    into[f"{key}.{name}" if key else name] = whole.cpu()
+        return weights, moments
+
+    def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
+        if moments:
+            self._zero.make_state(steps)
+            for name, p in model.named_parameters():
+                for key in MOMENTS:
+                    self._zero.set(p, moments[f"{key}.{name}"], key)
+
+    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        if self.zero_stage < 3:
+            return None
+        return {name: self._zero.get(p) for name, p in model.named_parameters()}
+
+    def scaler_state(self) -> dict | None:
+        if self.precision != "fp16":
+            return None
+        scaler = self._zero.optimizer.loss_scaler
+        return {  # as torch's GradScaler writes it
+            "scale": float(scaler.cur_scale),
+            "growth_factor": scaler.scale_factor,
+            "backoff_factor": 1 / scaler.scale_factor,
+            "growth_interval": scaler.scale_window,
+            "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+        }
+
+    def load_scaler_state(self, state: dict | None) -> None:
+        if state and self.precision == "fp16":
+            scaler = self._zero.optimizer.loss_scaler
+            scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
+
+
+def check_files(file: str, accelerates: str) -> None:
+    """Raises UserError where the Accelerate file, whose fields are `accelerates`, says what `file` says too, or where
+    `file` decides what is not about sharding."""
+    twice = [name for name in accelerates.split(",") if name in _SAID_IN_BOTH]
+    if file and twice:
+        raise UserError(
+            f"the Accelerate file says {', '.join(twice)} beside deepspeed_config_file {file}, and would be ignored; "
+            "take it out: sharding is said in that file, precision, accumulation and clipping by the recipe"
+        )
+    if file:
+        try:
+            config = dict(json.loads(Path(file).read_bytes()))
+        except (OSError, ValueError, TypeError) as e:
+            raise UserError(
+                f"deepspeed_config_file {file} cannot be read as JSON ({e}); ds_configs/ has some"
+            ) from None
+        check_sharding_only(config, {}, file)
+
+
+def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
+    """Raises UserError where `config`, read from `file`, decides what the recipe does."""
+    if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
+        raise UserError(f"{file}: zero_optimization.stage is {stage}; 1, 2 and 3 are supported")
+    for key, value in recipe.items():
+        if config.get(key, "auto") not in ("auto", value):
+            raise UserError(f"{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it "
+                            "to \"auto\"")  # fmt: skip
+    # Accelerate adds that it does not print, and the two precisions, off.
+    off = {key for key in config if config[key] == {"enabled": False}}
+    harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES, *off}
+    if others := sorted(config.keys() - harmless):
+        raise UserError(f"{file}: {others[0]} is not about sharding and belongs to the recipe; take it out")
+
+
+class _Internals:
+    """What is needed of DeepSpeed's insides: whole fp32 tensors of a sharded parameter, out and in.
+
+    The public functions cannot do it alone. Before the first step there is no optimizer state to set; the link from
+    parameters to it is made after the first parameter group's step, when the second group has no state yet, and not
+    again; and ZeRO-3's setter fails where a parameter does not divide by the number of processes.
+    test_zero_shards_the_optimizer_state fails where a new version moves any of these names.
+    """
+
+    def __init__(self, engine):
+        import deepspeed.utils
+
+        self.engine, self.optimizer, self.api = engine, engine.optimizer, deepspeed.utils
+        self.stage = engine.zero_optimization_stage()
+
+    @property
+    def partitions(self) -> list[torch.Tensor]:
+        """This process's flat fp32 weights, a tensor a group: the keys of the optimizer's state."""
+        if self.stage == 3:
+            return self.optimizer.fp32_partitioned_groups_flat
+        return self.optimizer.single_partition_of_fp32_groups
+
+    def make_state(self, steps: int) -> None:
+        """Optimizer state with moments of zero, as after `steps` steps."""
+        state = self.optimizer.optimizer.state
+        for flat in self.partitions:
+            state[flat] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=flat.device)}
+            state[flat] |= {key: torch.zeros_like(flat) for key in MOMENTS}
+        self.link()
+
+    def link(self) -> None:
+        """Before moments are read: makes the link from parameters to the optimizer's state of every group."""
+        if self.stage < 3:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def step(self, judge: Judge) -> tuple[torch.Tensor, torch.Tensor]:
+        """DeepSpeed's step, which clips by its configuration and clears, with `judge` between the norm and the rest: a
+        norm of -1 is DeepSpeed's own sign of one that is not finite, and of a step to leave out."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        # Set on the object, over the class's method, and taken away again.
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        reckon, verdict = getattr(self.optimizer, name), []
+
+        def judged():
+            norms = reckon()
+            norm = torch.as_tensor(combine_grad_norm_groups(norms) if self.stage == 3 else norms, dtype=torch.float32)
+            norm = torch.where(norm < 0, float("inf"), norm) / self.optimizer.loss_scale
+            verdict.extend((norm, judge(norm)))
+            if not bool(verdict[1]):
+                return norms
+            return [torch.full_like(n, -1) for n in norms] if self.stage == 3 else torch.full_like(norms, -1)
+
+        scaler = self.optimizer.loss_scaler
+        scale = {k: getattr(scaler, k) for k in ("cur_scale", "cur_iter", "last_overflow_iter") if hasattr(scaler, k)}
+        setattr(self.optimizer, name, judged)
+        try:
+            self.engine.step()
+        finally:
+            delattr(self.optimizer, name)
+        if verdict and bool(verdict[1]) and torch.isfinite(verdict[0]):  # a spike says nothing of the scale
+            vars(scaler).update(scale)
+        if not verdict:  # it saw an overflow of fp16, and asked for no norm
+            norm = torch.tensor(float("inf"))
+            return norm, judge(norm)
+        return verdict[0], verdict[1]
+
+    def get(self, p: torch.nn.Parameter, key: str = "") -> torch.Tensor:
+        """The whole fp32 weight (key "") or moment of `p`, on every process. A collective call."""
+        return self.api.safe_get_full_optimizer_state(p, key) if key else self.api.safe_get_full_fp32_param(p)
+
+    def set(self, p: torch.nn.Parameter, whole: torch.Tensor, key: str = "") -> None:
+        """Sets this process's part of the fp32 weight (key "") or moment of `p` from the whole tensor."""
+        if self.stage == 3:
+            part = p.partition_numel()
+            padded = torch.nn.functional.pad(whole.flatten(), (0, part * self.engine.dp_world_size - whole.numel()))
+            whole = padded.narrow(0, part * torch.distributed.get_rank(), part)
+            set_weight, set_moment = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
+        else:
+            set_weight, set_moment = self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
+        if key:
+            set_moment(p, whole, key)
+        else:
+            set_weight(p, whole)

@@ -1,0 +1,295 @@
+"""What the hardware is and can do: precision, peak, time, threads, allocator. Knows PyTorch, but not Accelerate."""
+
+import ctypes
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+
+from recipe.config import UserError
+
+# Dense bf16 (fp16 where there is no bf16) peak in FLOP/s with sums in fp32, from the vendors' data sheets and, for
+# GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU, a
+# slice of one or a "D" is another thing under almost the same name. What is not listed has no MFU rather than a guess.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12, "H100 SXM": 989e12,
+    "H100 PCIE": 756e12, "H100 NVL": 835e12, "A100": 312e12, "A100 SXM": 312e12, "A100 PCIE": 312e12,
+    "A10": 125e12, "A10G": 70e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100 SXM": 125e12,
+    "V100 PCIE": 112e12, "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}  # fmt: skip
+# What a name may say beside the model: who made it, how much memory of which kind, which socket generation.
+_VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
+_MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
+_SOCKET = re.compile(r" SXM\d(?= |$)")
+
+# fp32 peak of the GPU in FLOP/s, where Apple's own announcements state one; of the largest GPU sold under the name,
+# since the name does not tell how many cores it has. There is no bf16 figure: the GPU has no faster unit for it.
+APPLE_PEAK_FLOPS = {
+    "Apple M1": 2.6e12, "Apple M1 Pro": 5.2e12, "Apple M1 Max": 10.4e12, "Apple M1 Ultra": 21e12, "Apple M2": 3.6e12,
+    "Apple M2 Max": 13.6e12, "Apple M2 Ultra": 27.2e12,
+}  # fmt: skip
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense half-precision peak in FLOP/s of the GPU called `name`, as CUDA tells it; None where it is not known.
+
+    The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
+    slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
+    """
+    words = " ".join(name.upper().replace("-", " ").split())
+    return PEAK_FLOPS.get(_MEMORY.sub("", _SOCKET.sub(" SXM", _VENDOR.sub("", words))))
+
+
+def apple_chip() -> str:
+    """What macOS calls this machine's chip, such as "Apple M1 Pro"; PyTorch cannot tell. "" where it is not macOS."""
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Peak of a device in FLOP/s (half precision on CUDA, fp32 on Apple's GPUs), or None where it is not known."""
+    if device.type == "cuda":
+        return peak_flops(torch.cuda.get_device_name(device))
+    return APPLE_PEAK_FLOPS.get(apple_chip()) if device.type == "mps" else None
+
+
+def pad_vocab_to(device: torch.device) -> int:
+    """Tensor cores like round shapes; on a CPU the padding was measured to cost 7 %, on a TPU to gain nothing."""
+    return 128 if device.type == "cuda" else 1
+
+
+def hide_gpus() -> dict[str, str]:
+    """Variables for a process that is to find no GPU."""
+    return {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def has_deepspeed() -> bool:
+    return find_spec("deepspeed") is not None
+
+
+def one_gpu() -> dict[str, str]:
+    """Variables for a process that is to find one GPU of those that this one may use."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Returns when `device` (by default the accelerator, if there is one) has done what it was told; a CPU has."""
+    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory(device: torch.device | None = None) -> int:
+    """Bytes: the most the allocator of `device` (by default the accelerator, if it counts) has held since the last
+    `reset_peak_memory`, or the process's largest resident set on a CPU, which cannot be reset."""
+    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Gives cached memory back, and starts `peak_memory` anew where it can."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Seconds a call, over `calls` of them in a row; by the GPU's own clock on CUDA, where the host's would count the
+    launches. The device is idle before and after."""
+    synchronize(device)
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end) / calls
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begin) / calls
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
+    """Median seconds of a call, after one that does not count, from as many samples as fit into `seconds`, but at
+    least three. Where a call is shorter than a millisecond a sample is a row of them."""
+    call()
+    estimate = max(seconds_of(call, device), 1e-7)
+    calls = max(1, round(1e-3 / estimate))
+    samples = min(100, max(3, int(seconds / (estimate * calls))))
+    return statistics.median(seconds_of(call, device, calls) for _ in range(samples))
+
+
+def memory(device: torch.device) -> int | None:
+    """Bytes of the device's own memory, None where it has none of its own or that is not known."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of it that nobody has taken: no other process, this one's CUDA context or its tensors."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """PyTorch's allocator has an exception of its own; cuBLAS, Triton and the driver say it in words."""
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "alloc_failed" in said
+
+
+def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
+    """The most bytes of tensors on a CUDA device while `work` ran, those from before included; None where memory ran
+    out."""
+    reset_peak_memory(device)
+    fitted = True
+    try:
+        work()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # to be left before anything is freed: its traceback holds the tensors
+        if not out_of_memory(error):
+            raise
+        fitted = False
+    return torch.cuda.max_memory_allocated(device) if fitted else None
+
+
+def same_random_numbers(device: torch.device) -> AbstractContextManager:
+    """Context: what is drawn in it, on the CPU or the device, is drawn again after it."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def resolve_precision(precision: str, *, cpu: bool) -> str:
+    """`auto` becomes the fastest arithmetic that the device does natively, with `cpu` the processor's even where there
+    is a GPU. UserError where the device lacks what is named."""
+    cuda = torch.cuda.is_available() and not cpu
+    mps = torch.backends.mps.is_available() and not cpu
+    if cuda:
+        native_bf16 = torch.cuda.get_device_capability() >= (8, 0)  # is_bf16_supported() counts emulation
+    if precision == "auto":
+        if cuda:
+            return "bf16" if native_bf16 else "fp16"
+        # MPS stays in fp32 until its autocast has been tested here.
+        return "bf16" if not mps and _cpu_has_bf16() else "fp32"
+    if precision == "fp16" and not cuda:
+        raise UserError("precision fp16 needs a CUDA GPU (Accelerate would silently run fp32); use auto, bf16 or fp32")
+    if precision == "tf32" and not (cuda and native_bf16):
+        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
+    if precision == "bf16" and cuda and not native_bf16:
+        raise UserError(f"precision bf16 is only emulated on {torch.cuda.get_device_name()}; use auto or fp16")
+    return precision
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 natively (AMX or AVX512-BF16); emulated, it is slower than fp32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def device_name() -> str:
+    """The accelerator's name, or the processor's without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type.upper()
+    return processor()
+
+
+def processor() -> str:
+    """The processor's name."""
+    with suppress(OSError, IndexError):
+        return re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
+    return platform.processor() or "CPU"
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a run's numbers may depend on, those that are installed."""
+    names = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def total_memory() -> int | None:
+    """Bytes of the accelerator's memory; None where there is none of its own."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def release_memory() -> None:
+    """Gives the accelerator's memory that is not in use back to it, for other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
+    """torch.compile in place, which keeps `_orig_mod.` out of the names: as one graph, with its kernels tuned
+    (max-autotune), or a block at a time (regional), all of which then run the code of the first."""
+    if mode == "regional":
+        for block in model.transformer.h:
+            block.compile(dynamic=False)
+    elif mode == "max-autotune":
+        # CUDA graphs would keep a whole step's memory apart, and gain nothing at batches that fill a GPU.
+        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+        model.compile(dynamic=False, options=options | {"coordinate_descent_tuning": True})
+    else:
+        model.compile(dynamic=False)
+
+
+def conditions() -> dict:
+    """What may disturb a measurement, now: the machine's load, as the kernel averages it over a minute; the GPU's clock
+    in MHz, power in W and temperature in degrees C, where nvidia-smi tells."""
+    found = {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
+    if torch.cuda.is_available():
+        names = ("clocks.sm", "power.draw", "temperature.gpu")
+        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", "0"]
+        try:
+            values = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split(",")
+            found |= {name: float(value) for name, value in zip(names, values, strict=True)}
+        except (OSError, ValueError, subprocess.SubprocessError):
+            found |= dict.fromkeys(names)
+    return found
+
+
+def tune_cpu(local_world: int) -> None:
+    """Threads and allocator for training on a CPU.
+
+    `accelerate launch` sets OMP_NUM_THREADS=1 where nobody set it, which would leave all cores but one idle.
+    glibc gives large blocks back to the kernel on every free and takes fresh, zeroed pages on every malloc; keeping
+    them made the loss on a 50,257-word vocabulary 1.7 (fp32) and 2.4 (bf16) times as fast (docs/log.md).
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = min(cores, len(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(1, cores // local_world))
+    if platform.libc_ver()[0] == "glibc":
+        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_top_pad, 64 * 2**20)

@@ -1,0 +1,263 @@
+"""Everything torch_xla: one process drives all of its TPU cores (SPMD). Imported by engine.py alone, when needed.
+
+The model is written for one device with a large batch. The batch's rows are cut over the devices, weights and moments
+are whole on each, and XLA's partitioner adds the all-reduce of the gradients: no replica can drift from another.
+
+torch_xla only records what it is told and compiles at a `sync`; what is recorded between two of them is a program,
+found again by its hash. So a run syncs at fixed points and keeps what changes from step to step (learning rate, seed,
+running loss) in tensors: a Python number would be part of the program. There are three large programs: a micro-step,
+an update, a validation batch.
+
+Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.9. On a TPU it has not been run.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.backends
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from accelerate.utils import DistributedType
+from torch_xla._internal import tpu
+from torch_xla.debug import metrics as xla_metrics
+from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
+from torch_xla.utils.checkpoint import checkpoint
+
+from recipe.config import Batch, UserError
+from recipe.engine.base import Engine, Judge
+from recipe.optim.adamw import check_is_adamw
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
+_PEAK_FLOPS = {"v2": 22.5e12, "v3": 61.5e12, "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12}
+_FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
+_LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"
+
+
+class XlaEngine(Engine):
+    """TPU cores, or the CPU as XLA's devices, behind one process; on a pod one process a host, with the same rows.
+
+    `world` is 1 whatever the number of hosts: each runs the same program on the same global batch.
+    """
+
+    supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
+    optimizer_options = MappingProxyType({"capturable": True})  # keeps AdamW's step count in tensors
+    no_compile = "XLA compiles whole steps by itself"
+
+    def __init__(self, precision: str, *, tracker: str, output_dir: str):
+        _check_launch()
+        xr.use_spmd()  # before anything is on the device
+        self.generation = _generation()
+        if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
+            cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
+            xr.initialize_cache(str(Path(cache).expanduser()))
+        super().__init__(precision, tracker=tracker, output_dir=output_dir)
+        if self.precision == "fp32":
+            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
+            torch_xla.backends.set_mat_mul_precision("highest")  # a TPU multiplies fp32 as bf16 unless told not to
+        self.devices = xr.global_runtime_device_count()
+        self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
+        self.eval_multiples = (math.lcm(32, self.devices), 64, 1024)  # few shapes, each of which is compiled
+        self.checkpoint = checkpoint
+        if self.generation in _FLASH and find_spec("jax"):
+            self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
+        elif self.generation in _FLASH:
+            self.note = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
+        self.local_rank, self.local_world = 0, 1  # one process a host
+        self._pod = xr.process_count() > 1
+        if self._pod:  # not tested: no pod was at hand
+            torch.distributed.init_process_group("gloo", init_method="xla://")
+            self.is_main = xr.process_index() == 0
+
+    def _resolve_precision(self, precision: str) -> str:
+        if precision in ("fp16", "tf32"):
+            raise UserError(f"precision {precision} is not for a TPU; use auto, bf16 or fp32")
+        if precision == "auto":
+            return "bf16" if self.generation else "fp32"
+        return precision
+
+    def _mixed_precision(self) -> str:
+        return "no"  # else Accelerate sets XLA_USE_BF16 on a TPU: weights and moments in bf16 that say they are fp32
+
+    def _kwargs_handlers(self) -> list:
+        return []
+
+    # What the device is
+
+    def _device_name(self) -> str:
+        kind = f"TPU {self.generation}" if self.generation else "XLA's CPU client"
+        processes = f", a process on each of {xr.process_count()} hosts" if self._pod else " behind one process"
+        return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''}{processes}"
+
+    @property
+    def peak_flops(self) -> float | None:
+        peak = _PEAK_FLOPS.get(self.generation)
+        return peak * self.devices if peak else None
+
+    def peak_memory(self) -> int | None:
+        """None on a TPU: torch_xla 2.9 tells nothing of the devices behind SPMD's one."""
+        return None if self.generation else super().peak_memory()
+
+    def counters(self) -> dict:
+        """Programs compiled so far: a number that keeps growing is time lost to recompilation."""
+        compiled = xla_metrics.metric_data("CompileTime")
+        return {"compilations": compiled[0] if compiled else 0}
+
+    # Preparing and stepping
+
+    def place(self, model: torch.nn.Module, *, compile: str) -> None:
+        parameters = sum(1 for _ in model.parameters())
+        model.to(self.device)
+        assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"
+        self._replicate(model.parameters())
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
+        """Makes AdamW's state and, for accumulation, the gradients, so that the first step is the program of all."""
+        check_is_adamw(optimizer, "the TPU engine")
+        if self.precision == "bf16":
+            model.forward = self.autocast()(model.forward)
+        zeros = {f"{m}.{name}": torch.zeros_like(p) for name, p in model.named_parameters() for m in _MOMENTS}
+        self.load_moments(model, optimizer, zeros, 0)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros(1, device=self.device)
+        # Accumulation adds to zeroed gradients: with None, the first micro-step would be a program of its own.
+        # A step of one micro-step adds to nothing, and frees the gradients' memory in between.
+        self._accumulates = batch.accumulation > 1
+        if self._accumulates:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            self._replicate(p.grad for p in model.parameters())
+        self.flush()
+        return model, optimizer
+
+    @contextmanager
+    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
+        """The gradients' all-reduce is part of each micro-step's program."""
+        self.flush()  # what came between steps (a running loss set to 0) must not become part of this program
+        yield
+        self.flush()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        skip = judge(grad_norm)
+        changed = [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
+        before = [
+            tensor.detach().clone() for tensor in changed
+        ]  # of the record only: in the program, nothing is copied
+        optimizer.step()
+        with torch.no_grad():
+            for tensor, old in zip(changed, before, strict=True):
+                tensor.copy_(torch.where(skip > 0, old, tensor))
+        optimizer.zero_grad(set_to_none=not self._accumulates)
+        return grad_norm, skip
+
+    def autocast(self):
+        return torch.autocast("xla", torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+    def seed(self, seed: int) -> None:
+        """One mask for the whole batch, cut like its rows: devices draw different ones."""
+        torch_xla.manual_seed(seed, str(self.device))
+
+    def flush(self) -> None:
+        torch_xla.sync()
+
+    def _replicate(self, tensors) -> None:
+        """Says that each device holds all of these, as it will be said of what a program returns: left unsaid, the
+        first update would be compiled twice."""
+        for t in tensors:
+            xs.mark_sharding(t, self.mesh, (None,) * t.ndim)
+
+    # Weights and optimizer state
+
+    def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
+        super().load_moments(model, optimizer, moments, steps)
+        self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
+        self.flush()
+
+    # Batches
+
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """(micro, ...) with its rows cut over the devices."""
+        spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
+        return xm.send_cpu_data_to_device(rows, self.device, spec)[0]
+
+    # Talking between hosts. Losses and norms are of the global batch already. On a pod: not tested.
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def from_main(self, value):
+        values = [value]
+        if self._pod:
+            torch.distributed.broadcast_object_list(values)
+        return values[0]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        if not self.is_main:
+            self.anywhere(False)
+        yield
+        if self.is_main:
+            self.anywhere(False)
+
+    def _any_host(self, *conditions: bool) -> list[bool]:
+        flags = torch.tensor(conditions, dtype=torch.int32)
+        if self._pod:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        return flags.bool().tolist()
+
+    def anywhere(self, condition: bool) -> bool:
+        return self._any_host(condition)[0]
+
+
+def _check_launch() -> None:
+    """Refuses launches under which torch_xla trains something else, as seen with Accelerate 1.15."""
+    for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise UserError(f"unset {name}: it keeps the weights and AdamW's moments in bf16; use --precision bf16")
+    if "FORK_LAUNCHED" in os.environ:  # distributed_type: XLA; with accumulation its replicas drift apart
+        raise UserError(f"distributed_type XLA starts a process a core, whose weights drift apart; {_LAUNCH}")
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise UserError(f"{processes} processes, but torch_xla is installed; {_LAUNCH}, or set USE_TORCH_XLA=0")
+
+
+def _generation() -> str:
+    """v2, v3, v4, v5e, v5p, v6e; "of unknown kind" where a TPU does not tell; empty on the CPU client."""
+    if xr.device_type() != "TPU":
+        return ""
+    try:
+        kind = tpu.get_tpu_type()  # of TPU_ACCELERATOR_TYPE or the machine's metadata: v3, v5litepod, v6e
+    except (OSError, KeyError, TypeError):
+        return "of unknown kind"
+    return {"v5litepod": "v5e", "v5lite": "v5e"}.get(kind, kind)
+
+
+def _flash_or_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, mesh: xs.Mesh) -> torch.Tensor:
+    """Causal attention over (B, H, T, K): Pallas' flash attention in the cases compiled ahead of time for a v5e and a
+    v6e (bf16, no dropout, T = 1024) and those whose blocks divide alike, SDPA in the others."""
+    if dropout or q.dtype != torch.bfloat16 or (q.shape[2] != 512 and q.shape[2] % 1024):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    from torch_xla.experimental.custom_kernel import flash_attention
+
+    # Its own scale is 1, and it has no partitioning rule: each device is given its rows.
+    return flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5,
+                           partition_spec=("data", None, None, None), mesh=mesh)  # fmt: skip

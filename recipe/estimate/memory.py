@@ -1,0 +1,201 @@
+"""What a run will be, by arithmetic alone: parameters, FLOPs, tokens, memory, disk. Nothing here builds a model."""
+
+import dataclasses
+
+from recipe.config import Batch, Config, ModelConfig
+from recipe.data.tokenizer import VOCAB_SIZE
+
+_ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
+# Assumed where nothing has been measured yet, and said so. By flops_per_token llm.c trains the 124M model at 60 % on 8
+# A100s (300 ms a step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of
+# eval/references/gpt2-fineweb.json).
+MFU = 0.5
+HEADROOM = 0.92  # of a device's memory that a run's tensors may take: the rest is for what memory_estimate leaves out
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Trainable parameters of GPT-2 with a tied head: V D + P D + L (12 D^2 + 13 D) + 2 D."""
+    D = model.n_embd
+    return VOCAB_SIZE * D + model.n_positions * D + model.n_layer * (12 * D * D + 13 * D) + 2 * D
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """FLOPs of a training step a token: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
+
+    N leaves out the position embeddings, which are looked up, not multiplied, and counts the true vocabulary, not a
+    padded one: 855.2 M for the 124M model at T = 1024.
+    """
+    N = parameter_count(model) - model.n_positions * model.n_embd
+    return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
+
+
+def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precision: str = "bf16") -> int:
+    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N;
+    under DDP 20 N.
+
+    ZeRO keeps a further fp32 copy of the weights with the moments and cuts those over the processes, at stage 2 the
+    gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
+    gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
+    (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
+    """
+    N = parameter_count(model)
+    if not zero_stage:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
+        return (16 if world == 1 else 20) * N
+    w = 2 if precision == "fp16" else 4
+    whole = w * (3 - zero_stage) * N  # weights and gradients, weights, nothing
+    if zero_stage == 3:  # the gathered ones, the largest a second time; a bucket for each type of gradient
+        beside = w * (min(N, _ZERO3_LIVE) + VOCAB_SIZE * model.n_embd) + _ZERO_BUCKET * (
+            6 if precision == "bf16" else w
+        )
+    else:  # two for each type
+        beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
+    return whole + ((2 * w + 12) * N - whole) // world + beside
+
+
+def memory_estimate(
+    config: Config, batch: Batch, *, precision: str, zero_stage: int = 0, compiled: bool = False
+) -> int:
+    """Bytes that the allocator of a device holds at the peak of a step, to within a tenth.
+
+    The largest of three moments, each beside `state_bytes` (n tokens, D wide, V the vocabulary, w bytes a number):
+
+    - the loss, when all blocks' tensors for backward are kept: 36 n D a block in 16 bits and 64 n D in fp32, since
+      CUDA's autocast keeps layer norm's input and output in fp32; compiled 32 n D and 64 n D; with recomputation only
+      the block's input. In 16 bits also 2 bytes a weight of autocast's copies. The logits take 12 n V (in fp32:
+      log-softmax, its gradient and the gradient of its result), compiled w n V, in chunks what next_token_loss holds;
+    - the first block's backward, with the gradient of the head waiting for that of the embedding, which it shares;
+    - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
+      compiles bucket by bucket.
+
+    Attention is taken to be a kernel that keeps no scores. Measured in tests/test_memory.py with PyTorch's allocator
+    on a CPU and CUDA's autocast (docs/log.md has the table, ZeRO over two processes too). Not in it: what a GPU holds
+    beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses; HEADROOM is for them.
+    Nor, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities that recipe/model/attention.py keeps.
+    """
+    model, run = config.model, config.run
+    N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, VOCAB_SIZE
+    n = batch.micro // batch.devices * config.data.sequence_length
+    half = precision in ("bf16", "fp16")
+    native = zero_stage > 0 and precision == "fp16"  # DeepSpeed's own, without autocast
+    w = 2 if half else 4
+    stream = 2 if precision == "bf16" or native else 4  # of the residual stream
+    casts = 2 * (N - (V + model.n_positions) * D) if half and not native else 0
+    block = n * ((32 if compiled or native else 36) * D if half else 64 * D) + 4 * n * (model.n_head + 4)
+    block += 2 * n * D * (model.dropout > 0)  # masks
+    kept = L * (n * D * stream if run.recompute else block)
+    held_casts = 0 if run.recompute else casts
+    last = n * D * ((2 if compiled else 6) if half else 8)
+    head = w * V * D  # its 16-bit copy, or the padded one
+
+    if run.loss_chunk_size:  # the gradients of the head; a chunk's softmax while the one before is not dropped yet
+        c = min(run.loss_chunk_size, n)
+        fp32 = 4 * V * D
+        chunk = max(c * V * ((4 + w) + (4 + w + w if c < n else 0)), c * V * (4 + 2 * w) + w * V * D)
+        forward = (casts if not compiled or not run.recompute else 0) + head + fp32 + chunk
+        loss = last + n * D * w + max(forward, held_casts + 2 * fp32 + head)
+    elif compiled:
+        loss = last + held_casts + head + w * n * V + w * V * D
+    else:
+        loss = last + held_casts + head + 12 * n * V
+    if run.recompute and half and not compiled and not run.loss_chunk_size:
+        loss = max(loss, last + casts + head + 10 * n * V)  # still in the forward, where autocast holds its copies
+
+    in_block = 18 * n * D * w // 2 + (block + casts // L if run.recompute else 0)
+    backward = held_casts + in_block + 4 * V * D
+    end = (4 + (w if compiled else 4)) * V * D + in_block - kept
+    if compiled and (batch.world == 1 or zero_stage):
+        end += (2 if native else 4) * N
+
+    state = state_bytes(model, batch.world, zero_stage, precision)
+    if batch.world == batch.accumulation == 1 and not zero_stage:  # gradients come one by one, as backward goes on
+        loss, backward = loss - 4 * N, backward - 4 * N
+        end -= 4 * V * D + 4 * N * compiled
+    return state + kept + max(loss, backward, end)
+
+
+def checkpoint_bytes(model: ModelConfig) -> int:
+    """A checkpoint: weights and two moments in fp32, and 2.5 MB of tokenizer."""
+    return 12 * parameter_count(model) + 2_500_000
+
+
+def remedies(config: Config, batch: Batch, **kind) -> str:
+    """What makes a run smaller that does not fit, each with what it would take then; `kind` is memory_estimate's."""
+    size, stage = batch.micro // batch.devices, kind["zero_stage"]
+
+    def needs(run: dict | None = None, of_batch: dict | None = None, **changed) -> int:
+        changes = dataclasses.replace(config, run=dataclasses.replace(config.run, **(run or {})))
+        return memory_estimate(changes, dataclasses.replace(batch, **(of_batch or {})), **(kind | changed))
+
+    ways = {}
+    if size > 1:
+        smaller = max(n for n in range(1, size) if size % n == 0)
+        accumulation = batch.accumulation * size // smaller
+        ways[f"--micro_batch_size {smaller}"] = needs(
+            of_batch={"micro": smaller * batch.devices, "accumulation": accumulation}
+        )
+    ways["--recompute true (about a quarter slower)"] = needs({"recompute": True})
+    ways["--loss_chunk_size 1024"] = needs({"loss_chunk_size": 1024})
+    ways["--compile false"] = needs(compiled=False)
+    if not stage:
+        world = max(batch.world, 8)
+        ways[f"accelerate_configs/zero1.yaml over {world} processes"] = needs(of_batch={"world": world}, zero_stage=1)
+    for further in range(stage + 1 if stage else 4, 4):
+        ways[f"accelerate_configs/zero{further}.yaml"] = needs(zero_stage=further)
+    now, world, most = needs(), max(batch.world, 8), max(stage, 2)
+    together = f"all of these, one sequence at once and zero{most}.yaml over {world} processes"
+    ways[together] = needs({"recompute": True, "loss_chunk_size": 1024}, {"micro": batch.devices, "world": world},
+                           zero_stage=most, compiled=False)  # fmt: skip
+    helps = [f"{way}: {gb(then)}" for way, then in ways.items() if then < 0.99 * now]
+    return f"What helps: {'; '.join(helps)}" if helps else "Only a smaller model would take less"
+
+
+def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float = MFU) -> float:
+    """Of so many tokens of `flops` each on devices whose peaks add up to `peak_flops`, at that share of it."""
+    return tokens * flops / (mfu * peak_flops)
+
+
+def price(seconds: float, devices: int, per_hour: float) -> float:
+    """Dollars: each of the devices costs `per_hour`."""
+    return seconds / 3600 * devices * per_hour
+
+
+def plural(n: int, noun: str, ending: str = "s") -> str:
+    return f"{n} {noun}{ending if n != 1 else ''}"
+
+
+def gb(size: float) -> str:
+    """79123456789 bytes -> '79.1 GB'; for comparing, so always in GB."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def si(value: float, billion: str = "G") -> str:
+    """1234567 -> '1.23 M'; a billion bytes are a G, a billion tokens a B."""
+    for unit, size in (("T", 1e12), (billion, 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def money(dollars: float) -> str:
+    """12.345 -> '$12.35', 1234.5 -> '$1,234' or '$1,235'; what is less than a cent keeps two digits."""
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.2f}" if dollars >= 0.01 else f"${dollars:.2g}"
+
+
+def duration(seconds: float, short: bool = False) -> str:
+    """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
+    s = max(0, round(seconds))
+    if seconds < 9.95 and not short:
+        parts = [(f"{max(0, seconds):.1f}", "s")]
+    elif s < 60:
+        parts = [(s, "s")]
+    elif s < 600:
+        parts = [(s // 60, "min"), (s % 60, "s")]
+    elif s < 3570:
+        parts = [(round(s / 60), "min")]
+    elif (minutes := round(s / 60)) < 48 * 60:
+        parts = [(minutes // 60, "h"), (minutes % 60, "min")]
+    else:
+        hours = round(s / 3600)
+        parts = [(hours // 24, "d"), (hours % 24, "h")]
+    kept = [(n, unit) for i, (n, unit) in enumerate(parts) if n or not i]
+    return "".join(f"{n}{unit[0]}" for n, unit in kept) if short else " ".join(f"{n} {unit}" for n, unit in kept)

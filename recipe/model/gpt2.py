@@ -1,0 +1,268 @@
+"""GPT-2 with transformers' parameter names and shapes, so that a saved model IS a `GPT2LMHeadModel`.
+
+Shapes: B batch, T positions, D n_embd, H heads, K = D / H, V vocabulary.
+Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
+"""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils import checkpoint as torch_checkpoint
+from transformers import GenerationConfig, GPT2Config
+from transformers.utils import cached_file
+
+from recipe.config import UserError
+from recipe.model.loss import next_token_loss
+
+# Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
+_OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
+
+# What GPT2Config can ask for and this module does not do.
+_REQUIRED = {
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Causal softmax attention over (B, H, T, K)."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is (in, out), as in OpenAI's release and in transformers."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPT2Config, attend: Callable):
+        super().__init__()
+        self.attend = attend
+        self.n_head = config.n_head
+        self.attn_pdrop, self.resid_pdrop = config.attn_pdrop, config.resid_pdrop
+        self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Conv1D(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        B, T, D = x.shape
+        # split, not unbind: the backward of split is one concatenation.
+        q, k, v = self.c_attn(x).split(D, dim=2)
+        q, k, v = (t.view(B, T, self.n_head, D // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, H, T, K)
+        if mask is None:
+            y = self.attend(q, k, v, self.attn_pdrop if self.training else 0.0)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, D))
+        return F.dropout(y, self.resid_pdrop, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.resid_pdrop = config.resid_pdrop
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc = Conv1D(config.n_embd, inner)
+        self.c_proj = Conv1D(inner, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # transformers' "gelu_new"
+        return F.dropout(y, self.resid_pdrop, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config, attend: Callable):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, attend)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), mask)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: GPT2Config, recompute: bool, attend: Callable, checkpoint: Callable):
+        super().__init__()
+        self.embd_pdrop = config.embd_pdrop
+        self.recompute, self.checkpoint = recompute, checkpoint
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Final hidden states (B, T, D) of `input_ids` (B, T).
+
+        `positions` (B, T) and `mask` (B, 1, T, T), true where a query may see a key, are for evaluations that put
+        several continuations of one context into a row; without them a row is one text.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.wte(input_ids) + self.wpe(positions)  # (B, T, D)
+        device_type = x.device.type
+        # Autocast leaves embeddings in fp32 and the residual stream with them: one cast here halves its traffic.
+        # Not for fp16, whose range a residual stream can leave.
+        if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16:
+            x = x.to(torch.bfloat16)
+        x = F.dropout(x, self.embd_pdrop, self.training)
+        for block in self.h:
+            if self.recompute and self.training:
+                x = self.checkpoint(block, x)
+            else:
+                x = block(x, mask)
+        return self.ln_f(x)
+
+
+class GPT2LMHeadModel(nn.Module):
+    """GPT-2 with a language-model head; `state_dict()` holds transformers' keys without the tied `lm_head.weight`.
+
+    Args:
+        config: a transformers GPT2Config. UserError where it asks for what this module does not do.
+        recompute: recompute each block's activations in backward instead of keeping them.
+        loss_chunk_size, pad_vocab_to: see `recipe.model.loss.next_token_loss`.
+        seed: of the initial weights, drawn on the CPU: the same on every device.
+        attention, checkpoint: a device's own (q, k, v, dropout) -> y over (B, H, T, K) and (block, x) -> block(x),
+            in place of SDPA and torch's checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        recompute: bool = False,
+        loss_chunk_size: int = 0,
+        pad_vocab_to: int = 1,
+        seed: int = 0,
+        attention: Callable | None = None,
+        checkpoint: Callable | None = None,
+    ):
+        super().__init__()
+        for name, needed in _REQUIRED.items():
+            if (found := getattr(config, name)) != needed:
+                raise UserError(f"model config: {name} is {found!r}; only {needed!r} is supported here")
+        self.config = config
+        self.loss_chunk_size, self.pad_vocab_to = loss_chunk_size, pad_vocab_to
+        checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
+        self.transformer = Transformer(config, recompute, attention or causal_attention, checkpoint)
+        # A tied head is no second Parameter: moving a module to an XLA device would break the tie unnoticed.
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self._init_weights(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _init_weights(self, generator: torch.Generator) -> None:
+        """N(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer), biases 0 (GPT-2 paper, section 2.3)."""
+        std = self.config.initializer_range
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                continue
+            residual = name.endswith("c_proj.weight")
+            p.normal_(0.0, std / math.sqrt(2 * self.config.n_layer) if residual else std, generator=generator)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """(V, D)"""
+        return self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V) of final hidden states (..., D)."""
+        return F.linear(hidden, self.head_weight)
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits (B, T, V) of `input_ids` (B, T); with `targets` (B, T), the loss alone.
+
+        `targets[b, t]` is the token after `input_ids[b, t]`: already shifted, unlike transformers' `labels`.
+        Training never sees logits: returned, they would be held, and turned into fp32, whole.
+        """
+        hidden = self.transformer(input_ids)
+        if targets is None:
+            return self.head(hidden)
+        return next_token_loss(hidden, self.head_weight, targets, self.loss_chunk_size, self.pad_vocab_to)
+
+    def save_config(self, directory: Path) -> None:
+        """Writes config.json and generation_config.json: with the weights, all that transformers needs."""
+        config = copy.deepcopy(self.config)
+        config.architectures, config.dtype = ["GPT2LMHeadModel"], torch.float32
+        config.save_pretrained(directory)
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, **kwargs) -> "GPT2LMHeadModel":
+        """Loads a directory or a Hub id (OpenAI's gpt2 ... gpt2-xl, or any of ours) in safetensors.
+
+        Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist as a pickle only.
+        """
+        try:
+            config = GPT2Config.from_pretrained(name_or_path)
+        except (OSError, ValueError) as e:
+            raise UserError(
+                f"{name_or_path}: no model there, and none by that name on the Hub ({_first_line(e)})"
+            ) from e
+        model = cls(config, **kwargs)
+        model.load_weights(_read_safetensors(name_or_path), str(name_or_path))
+        return model
+
+    def load_weights(self, tensors: dict[str, torch.Tensor], origin: str) -> None:
+        """Copies `tensors`, by transformers' names, into the parameters; `origin` is named in errors."""
+        tensors = {k: v for k, v in tensors.items() if not _OLD_BUFFERS.search(k)}
+        if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
+            tensors = {k if k == "lm_head.weight" else f"transformer.{k}": v for k, v in tensors.items()}
+        if self.lm_head is None:
+            tensors.pop("lm_head.weight", None)
+        own = self.state_dict()
+        if missing := sorted(own.keys() - tensors.keys()):
+            raise UserError(f"{origin}: missing {_some(missing)}")
+        if unexpected := sorted(tensors.keys() - own.keys()):
+            raise UserError(f"{origin}: unexpected {_some(unexpected)}")
+        if wrong := [
+            f"{k} {list(tensors[k].shape)} for {list(own[k].shape)}" for k in own if tensors[k].shape != own[k].shape
+        ]:
+            raise UserError(f"{origin}: wrong shape: {_some(wrong)}")
+        self.load_state_dict(tensors)
+
+
+def _read_safetensors(name_or_path: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(cached_file(name_or_path, "model.safetensors"))
+    except OSError:  # not one file: transformers splits large models and writes an index
+        pass
+    try:
+        index = cached_file(name_or_path, "model.safetensors.index.json")
+    except OSError as e:
+        raise UserError(
+            f"{name_or_path}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code "
+            "when they are loaded, and are not read. If you trust it, convert it with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({name_or_path!r}).save_pretrained('converted')"
+        ) from e
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    return {k: v for name in names for k, v in load_file(cached_file(name_or_path, name)).items()}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
