@@ -19,22 +19,19 @@ from pathlib import Path
 
 import torch
 
-from recipe.engine import device as hardware
-from recipe.config import UserError
-from recipe.estimate.memory import MFU, flops_per_token
-from recipe.estimate import cost
+from benchmarks import peers, profile, report, scaling
 from benchmarks import roofline as floor
-from benchmarks import peers
-from benchmarks import profile
-from benchmarks import report
-from benchmarks import scaling
+from benchmarks.bench_config import Setting
+from benchmarks.comm_overhead import measure_two
 from benchmarks.interleaved import Void, Worker, compare, prepared, workers
 from benchmarks.scoreboard import ladder, scoreboard
 from benchmarks.scoreboard import lines as scoreboard_lines
-from benchmarks.bench_config import Setting
-from benchmarks.comm_overhead import measure_two
 from benchmarks.variants import Variant
 from benchmarks.worker import make_step
+from recipe.config import UserError
+from recipe.engine import device as hardware
+from recipe.estimate import cost
+from recipe.estimate.memory import MFU, flops_per_token
 
 MODES = ("regional", "default", "max-autotune")
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -45,14 +42,27 @@ def run_scoreboard(setting: Setting) -> dict:
     results = setting.introduce("scoreboard")
     small = max(1, setting.micro // (2 if setting.on_cpu else 8))
     first, rows = ladder(
-        setting.config.model, setting.T, small, setting.micro, gpus=setting.gpus, on_cpu=setting.on_cpu,
-        compile_mode=setting.config.run.compile_mode,
-    )  # fmt: skip
+        setting.config.model,
+        setting.T,
+        small,
+        setting.micro,
+        gpus=setting.gpus,
+        on_cpu=setting.on_cpu,
+        torch_compile_mode=setting.config.run.torch_compile_mode,
+    )
     with prepared() as directory:
         results["rows"] = scoreboard(
-            first, rows, directory, flops=results["flops_per_token"], peak=results["peak_flops"], rounds=setting.rounds,
-            seconds=setting.seconds, left=lambda: setting.left, say=setting.say, quick=setting.arguments.quick,
-        )  # fmt: skip
+            first,
+            rows,
+            directory,
+            flops=results["flops_per_token"],
+            peak=results["peak_flops"],
+            rounds=setting.rounds,
+            seconds=setting.seconds,
+            left=lambda: setting.left,
+            say=setting.say,
+            quick=setting.arguments.quick,
+        )
     setting.say("\n" + "\n".join(scoreboard_lines(results["rows"])))
     report.write(results, setting.out / "scoreboard.json")
     report.bars(results, setting.out / "scoreboard.png")
@@ -64,13 +74,22 @@ def run_peers(setting: Setting) -> dict:
     results = setting.introduce("peers")
     ours = setting.ours()
     others = peers.contenders(ours, setting.arguments.nanogpt)
-    setting.say(f"same       {ours.tokens:,} tokens a step, weights, {ours.precision}, AdamW, clipping; "
-                f"{setting.rounds} rounds of A B B A, turns of {setting.seconds:g} s")  # fmt: skip
+    setting.say(
+        f"same       {ours.tokens:,} tokens a step, weights, {ours.precision}, AdamW, clipping; "
+        f"{setting.rounds} rounds of A B B A, turns of {setting.seconds:g} s"
+    )
     with prepared() as directory:
         results["rows"] = peers.compare_peers(
-            ours, others, directory, on_cpu=setting.on_cpu, rounds=setting.rounds, seconds=setting.seconds,
-            left=lambda: setting.left, say=setting.say, only=setting.arguments.only,
-        )  # fmt: skip
+            ours,
+            others,
+            directory,
+            on_cpu=setting.on_cpu,
+            rounds=setting.rounds,
+            seconds=setting.seconds,
+            left=lambda: setting.left,
+            say=setting.say,
+            only=setting.arguments.only,
+        )
     setting.say("\n" + "\n".join(peers.lines(results["rows"])))
     if setting.arguments.llmc_log:
         results["llm.c"] = peers.llmc_log(Path(setting.arguments.llmc_log))
@@ -133,7 +152,7 @@ def run_sizes(setting: Setting) -> dict:
     with prepared() as directory:
         for name in SIZES:
             setting.set_recipe(name)
-            compiled = setting.config.run.compile
+            compiled = setting.config.run.torch_compile
             setting.micro = setting.arguments.micro_batch_size or setting.fitting(compiled)
             row = alone(setting, setting.ours(), directory)
             reckoned = setting.reckoned(setting.micro, compiled)
@@ -159,8 +178,11 @@ def alone(setting: Setting, variant: Variant, directory: Path) -> dict:
         rate = variant.tokens / turns[setting.rounds]
         flops = flops_per_token(variant.model, variant.sequence_length)
         peak = setting.peak
-        return result | {"tokens_per_second": rate, "mfu": rate * flops / peak if peak else None,
-                         "peak_memory_bytes": worker.peak_memory}  # fmt: skip
+        return result | {
+            "tokens_per_second": rate,
+            "mfu": rate * flops / peak if peak else None,
+            "peak_memory_bytes": worker.peak_memory,
+        }
     except Void as void:
         return result | {"note": str(void)}
     finally:
@@ -255,9 +277,16 @@ def _run_all(setting: Setting, results: dict) -> dict:
 
 
 COMMANDS: dict[str, Callable[[Setting], dict]] = {
-    "scoreboard": run_scoreboard, "peers": run_peers, "sweep": run_sweep, "sizes": run_sizes, "profile": run_profile,
-    "compile": run_compile, "scaling": run_scaling, "cost": run_cost, "all": run_all,
-}  # fmt: skip
+    "scoreboard": run_scoreboard,
+    "peers": run_peers,
+    "sweep": run_sweep,
+    "sizes": run_sizes,
+    "profile": run_profile,
+    "compile": run_compile,
+    "scaling": run_scaling,
+    "cost": run_cost,
+    "all": run_all,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -274,10 +303,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="How fast the step is.", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:<12} {function.__doc__.split('; ')[0].split(':')[0].strip().rstrip('.')}"
-                         for name, function in COMMANDS.items()),
-    )  # fmt: skip
+        description="How fast the step is.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            f"{name:<12} {function.__doc__.split('; ')[0].split(':')[0].strip().rstrip('.')}"
+            for name, function in COMMANDS.items()
+        ),
+    )
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--config", default="", help="recipe whose model is measured (default: by the device)")
     parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the device's best)")

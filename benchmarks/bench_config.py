@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from recipe.engine import device as hardware
-from recipe.config import Config, batch_arithmetic, parse_config
-from recipe.estimate.memory import flops_per_token, memory_estimate, parameter_count, si
 from benchmarks import report
 from benchmarks.roofline import measured_matmul_peak
 from benchmarks.variants import Variant
+from recipe.config import Config, batch_arithmetic, parse_config
+from recipe.engine import device as hardware
+from recipe.estimate.memory import flops_per_token, memory_estimate, parameter_count, si
 
 
 class Setting:
@@ -101,24 +101,42 @@ class Setting:
         """recipe/train.py with this recipe."""
         run = self.config.run
         return Variant(
-            "recipe/train.py", "recipe", self.config.model, self.T, self.micro, precision=self.precision,
-            compile=run.compile_mode if run.compile else "", recompute=run.recompute,
+            "recipe/train.py",
+            "recipe",
+            self.config.model,
+            self.T,
+            self.micro,
+            precision=self.precision,
+            compile=run.torch_compile_mode if run.torch_compile else "",
+            gradient_checkpointing=run.gradient_checkpointing,
             loss_chunk_size=run.loss_chunk_size,
-        ).but(**changes)  # fmt: skip
+        ).but(**changes)
 
     def about(self) -> dict:
         """What a result needs beside its figures."""
         m = self.config.model
         peak = self.peak
         return report.circumstances() | {
-            "model": {"recipe": Path(self.config.run.config).stem, "n_layer": m.n_layer, "n_head": m.n_head,
-                      "n_embd": m.n_embd, "parameters": parameter_count(m)},
-            "sequence_length": self.T, "micro_batch_size": self.micro, "precision": self.precision,
-            "flops_per_token": flops_per_token(m, self.T), "flops_formula": report.FLOPS_FORMULA,
-            "peak_flops": peak, "peak_source": None if peak is None else
-            "the largest product measured here" if self.on_cpu else "data sheet, dense bf16 or fp16",
+            "model": {
+                "recipe": Path(self.config.run.config).stem,
+                "n_layer": m.n_layer,
+                "n_head": m.n_head,
+                "n_embd": m.n_embd,
+                "parameters": parameter_count(m),
+            },
+            "sequence_length": self.T,
+            "micro_batch_size": self.micro,
+            "precision": self.precision,
+            "flops_per_token": flops_per_token(m, self.T),
+            "flops_formula": report.FLOPS_FORMULA,
+            "peak_flops": peak,
+            "peak_source": None
+            if peak is None
+            else "the largest product measured here"
+            if self.on_cpu
+            else "data sheet, dense bf16 or fp16",
             "conditions": hardware.conditions(),
-        }  # fmt: skip
+        }
 
     def say(self, line: str) -> None:
         print(line, flush=True)

@@ -21,15 +21,15 @@ from functools import partial
 
 import torch
 
-from recipe.engine import device as hardware
-from recipe.optim import adamw as optim
-from recipe.config import ROOT, ModelConfig, UserError, batch_arithmetic, parse_config
-from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.engine.base import open_engine
-from recipe.optim.spike_filter import Guard
-from recipe.estimate.memory import parameter_count, si
 from benchmarks.communication import collectives
 from recipe.components import build_model
+from recipe.config import ROOT, ModelConfig, UserError, batch_arithmetic, parse_config
+from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.engine import device as hardware
+from recipe.engine.base import open_engine
+from recipe.estimate.memory import parameter_count, si
+from recipe.optim import adamw as optim
+from recipe.optim.spike_filter import Guard
 
 SMALL = ModelConfig(n_layer=4, n_head=4, n_embd=128, n_positions=128)
 FILES = {"ddp": "ddp.yaml", "zero1": "zero1.yaml", "zero2": "zero2.yaml"}
@@ -64,9 +64,11 @@ def measure_two(
             raise UserError(f"{strategy!r} cannot be measured; choose from {', '.join(FILES)}")
         flags = {
             **{name: getattr(model, name) for name in ("n_layer", "n_head", "n_embd", "n_positions")},
-            "sequence_length": sequence_length, "micro_batch_size": micro_batch, "precision": precision,
+            "sequence_length": sequence_length,
+            "micro_batch_size": micro_batch,
+            "precision": precision,
             "total_batch_tokens": 2 * accumulation * micro_batch * sequence_length,
-        }  # fmt: skip
+        }
         task = {"flags": [f"--{name}={value}" for name, value in flags.items()], "rounds": rounds, "steps": steps}
         figures = _launch(strategy, task)
         if "note" not in figures:
@@ -84,9 +86,21 @@ def _launch(strategy: str, task: dict) -> dict:
     if torch.accelerator.device_count() < 2:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
         variables |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(max(1, cores // 2))} | hardware.hide_gpus()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file",
-               f"{ROOT}/accelerate_configs/{FILES[strategy]}", "--num_processes", "2", "--main_process_port", "0",
-               "--module", "benchmarks.comm_overhead", json.dumps(task)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--quiet",
+        "--config_file",
+        f"{ROOT}/accelerate_configs/{FILES[strategy]}",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "--module",
+        "benchmarks.comm_overhead",
+        json.dumps(task),
+    ]
     try:
         ran = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from recipe.config import ROOT, DataConfig, UserError
+from recipe.data.dataset import LocalSource
 from recipe.data.prepare.documents import open_files
 from recipe.data.prepare.options import PrepareOptions, options_of
 from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import find_shards
-from recipe.data.dataset import LocalSource
 from recipe.data.streaming.status import directory_bytes
 from recipe.data.streaming.stream import Builder, StreamedSource, Waiting
 
@@ -189,9 +189,14 @@ def _stream(text: Path, directory: Path) -> dict:
     shard = tokens // 40
     budget = tokens * 2 // 4
     data = DataConfig(
-        data=str(out), source=str(text), val_documents=20, shard_tokens=shard, first_shard_tokens=shard // 8,
-        disk_budget_gb=budget / 1e9, streaming=True,
-    )  # fmt: skip
+        data=str(out),
+        source=str(text),
+        val_documents=20,
+        shard_tokens=shard,
+        first_shard_tokens=shard // 8,
+        disk_budget_gb=budget / 1e9,
+        streaming=True,
+    )
     options_of(data).check()
     most, done = [0], threading.Event()
 
@@ -233,9 +238,24 @@ def _stream(text: Path, directory: Path) -> dict:
 def _data_wait(directory: Path, steps: int) -> float:
     """Share of the default recipe's step time that it waits for data."""
     run = directory / "run"
-    command = [sys.executable, str(ROOT / "recipe/train.py"), "--output_dir", str(run), "--data", f"{directory}/shards",
-               "--max_steps", str(steps), "--warmup_steps", "10", "--eval_every", "0", "--eval_tokens", "1024",
-               "--log_every", "10"]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "recipe/train.py"),
+        "--output_dir",
+        str(run),
+        "--data",
+        f"{directory}/shards",
+        "--max_steps",
+        str(steps),
+        "--warmup_steps",
+        "10",
+        "--eval_steps",
+        "0",
+        "--eval_tokens",
+        "1024",
+        "--logging_steps",
+        "10",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         raise UserError(f"the default recipe failed: {ran.stderr.strip().splitlines()[-1]}")

@@ -21,10 +21,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 from transformers.activations import NewGELUActivation
 
-from eval import common
-from eval import devices
-from eval import harness
-from eval import hellaswag
+from eval import common, devices, harness, hellaswag
 
 BPE = Path(__file__).resolve().parent.parent / "recipe" / "data" / "gpt2_bpe"
 OURS_BOTH, OURS, THEIRS = "this project, ways A and B", "this project, way B", "lm-evaluation-harness (way B)"
@@ -112,8 +109,10 @@ def main() -> None:
     rows = hellaswag.load_rows()[:: -(-10042 // args.rows)]
     about = loaded.describe()
     threads = f", {torch.get_num_threads()} threads" if loaded.device.type == "cpu" else ""
-    print(f"{loaded.name}, {about['device']}{threads}, {about['dtype']}, {len(rows)} rows, batches of "
-          f"{args.batch_size} rows and, the harness, {4 * args.batch_size} endings")  # fmt: skip
+    print(
+        f"{loaded.name}, {about['device']}{threads}, {about['dtype']}, {len(rows)} rows, batches of "
+        f"{args.batch_size} rows and, the harness, {4 * args.batch_size} endings"
+    )
     variants = {
         OURS_BOTH: lambda rows=rows: ours(loaded, rows, args.batch_size, ("A", "B")),
         OURS: lambda rows=rows: ours(loaded, rows, args.batch_size, ("B",)),
@@ -124,8 +123,10 @@ def main() -> None:
     seconds, found = measure(variants, args.rounds)
     print("\n" + report(seconds, len(rows)))
     b = found[THEIRS]["B"]
-    print(f"\nthe harness finds acc {b['acc']:.4f}, acc_norm {b['acc_norm']:.4f}; this project, way B, acc "
-          f"{found[OURS]['B']['acc']:.4f}, acc_norm {found[OURS]['B']['acc_norm']:.4f}")  # fmt: skip
+    print(
+        f"\nthe harness finds acc {b['acc']:.4f}, acc_norm {b['acc_norm']:.4f}; this project, way B, acc "
+        f"{found[OURS]['B']['acc']:.4f}, acc_norm {found[OURS]['B']['acc_norm']:.4f}"
+    )
     if args.output:
         results = {"rows": len(rows), "batch_size": args.batch_size, "seconds": seconds, "found": found}
         common.write_results(args.output, "bench", about | results)

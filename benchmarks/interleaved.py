@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from recipe.engine import device as hardware
+from benchmarks.variants import Variant
+from benchmarks.worker import use_device, work
 from recipe.config import ROOT
 from recipe.data.prepare.options import PrepareOptions
 from recipe.data.prepare.pipeline import prepare
-from benchmarks.variants import Variant
-from benchmarks.worker import use_device, work
+from recipe.engine import device as hardware
 
 _PATIENCE = 600  # seconds, for a turn: the first one compiles
 COMPARED = 20  # steps whose losses must agree
@@ -134,8 +134,12 @@ def _ranks(world: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
-              "LOCAL_WORLD_SIZE": str(world)}  # fmt: skip
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     if not torch.accelerator.is_available():
         common["ACCELERATE_USE_CPU"] = "true"
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from recipe.config import UserError
 from benchmarks.interleaved import Void, Worker, agree, compare
 from benchmarks.variants import Variant
+from recipe.config import UserError
 
 
 def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
     """What is run beside `ours`: transformers' Trainer and model at their best settings, then with less, and nanoGPT's
     model from a checkout."""
-    theirs = ours.but(loss_chunk_size=0, recompute=False, pad_vocab_to=1)
+    theirs = ours.but(loss_chunk_size=0, gradient_checkpointing=False, pad_vocab_to=1)
     half = ours.precision
     mode = ours.compile or "default"
     found = [
@@ -35,9 +35,17 @@ def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
 
 
 def compare_peers(
-    ours: Variant, others: list[Variant], directory: Path, *, on_cpu: bool, rounds: int, seconds: float,
-    left: Callable[[], float], say: Callable[[str], None], only: str = "",
-) -> list[dict]:  # fmt: skip
+    ours: Variant,
+    others: list[Variant],
+    directory: Path,
+    *,
+    on_cpu: bool,
+    rounds: int,
+    seconds: float,
+    left: Callable[[], float],
+    say: Callable[[str], None],
+    only: str = "",
+) -> list[dict]:
     """Each of `others` in turns with `ours`; on a CPU twice, with the allocator as it comes ("as shipped") and as our
     trainer sets it ("our allocator"); `only` those whose "name, environment" it matches, a regular expression.
 

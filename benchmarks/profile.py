@@ -24,14 +24,14 @@ import torch._inductor.config
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
-from recipe.engine import device as hardware
-from recipe.optim import adamw as optim
+from recipe.components import build_model
 from recipe.config import UserError, batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.engine import device as hardware
 from recipe.engine.base import open_engine
 from recipe.estimate.micro_batch import micro_batch
+from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard
-from recipe.components import build_model
 
 # Group: what its names contain; the first that fits counts, so the telling comes before the general (attention's
 # kernels are made with cutlass, copies are elementwise kernels). The names are those of torch 2.9 to 2.13 with NCCL,
@@ -42,29 +42,55 @@ _RULES = (
     ("optimizer", r"adamw?|multi_tensor_apply|_foreach_|norm_?two_?ops|lpnorm|vector_norm|optimizer\.|_amp_"),
     ("loss", r"log_?softmax|nll_?loss|cross_entropy|logsumexp|softmax_online|losssum|(^|::)(gather|scatter_add)_?$"),
     ("attention", r"softmax"),  # GPT-2's only other one, where attention is not one kernel
-    ("gemm", r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|s(884|1688|16816)|triton_(tem|mm|bmm|addmm)|mkl|_linear_"
-             r"|(^|::)(addmm|mm|bmm|baddbmm|matmul|linear)$"),
-    ("embedding", r"embedding|indexselect|index_select|vectorized_gather|grad_weight|partials_per_segment|radixsort"
-                  r"|sum_and_scatter|arange"),
+    (
+        "gemm",
+        r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|s(884|1688|16816)|triton_(tem|mm|bmm|addmm)|mkl|_linear_"
+        r"|(^|::)(addmm|mm|bmm|baddbmm|matmul|linear)$",
+    ),
+    (
+        "embedding",
+        r"embedding|indexselect|index_select|vectorized_gather|grad_weight|partials_per_segment|radixsort"
+        r"|sum_and_scatter|arange",
+    ),
     ("elementwise", r"layer_?norm|gammabeta|gelu|tanh|dropout|bernoulli"),
-    ("copies", r"memcpy|memset|copy|catarray|fillfunctor|(^|::)(to|clone|contiguous|cat|zero_|zeros|zeros_like|fill_"
-               r"|ones|ones_like|full|full_like|pad|constant_pad_nd|pin_memory|lift_fresh)$"),
-    ("elementwise", r"elementwise|reduce_kernel|(^|::)(add|sub|rsub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|reciprocal"
-                    r"|sum|mean|var|where|clamp|clamp_min|clamp_max|maximum|minimum|isfinite|eq|ne|lt|gt|le|ge|logical_\w+"
-                    r"|bitwise_\w+|any|all|stack|std|floor_divide|remainder|threshold_backward)_?$"),
+    (
+        "copies",
+        r"memcpy|memset|copy|catarray|fillfunctor|(^|::)(to|clone|contiguous|cat|zero_|zeros|zeros_like|fill_"
+        r"|ones|ones_like|full|full_like|pad|constant_pad_nd|pin_memory|lift_fresh)$",
+    ),
+    (
+        "elementwise",
+        r"elementwise|reduce_kernel|(^|::)(add|sub|rsub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|reciprocal"
+        r"|sum|mean|var|where|clamp|clamp_min|clamp_max|maximum|minimum|isfinite|eq|ne|lt|gt|le|ge|logical_\w+"
+        r"|bitwise_\w+|any|all|stack|std|floor_divide|remainder|threshold_backward)_?$",
+    ),
     ("compiled", r"compiledfxgraph"),
-    ("framework", r"(^|::)(empty|empty_like|empty_strided|empty_permuted|new_\w+|as_strided|view|_unsafe_view|_reshape"
-                  r"_alias|reshape|transpose|t|permute|expand|expand_as|slice|select|split|split_with_sizes|unbind|narrow"
-                  r"|squeeze|unsqueeze|flatten|unflatten|detach|detach_|alias|view_as|view_as_real|resize_|set_|item"
-                  r"|_local_scalar_dense|is_nonzero|result_type|_has_\w+|chunk|record_stream|\w+_backward_autograd"
-                  r"|scalar_tensor|tensor|resolve_conj|resolve_neg)$|autograd|accumulategrad|backward\d+$|distributeddataparallel"
-                  r"|bytecode|^profilerstep|^cuda[A-Z]\w+|^cu[A-Z]\w+|torch-compiled|compiledfunction|dynamo|aot"),
-)  # fmt: skip
+    (
+        "framework",
+        r"(^|::)(empty|empty_like|empty_strided|empty_permuted|new_\w+|as_strided|view|_unsafe_view|_reshape"
+        r"_alias|reshape|transpose|t|permute|expand|expand_as|slice|select|split|split_with_sizes|unbind|narrow"
+        r"|squeeze|unsqueeze|flatten|unflatten|detach|detach_|alias|view_as|view_as_real|resize_|set_|item"
+        r"|_local_scalar_dense|is_nonzero|result_type|_has_\w+|chunk|record_stream|\w+_backward_autograd"
+        r"|scalar_tensor|tensor|resolve_conj|resolve_neg)$|autograd|accumulategrad|backward\d+$|distributeddataparallel"
+        r"|bytecode|^profilerstep|^cuda[A-Z]\w+|^cu[A-Z]\w+|torch-compiled|compiledfunction|dynamo|aot",
+    ),
+)
 _RULES = tuple((group, re.compile(pattern, re.IGNORECASE)) for group, pattern in _RULES)
 # "compiled" is code of inductor's on a CPU, whose kernels have no names unless `name_compiled_kernels` came before;
 # "framework" is views, allocation and bookkeeping, "other" what no rule knows.
-GROUPS = ("gemm", "attention", "elementwise", "loss", "embedding", "optimizer", "copies", "communication", "compiled",
-          "framework", "other")  # fmt: skip
+GROUPS = (
+    "gemm",
+    "attention",
+    "elementwise",
+    "loss",
+    "embedding",
+    "optimizer",
+    "copies",
+    "communication",
+    "compiled",
+    "framework",
+    "other",
+)
 
 # A kernel of inductor: kind and fused operators, joined by underscores.
 _FUSED = re.compile(r"(?:triton_(?:poi|red|per|for|spl)|(?:graph_\d+_)?cpp)_fused_(.*?)(?:_\d+)?$")
@@ -149,19 +175,28 @@ def profile_step(step: Callable[[], object], device: torch.device, steps: int = 
         return [{"name": n, "group": classify(n), "share": seconds[n] / total} for n in names]
 
     return {
-        "device": str(device), "steps": steps, "shares": {group: groups[group] / total for group in GROUPS},
-        "seconds": {group: groups[group] for group in GROUPS}, "accounted_seconds": total, "wall_seconds": wall,
-        "top": table(longest[:12]), "unknown": table([n for n in longest if classify(n) == "other"][:6]),
+        "device": str(device),
+        "steps": steps,
+        "shares": {group: groups[group] / total for group in GROUPS},
+        "seconds": {group: groups[group] for group in GROUPS},
+        "accounted_seconds": total,
+        "wall_seconds": wall,
+        "top": table(longest[:12]),
+        "unknown": table([n for n in longest if classify(n) == "other"][:6]),
         "sdpa": sdpa_kernels([event.key for event in averages]),
-    }  # fmt: skip
+    }
 
 
 def lines(figures: dict) -> list[str]:
     """The figures of `profile_step` for the terminal."""
-    out = [f"profile    {figures['steps']} steps on {figures['device']}, {1e3 * figures['wall_seconds']:.2f} ms each "
-           f"under the profiler, {1e3 * figures['accounted_seconds']:.2f} ms accounted for"]  # fmt: skip
-    out += [f"  {group:14} {100 * share:5.1f} %  {1e3 * figures['seconds'][group]:9.3f} ms"
-            for group, share in sorted(figures["shares"].items(), key=lambda item: -item[1])]  # fmt: skip
+    out = [
+        f"profile    {figures['steps']} steps on {figures['device']}, {1e3 * figures['wall_seconds']:.2f} ms each "
+        f"under the profiler, {1e3 * figures['accounted_seconds']:.2f} ms accounted for"
+    ]
+    out += [
+        f"  {group:14} {100 * share:5.1f} %  {1e3 * figures['seconds'][group]:9.3f} ms"
+        for group, share in sorted(figures["shares"].items(), key=lambda item: -item[1])
+    ]
     out.append(f"attention  {', '.join(figures['sdpa']) or 'no kernel of SDPA was seen'}")
     out.append("longest")
     out += [f"  {100 * line['share']:5.1f} %  {line['group']:14} {line['name'][:90]}" for line in figures["top"]]
@@ -179,9 +214,9 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
     config, _ = micro_batch(config, engine, lambda line: None)
     batch = batch_arithmetic(config, engine.world, engine.devices)
     model = build_model(config, engine, resuming=False)
-    if config.run.compile:
+    if config.run.torch_compile:
         name_compiled_kernels()
-    engine.place(model, compile=config.run.compile_mode if config.run.compile else "")
+    engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     model, optimizer = engine.prepare(model, optimizer, batch, config.optimizer.max_grad_norm)
     guard = Guard(engine.device, config.optimizer)

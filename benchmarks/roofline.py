@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from recipe.engine import device as hardware
-from recipe.model.attention import block_attention
 from recipe.config import ModelConfig, UserError
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.model.gpt2 import causal_attention
+from recipe.engine import device as hardware
 from recipe.estimate.memory import parameter_count
+from recipe.model.attention import block_attention
+from recipe.model.gpt2 import causal_attention
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -148,12 +148,23 @@ def measure_floor(
     parts |= {name: 1e6 * size / bandwidth for name, size in moved.items()}
     floor = sum(parts.values())
     return {
-        "device": str(device), "precision": precision, "model": dataclasses.asdict(model), "micro_batch": micro_batch,
-        "sequence_length": sequence_length, "accumulation": accumulation, "pad_vocab_to": pad_vocab_to,
-        "parts": parts, "floor": floor, "actual": actual, "floor_of_actual": floor / actual if actual else None,
-        "gemms": timed, "gemm_flops_per_token": sum(g.count * g.flops for g in products) / tokens, "traffic": moved,
-        "copy_bandwidth": bandwidth, "matmul_peak": peak,
-    }  # fmt: skip
+        "device": str(device),
+        "precision": precision,
+        "model": dataclasses.asdict(model),
+        "micro_batch": micro_batch,
+        "sequence_length": sequence_length,
+        "accumulation": accumulation,
+        "pad_vocab_to": pad_vocab_to,
+        "parts": parts,
+        "floor": floor,
+        "actual": actual,
+        "floor_of_actual": floor / actual if actual else None,
+        "gemms": timed,
+        "gemm_flops_per_token": sum(g.count * g.flops for g in products) / tokens,
+        "traffic": moved,
+        "copy_bandwidth": bandwidth,
+        "matmul_peak": peak,
+    }
 
 
 def measured_matmul_peak(device: torch.device, precision: str, seconds: float = 0.3) -> float:
@@ -228,15 +239,19 @@ def lines(figures: dict, actual: float | None = None) -> list[str]:
     """The figures of `measure_floor` for the terminal, beside `actual` microseconds a token if given."""
     B, T = figures["micro_batch"], figures["sequence_length"]
     floor = figures["floor"]
-    out = [f"floor      {figures['device']}, {figures['precision']}, {B} x {T} tokens, accumulation "
-           f"{figures['accumulation']}; microseconds a token"]  # fmt: skip
+    out = [
+        f"floor      {figures['device']}, {figures['precision']}, {B} x {T} tokens, accumulation "
+        f"{figures['accumulation']}; microseconds a token"
+    ]
     out += [f"  {name:20} {value:10.4f}  {100 * value / floor:5.1f} %" for name, value in figures["parts"].items()]
     out.append(f"  {'floor':20} {floor:10.4f}  {1e6 / floor:,.0f} tokens/s")
     if actual := actual or figures["actual"]:
         out.append(f"  {'actual':20} {actual:10.4f}  floor/actual {100 * floor / actual:.1f} %")
     peak = figures["matmul_peak"]
-    out.append(f"measured   {peak / 1e12:.4g} TFLOP/s (fastest product), copies {figures['copy_bandwidth'] / 1e9:.4g} "
-               "GB/s (read and written)")  # fmt: skip
+    out.append(
+        f"measured   {peak / 1e12:.4g} TFLOP/s (fastest product), copies {figures['copy_bandwidth'] / 1e9:.4g} "
+        "GB/s (read and written)"
+    )
     out.append("products   share of that peak, forward, dx, dW")
     rows: dict[str, list[float]] = {}
     for line in figures["gemms"]:
@@ -267,9 +282,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         precision = hardware.resolve_precision(arguments.precision, cpu=device.type == "cpu")
         figures = measure_floor(
-            ModelConfig(**sizes, n_positions=max(T, 1024)), arguments.micro_batch, T, device, precision,
-            accumulation=arguments.accumulation, actual=arguments.actual, seconds=arguments.seconds,
-        )  # fmt: skip
+            ModelConfig(**sizes, n_positions=max(T, 1024)),
+            arguments.micro_batch,
+            T,
+            device,
+            precision,
+            accumulation=arguments.accumulation,
+            actual=arguments.actual,
+            seconds=arguments.seconds,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.config import ModelConfig, UserError
-from recipe.estimate.memory import flops_per_token
-from benchmarks.communication import BUS_EFFICIENCY, LINKS, collectives, seconds
 from benchmarks.comm_overhead import lines as two_lines
 from benchmarks.comm_overhead import measure_two
+from benchmarks.communication import BUS_EFFICIENCY, LINKS, collectives, seconds
+from recipe.config import ModelConfig, UserError
+from recipe.estimate.memory import flops_per_token
 
 # Assumed share of a micro-step's time that is its backward pass: two of three products.
 BACKWARD = 2 / 3
@@ -73,13 +73,24 @@ def predict(gpu: str, model: str, strategy: str, world: int, mfu: float | None =
     exposed = talk - min(hideable, window)
     tokens = TOTAL_SEQUENCES * SEQUENCE_LENGTH
     return {
-        "gpu": gpu, "model": model, "strategy": strategy, "devices": world, "micro_batch": micro,
-        "accumulation": accumulation, "mfu": mfu or MFU[name], "compute_ms": 1e3 * compute, "talk_ms": 1e3 * talk,
-        "exposed_ms": 1e3 * exposed, "step_seconds": compute + talk, "step_seconds_hidden": compute + exposed,
-        "share": talk / (compute + talk), "share_exposed": exposed / (compute + exposed),
-        "tokens_per_second": tokens / (compute + talk), "tokens_per_second_hidden": tokens / (compute + exposed),
+        "gpu": gpu,
+        "model": model,
+        "strategy": strategy,
+        "devices": world,
+        "micro_batch": micro,
+        "accumulation": accumulation,
+        "mfu": mfu or MFU[name],
+        "compute_ms": 1e3 * compute,
+        "talk_ms": 1e3 * talk,
+        "exposed_ms": 1e3 * exposed,
+        "step_seconds": compute + talk,
+        "step_seconds_hidden": compute + exposed,
+        "share": talk / (compute + talk),
+        "share_exposed": exposed / (compute + exposed),
+        "tokens_per_second": tokens / (compute + talk),
+        "tokens_per_second_hidden": tokens / (compute + exposed),
         "small_micro_batch": micro < MICRO_BATCH[model],
-    }  # fmt: skip
+    }
 
 
 def table(
@@ -112,9 +123,17 @@ def anchors() -> list[dict]:
     rows = []
     for name, gpu, model, strategy, mfu, basis, published in cases:
         row = predict(gpu, model, strategy, 8, mfu)
-        rows.append({"name": name, "basis": basis, "published": published, "talk_ms": row["talk_ms"],
-                     "predicted": row["tokens_per_second"], "predicted_hidden": row["tokens_per_second_hidden"],
-                     "ratio": row["tokens_per_second"] / published})  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "basis": basis,
+                "published": published,
+                "talk_ms": row["talk_ms"],
+                "predicted": row["tokens_per_second"],
+                "predicted_hidden": row["tokens_per_second_hidden"],
+                "ratio": row["tokens_per_second"] / published,
+            }
+        )
     return rows
 
 
@@ -169,8 +188,9 @@ def lines(rows: list[dict] | None = None, two: dict | None = None) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What communication costs.", allow_abbrev=False)
     parser.add_argument("--arithmetic", action="store_true", help="without the measurement between two processes")
-    parser.add_argument("--strategies", nargs="+", default=["ddp", "zero1"], metavar="S",
-                        help="of ddp, zero1, zero2, zero3")  # fmt: skip
+    parser.add_argument(
+        "--strategies", nargs="+", default=["ddp", "zero1"], metavar="S", help="of ddp, zero1, zero2, zero3"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of the measurement, each with and without, and back")
     parser.add_argument("--output", default="", help="JSON file for the figures")
     arguments = parser.parse_args(argv)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.engine import device as hardware
-from recipe.config import ModelConfig, UserError
 from benchmarks.interleaved import Void, Worker, compare
 from benchmarks.variants import Variant
+from recipe.config import ModelConfig, UserError
+from recipe.engine import device as hardware
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,28 @@ class Row:
 
 
 def ladder(
-    model: ModelConfig, sequence_length: int, small: int, large: int, *, gpus: int, on_cpu: bool, compile_mode: str
+    model: ModelConfig,
+    sequence_length: int,
+    small: int,
+    large: int,
+    *,
+    gpus: int,
+    on_cpu: bool,
+    torch_compile_mode: str,
 ) -> tuple[Variant, list[Row]]:
     """What the rows start from, and the rows. Every one takes the same steps, of `large` sequences a GPU: in
     micro-batches of `small` until the row that raises them to `large`."""
     first = Variant(
-        "fp32, nothing else", "loop", model, sequence_length, small, large * max(1, gpus) // small, tuned=not on_cpu,
-        fused=False, attention="plain",
-    )  # fmt: skip
+        "fp32, nothing else",
+        "loop",
+        model,
+        sequence_length,
+        small,
+        large * max(1, gpus) // small,
+        tuned=not on_cpu,
+        fused=False,
+        attention="plain",
+    )
     half = hardware.resolve_precision("auto", cpu=on_cpu)
     try:
         hardware.resolve_precision("tf32", cpu=on_cpu)
@@ -49,20 +63,24 @@ def ladder(
         Row(first.name, {}),
         where(on_cpu, "allocator", {"tuned": True}, "for CPUs; a GPU's memory has an allocator of its own"),
         tf32,
-        where(half in ("bf16", "fp16"), half if half != "fp32" else "bf16", {"precision": half},
-              "this device does not multiply bf16 natively"),
+        where(
+            half in ("bf16", "fp16"),
+            half if half != "fp32" else "bf16",
+            {"precision": half},
+            "this device does not multiply bf16 natively",
+        ),
         Row("SDPA", {"attention": "sdpa"}),
         where(on_cpu and half == "bf16", "attention in blocks", {"attention": "blocks"}, "for CPUs with bf16"),
         where(on_cpu, "loss by rows", {"loss_by_rows": True}, "for CPUs, whose caches hold some rows of logits"),
         Row("vocabulary padded to 128", {"pad_vocab_to": 128}, kept=not on_cpu),
         Row("loss in chunks", {"loss_chunk_size": max(128, small * sequence_length // 8)}, kept=False),
-        Row("compile", {"compile": compile_mode}),
+        Row("compile", {"compile": torch_compile_mode}),
         Row("fused AdamW", {"fused": True}),
         where(large > small, f"micro-batch {large}", {"micro_batch": large}, f"{small} are the whole step here"),
-        Row("recomputation", {"recompute": True}, kept=False),
+        Row("recomputation", {"gradient_checkpointing": True}, kept=False),
         Row("recipe/train.py", {"kind": "recipe"}),
         where(gpus > 1, f"DDP over {gpus} GPUs", {"world": gpus}, "one device here"),
-    ]  # fmt: skip
+    ]
 
 
 def applied(now: Variant, row: Row, sequences: int) -> Variant:
@@ -72,9 +90,18 @@ def applied(now: Variant, row: Row, sequences: int) -> Variant:
 
 
 def scoreboard(
-    now: Variant, rows: list[Row], directory: Path, *, flops: int, peak: float | None, rounds: int, seconds: float,
-    left: Callable[[], float], say: Callable[[str], None], quick: bool = False,
-) -> list[dict]:  # fmt: skip
+    now: Variant,
+    rows: list[Row],
+    directory: Path,
+    *,
+    flops: int,
+    peak: float | None,
+    rounds: int,
+    seconds: float,
+    left: Callable[[], float],
+    say: Callable[[str], None],
+    quick: bool = False,
+) -> list[dict]:
     """Measures the rows, from `now` on, each against the last one kept, in turns; `say` hears of each as it begins.
     None begins when fewer seconds are `left` than the longest so far took, nor, with `quick`, one that is not kept.
 
@@ -115,8 +142,9 @@ def scoreboard(
     return results
 
 
-def _measure(worker: Worker, base: Worker | None, total: float, flops: int, peak: float | None, rounds: int,
-             seconds: float) -> dict:  # fmt: skip
+def _measure(
+    worker: Worker, base: Worker | None, total: float, flops: int, peak: float | None, rounds: int, seconds: float
+) -> dict:
     variant = worker.variant
     if base is None:
         worker.run(1)
@@ -148,8 +176,10 @@ def lines(results: list[dict]) -> list[str]:
         ratio, low, high = r["speedup"] or (1, 1, 1)
         speedup = f"{ratio:.2f} ({low:.2f} to {high:.2f})" if r["speedup"] else ""
         mfu = f"{100 * r['mfu']:.1f} %" if r["mfu"] is not None else ""
-        out.append(f"{name:<26} {r['tokens_per_second']:>10,.0f} {speedup:>22} {r['total']:>7.2f}x {mfu:>7} "
-                   f"{r['peak_memory_bytes'] / 1e9:>6.2f} GB")  # fmt: skip
+        out.append(
+            f"{name:<26} {r['tokens_per_second']:>10,.0f} {speedup:>22} {r['total']:>7.2f}x {mfu:>7} "
+            f"{r['peak_memory_bytes'] / 1e9:>6.2f} GB"
+        )
     if any(not r["kept"] and r["tokens_per_second"] for r in results):
         out.append("(in brackets: measured, and not part of the rows below it)")
     return out

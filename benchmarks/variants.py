@@ -12,17 +12,21 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config
 
-from recipe.model.attention import block_attention
 from recipe.config import ModelConfig, OptimizerConfig
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.model.attention import block_attention
 from recipe.model.gpt2 import GPT2LMHeadModel, causal_attention
 
 SEED = 1337  # of the weights that every variant starts from, and of the data's order
 LEARNING_RATE = 1e-4  # constant, and small enough that rounding does not grow within the steps that are compared
 OPTIMIZER = OptimizerConfig(
-    max_steps=10**9, learning_rate=LEARNING_RATE, min_lr_fraction=1.0, warmup_steps=0, weight_decay=0.1,
+    max_steps=10**9,
+    learning_rate=LEARNING_RATE,
+    min_lr_fraction=1.0,
+    warmup_steps=0,
+    weight_decay=0.1,
     max_grad_norm=1.0,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Variant:
         kind: recipe (recipe/train.py itself), loop (our model in a bare loop), hf-loop (transformers' model in one),
             hf-trainer (transformers' Trainer), nanogpt (its model and optimizer from a checkout, in a bare loop).
         precision: fp32, tf32, bf16 or fp16.
-        compile: "" for none, else a value of the recipe's compile_mode.
+        compile: "" for none, else a value of the recipe's torch_compile_mode.
         tuned: the processor's allocator as the recipe sets it, and not as it comes.
         world: processes, each with its share of every step.
         checkout: nanoGPT's directory.
@@ -54,7 +58,7 @@ class Variant:
     loss_by_rows: bool = False
     pad_vocab_to: int = 1
     loss_chunk_size: int = 0
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     world: int = 1
     checkout: str = ""
 
@@ -93,7 +97,7 @@ def our_model(variant: Variant) -> GPT2LMHeadModel:
     """Our model with the variant's switches, on the CPU, with the weights that all variants start from."""
     return GPT2LMHeadModel(
         gpt2_config(variant.model),
-        recompute=variant.recompute,
+        gradient_checkpointing=variant.gradient_checkpointing,
         loss_chunk_size=variant.loss_chunk_size,
         pad_vocab_to=variant.pad_vocab_to,
         seed=SEED,
@@ -125,10 +129,17 @@ def nanogpt_model(variant: Variant) -> torch.nn.Module:
     spec.loader.exec_module(module)
     m = variant.model
     torch.manual_seed(SEED)
-    model = module.GPT(module.GPTConfig(
-        block_size=m.n_positions, vocab_size=50304, n_layer=m.n_layer, n_head=m.n_head, n_embd=m.n_embd,
-        dropout=m.dropout, bias=True,
-    ))  # fmt: skip
+    model = module.GPT(
+        module.GPTConfig(
+            block_size=m.n_positions,
+            vocab_size=50304,
+            n_layer=m.n_layer,
+            n_head=m.n_head,
+            n_embd=m.n_embd,
+            dropout=m.dropout,
+            bias=True,
+        )
+    )
     own = model.state_dict()
     with torch.no_grad():
         for name, ours in our_model(variant).state_dict().items():

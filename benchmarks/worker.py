@@ -15,13 +15,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from recipe.engine import device as hardware
-from recipe import faults
-from recipe.model import loss
-from recipe.optim import adamw as optim
-from recipe.monitor import metrics as recipe_metrics
-from recipe.data.shards import find_shards
-from recipe.data.dataset import LocalSource
 from benchmarks.variants import (
     LEARNING_RATE,
     OPTIMIZER,
@@ -32,6 +25,13 @@ from benchmarks.variants import (
     our_model,
     transformers_model,
 )
+from recipe import faults
+from recipe.data.dataset import LocalSource
+from recipe.data.shards import find_shards
+from recipe.engine import device as hardware
+from recipe.model import loss
+from recipe.monitor import metrics as recipe_metrics
+from recipe.optim import adamw as optim
 
 
 class Gate:
@@ -59,12 +59,14 @@ class Gate:
 
     def _reply(self) -> None:
         seconds, cpu = time.perf_counter() - self._since, time.process_time() - self._cpu_since
-        self._connection.send({
-            "seconds": seconds / self._asked,
-            "cpu_seconds": cpu / self._asked,
-            "losses": [loss.item() for loss in self._losses],
-            "peak_memory": hardware.peak_memory(),
-        })  # fmt: skip
+        self._connection.send(
+            {
+                "seconds": seconds / self._asked,
+                "cpu_seconds": cpu / self._asked,
+                "losses": [loss.item() for loss in self._losses],
+                "peak_memory": hardware.peak_memory(),
+            }
+        )
         self._losses.clear()
 
     def _next(self) -> int:
@@ -140,15 +142,30 @@ def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
     with tempfile.TemporaryDirectory() as directory:
         m = variant.model
         fields = {
-            "n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "n_positions": m.n_positions,
-            "data": shards, "source": "", "sequence_length": variant.sequence_length,
-            "micro_batch_size": variant.micro_batch, "total_batch_tokens": variant.tokens,
-            "learning_rate": LEARNING_RATE, "min_lr_fraction": 1, "warmup_steps": 0, "max_steps": OPTIMIZER.max_steps,
-            "precision": variant.precision, "compile": bool(variant.compile),
-            "compile_mode": variant.compile or "default", "recompute": variant.recompute,
-            "loss_chunk_size": variant.loss_chunk_size, "seed": SEED, "log_every": OPTIMIZER.max_steps,
-            "eval_every": 0, "save_every": 0, "output_dir": Path(directory) / "run",
-        }  # fmt: skip
+            "n_layer": m.n_layer,
+            "n_head": m.n_head,
+            "n_embd": m.n_embd,
+            "n_positions": m.n_positions,
+            "data": shards,
+            "source": "",
+            "sequence_length": variant.sequence_length,
+            "micro_batch_size": variant.micro_batch,
+            "total_batch_tokens": variant.tokens,
+            "learning_rate": LEARNING_RATE,
+            "min_lr_fraction": 1,
+            "warmup_steps": 0,
+            "max_steps": OPTIMIZER.max_steps,
+            "precision": variant.precision,
+            "torch_compile": bool(variant.compile),
+            "torch_compile_mode": variant.compile or "default",
+            "gradient_checkpointing": variant.gradient_checkpointing,
+            "loss_chunk_size": variant.loss_chunk_size,
+            "seed": SEED,
+            "logging_steps": OPTIMIZER.max_steps,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "output_dir": Path(directory) / "run",
+        }
         code = main([f"--{k}={v}" for k, v in fields.items()])
         raise RuntimeError(f"recipe/train.py ended with exit code {code}; see the log")
 
@@ -172,7 +189,7 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     model = make(variant).to(device).train()
     if variant.kind == "nanogpt":
         optimizer = model.configure_optimizers(
-            OPTIMIZER.weight_decay, LEARNING_RATE, (OPTIMIZER.beta1, OPTIMIZER.beta2), device.type
+            OPTIMIZER.weight_decay, LEARNING_RATE, (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2), device.type
         )
     else:
         optimizer = optim.make_optimizer(model, OPTIMIZER, **({"fused": True} if variant.fused else {}))
@@ -263,16 +280,32 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
-            output_dir=directory, max_steps=10**6, per_device_train_batch_size=variant.micro_batch,
-            gradient_accumulation_steps=variant.accumulation, learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant", warmup_steps=0, weight_decay=OPTIMIZER.weight_decay,
-            adam_beta1=OPTIMIZER.beta1, adam_beta2=OPTIMIZER.beta2, adam_epsilon=OPTIMIZER.adam_eps,
-            max_grad_norm=OPTIMIZER.max_grad_norm, optim="adamw_torch_fused", bf16=variant.precision == "bf16",
-            fp16=variant.precision == "fp16", torch_compile=bool(variant.compile), use_cpu=on_cpu,
-            logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
+            output_dir=directory,
+            max_steps=10**6,
+            per_device_train_batch_size=variant.micro_batch,
+            gradient_accumulation_steps=variant.accumulation,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            weight_decay=OPTIMIZER.weight_decay,
+            adam_beta1=OPTIMIZER.adam_beta1,
+            adam_beta2=OPTIMIZER.adam_beta2,
+            adam_epsilon=OPTIMIZER.adam_epsilon,
+            max_grad_norm=OPTIMIZER.max_grad_norm,
+            optim="adamw_torch_fused",
+            bf16=variant.precision == "bf16",
+            fp16=variant.precision == "fp16",
+            torch_compile=bool(variant.compile),
+            use_cpu=on_cpu,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
             remove_unused_columns=False,
-            logging_nan_inf_filter=False, dataloader_num_workers=0 if on_cpu else 4, dataloader_pin_memory=not on_cpu,
-        )  # fmt: skip
+            logging_nan_inf_filter=False,
+            dataloader_num_workers=0 if on_cpu else 4,
+            dataloader_pin_memory=not on_cpu,
+        )
         Recorded(
             transformers_model(variant), arguments, train_dataset=Rows(source_of(variant, shards)), callbacks=[Gated()]
         ).train()

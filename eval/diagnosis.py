@@ -50,8 +50,11 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
     reference, differing = find_reference(run, references)
     if reference is None:
         if not run.config:
-            return Finding("note", "It has no checkpoint yet, so its settings are not known, nor is it called after a "
-                           "recipe that has a reference curve.")  # fmt: skip
+            return Finding(
+                "note",
+                "It has no checkpoint yet, so its settings are not known, nor is it called after a "
+                "recipe that has a reference curve.",
+            )
         model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
         data = SHOWN.get(run.dataset, "these data")
         return Finding("note", f"No reference curve ships for {data} and this model ({model}).")
@@ -251,7 +254,7 @@ def speed(run: Run) -> Iterator[Finding]:
         yield Finding("note", text + "prepare the shards before (make data), or put them on a faster disk.")
     if run.last("save_wait") > WAITING:
         text = f"{run.last('save_wait'):.0%} of its time it waits for checkpoints: "
-        yield Finding("note", text + "a larger save_every, or a faster disk, would help.")
+        yield Finding("note", text + "a larger save_steps, or a faster disk, would help.")
 
 
 def whole(run: Run) -> Iterator[Finding]:

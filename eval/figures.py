@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from eval import style
 from eval.curves import HELLASWAG_ROWS, Reference, Run, smooth, smoothing_width
+from eval.diagnosis import distance
 from eval.known_data import OPENAI_LOSS, OPENAI_LOSS_SOURCE, SHOWN
 from eval.published import SOURCES
-from eval.diagnosis import distance
 
 MANY = 4000  # points of a noisy line, above which the page holds it as an image: a vector each would be megabytes
 
@@ -83,9 +83,16 @@ def loss_over(runs: list[Run], references: list[Reference], x: str) -> Picture |
         Line2D([], [], linewidth=1.1, alpha=0.75, label=f"training ({mean})", **plain),
         Line2D([], [], linewidth=1.6, label="validation", **plain, **style.mark(0)),
         *(style.key_of_reference(f"reference: {r.name}, validation", corridor=True) for r in references),
-        *(Line2D([], [], label=f"OpenAI's GPT-2 {size} on {SHOWN[dataset]}: {OPENAI_LOSS[dataset][size]:.3f}",
-                 **style.OPENAI) for dataset, size in lines),
-    ]  # fmt: skip
+        *(
+            Line2D(
+                [],
+                [],
+                label=f"OpenAI's GPT-2 {size} on {SHOWN[dataset]}: {OPENAI_LOSS[dataset][size]:.3f}",
+                **style.OPENAI,
+            )
+            for dataset, size in lines
+        ),
+    ]
     style.legend(figure, key)
     caption = "Loss in nats a token" + ("; faint: every line of the log." if max(widths) > 1 else ".")
     for r in references:
@@ -135,7 +142,7 @@ def hellaswag(runs: list[Run], references: list[Reference], published: dict) -> 
     """acc_norm over tokens, a panel for each way, beside OpenAI's models of the runs' sizes (else the smallest)."""
     ways = [way for way in ("A", "B") if any(run.hellaswag[way] for run in runs)]
     if not ways:
-        return "HellaSwag: not evaluated yet (make eval-hellaswag, or --hellaswag_every when training)."
+        return "HellaSwag: not evaluated yet (make eval-hellaswag, or --hellaswag_steps when training)."
     figure, panels = style.new_figure(len(ways), (7.6 if len(ways) > 1 else 4.6, 3.7))
     points = [point for run in runs for way in ways for point in run.hellaswag[way]]
     end, rows = max(point[0] for point in points), min(point[2] for point in points)
@@ -205,8 +212,16 @@ def gradient_norm(runs: list[Run]) -> Picture | str:
     if isinstance(result, Picture) and not limits and isinstance(limit, (int, float)) and limit > 0:
         axes = result.figure.axes[0]
         axes.axhline(limit, **style.OPENAI)
-        axes.annotate(f"clipped at {limit:g}", (1, limit), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                      textcoords="offset points", ha="right", va="bottom", fontsize=8)  # fmt: skip
+        axes.annotate(
+            f"clipped at {limit:g}",
+            (1, limit),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
     return result
 
 
@@ -235,8 +250,17 @@ def waits(runs: list[Run]) -> Picture | str:
     return _columns(runs, "data_wait", "Waiting for data", "share of the time", caption, zero=True, form=form)
 
 
-def _columns(runs: list[Run], column: str, title: str, label: str, caption: str, *, log: bool = False,
-             zero: bool = False, form: object = None) -> Picture | str:  # fmt: skip
+def _columns(
+    runs: list[Run],
+    column: str,
+    title: str,
+    label: str,
+    caption: str,
+    *,
+    log: bool = False,
+    zero: bool = False,
+    form: object = None,
+) -> Picture | str:
     """A column of metrics.jsonl over tokens, with its mean where it is noisy."""
     if not any(len(run.series(column)[0]) for run in runs):
         return f"{title}: not in the log yet."

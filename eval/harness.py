@@ -22,9 +22,7 @@ if __name__ == "__main__" and not __package__:
 
 import yaml
 
-from eval import common
-from eval import hellaswag
-from eval import lambada
+from eval import common, hellaswag, lambada
 
 # Resamplings for the error of metrics that have no closed form; the harness's own 100,000 take minutes.
 BOOTSTRAP = 1000

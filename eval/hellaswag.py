@@ -26,8 +26,7 @@ if __name__ == "__main__" and not __package__:
 import numpy as np
 import torch
 
-from eval import common
-from eval import devices
+from eval import common, devices
 from eval.loglikelihood import Request, rows_of, score
 from eval.published import HELLASWAG, SOURCES
 

@@ -21,12 +21,11 @@ if __name__ == "__main__" and not __package__:
 import matplotlib
 import numpy as np
 
-from eval import common
-from eval import style
+from eval import common, style
 from eval.curves import Run, find_reference, load_references, newest_run, read_runs
+from eval.diagnosis import Finding, judge, tokens
 from eval.figures import Picture, pictures
 from eval.known_data import SHOWN
-from eval.diagnosis import Finding, judge, tokens
 
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
 WIDE = ("loss_tokens", "loss_time", "hellaswag")  # the others stand two beside each other where there is room
@@ -105,14 +104,23 @@ def write_report(runs: list[Run], out: Path, dpi: int = 200) -> tuple[dict[str, 
     return findings, drawn
 
 
-def page(runs: list[Run], findings: dict[str, list[Finding]], drawn: list[Picture], images: dict[str, str],
-         left_out: list[str]) -> str:  # fmt: skip
+def page(
+    runs: list[Run],
+    findings: dict[str, list[Finding]],
+    drawn: list[Picture],
+    images: dict[str, str],
+    left_out: list[str],
+) -> str:
     """The page. `images` are SVG files in base 64, by the picture's name."""
     title = shown("Training report: " + ", ".join(run.name for run in runs))
-    parts = ["<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
-             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-             f"<title>{title}</title><style>{CSS}</style></head><body>", f"<h1>{title}</h1>",
-             "<h2>Does the loss look right?</h2>"]  # fmt: skip
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title><style>{CSS}</style></head><body>",
+        f"<h1>{title}</h1>",
+        "<h2>Does the loss look right?</h2>",
+    ]
     for run in runs:
         parts += [f"<h3>{shown(run.name)}</h3>"] if len(runs) > 1 else []
         parts += [
@@ -144,26 +152,41 @@ def page(runs: list[Run], findings: dict[str, list[Finding]], drawn: list[Pictur
 
 def summary(runs: list[Run]) -> list[list[str]]:
     """A row a run, under a row of headings."""
-    heads = ["run", "parameters", "data", "tokens", "training loss", "validation loss", "HellaSwag A", "HellaSwag B",
-             "tokens/s", "MFU", "peak memory", "training time", "hardware"]  # fmt: skip
+    heads = [
+        "run",
+        "parameters",
+        "data",
+        "tokens",
+        "training loss",
+        "validation loss",
+        "HellaSwag A",
+        "HellaSwag B",
+        "tokens/s",
+        "MFU",
+        "peak memory",
+        "training time",
+        "hardware",
+    ]
     rows = []
     for run in runs:
         time, unit = run.last("seconds"), style.unit_of_time(run.last("seconds"))
         rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
-        rows.append([
-            run.name,
-            f"{run.parameters / 1e6:,.4g} M" if run.parameters else "",
-            SHOWN.get(run.dataset, str(run.config.get("data", ""))),
-            tokens(run.tokens),
-            _fixed(run.last("loss"), 4),
-            _fixed(run.last("val_loss"), 4),
-            *(_accuracy(run.hellaswag[way]) for way in ("A", "B")),
-            f"{np.median(rate):,.0f}" if len(rate) else "",
-            f"{np.median(mfu):.1%}" if len(mfu) else "",
-            f"{memory.max() / 1e9:.2f} GB" if len(memory) else "",
-            f"{time / unit[0]:.3g} {unit[1]}" if math.isfinite(time) else "",
-            run.engine,
-        ])  # fmt: skip
+        rows.append(
+            [
+                run.name,
+                f"{run.parameters / 1e6:,.4g} M" if run.parameters else "",
+                SHOWN.get(run.dataset, str(run.config.get("data", ""))),
+                tokens(run.tokens),
+                _fixed(run.last("loss"), 4),
+                _fixed(run.last("val_loss"), 4),
+                *(_accuracy(run.hellaswag[way]) for way in ("A", "B")),
+                f"{np.median(rate):,.0f}" if len(rate) else "",
+                f"{np.median(mfu):.1%}" if len(mfu) else "",
+                f"{memory.max() / 1e9:.2f} GB" if len(memory) else "",
+                f"{time / unit[0]:.3g} {unit[1]}" if math.isfinite(time) else "",
+                run.engine,
+            ]
+        )
     filled = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     return [[row[i] for i in filled] for row in [heads, *rows]]
 

@@ -13,15 +13,33 @@ from eval.curves import Run
 from eval.diagnosis import tokens
 
 RC = {
-    "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left",
-    "axes.labelsize": 9, "legend.fontsize": 8.5, "xtick.labelsize": 8.5, "ytick.labelsize": 8.5,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8, "axes.edgecolor": "#444444",
-    "xtick.color": "#444444", "ytick.color": "#444444", "xtick.labelcolor": "black", "ytick.labelcolor": "black",
-    "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.axisbelow": True,
-    "legend.frameon": False, "legend.handlelength": 2.2, "legend.columnspacing": 1.6, "figure.facecolor": "white",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "legend.fontsize": 8.5,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.edgecolor": "#444444",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "xtick.labelcolor": "black",
+    "ytick.labelcolor": "black",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.handlelength": 2.2,
+    "legend.columnspacing": 1.6,
+    "figure.facecolor": "white",
     "text.parse_math": False,  # a $ in a run's name is a $
     "svg.hashsalt": "report",
-}  # fmt: skip
+}
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), told apart with every kind of colour blindness; runs differ in
 # their markers too, for a print without colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

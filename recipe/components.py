@@ -13,21 +13,21 @@ from tqdm import tqdm
 from transformers import GPT2Config
 
 from recipe.checkpoint.format import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid, sweep
+from recipe.checkpoint.lock import LOCK, RunLock
+from recipe.checkpoint.run_dir import refusal
 from recipe.cli import wrapped
 from recipe.config import ROOT, Batch, Config, DataConfig, UserError
 from recipe.data import tokenizer
+from recipe.data.dataset import LocalSource, check_data, check_disjoint
 from recipe.data.prepare.pipeline import prepare_for_training
 from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
-from recipe.data.dataset import LocalSource, check_data, check_disjoint
 from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import Builder, StreamedSource, Waiting
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
-from recipe.checkpoint.lock import LOCK, RunLock
-from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.hub.push import Uploads, check_push
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.redaction import redacted
-from recipe.checkpoint.run_dir import refusal
 
 # Of a machine rather than of the run: where things lie, and how much memory there is.
 _OF_A_MACHINE = {"config", "data", "val_data", "source", "init_from", "output_dir", "device_memory_gb"}
@@ -62,9 +62,13 @@ def _digest_of_code() -> str:
 
 
 def open_data(
-    config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None, say: Callable[[str], None],
+    config: Config,
+    batch: Batch,
+    engine: Engine,
+    checkpoint: Checkpoint | None,
+    say: Callable[[str], None],
     closing: ExitStack,
-) -> tuple[LocalSource, LocalSource]:  # fmt: skip
+) -> tuple[LocalSource, LocalSource]:
     """Training and validation data; a source on this disk is prepared now, if it was not before. What works in the
     background is ended by `closing`. Raises UserError."""
     data, cut = config.data, (config.data.sequence_length, batch.sequences, config.run.seed)
@@ -92,9 +96,13 @@ def open_data(
 
 
 def _open_stream(
-    config: Config, cut: tuple, engine: Engine, checkpoint: Checkpoint | None, say: Callable[[str], None],
+    config: Config,
+    cut: tuple,
+    engine: Engine,
+    checkpoint: Checkpoint | None,
+    say: Callable[[str], None],
     closing: ExitStack,
-) -> tuple[StreamedSource, list[Shard]]:  # fmt: skip
+) -> tuple[StreamedSource, list[Shard]]:
     """Starts this machine's builder and waits for its first shards."""
     data, out = config.data, Path(config.data.data)
     earlier = checkpoint.state["data"].get("manifest") if checkpoint else None
@@ -160,7 +168,7 @@ def open_uploads(
         return None
     try:
         if engine.is_main:
-            check_push(run.push_to_hub, run.hub_private, say)
+            check_push(run.push_to_hub, run.hub_private_repo, say)
     except UserError as e:
         error = str(e)
     if error := engine.from_main(error):
@@ -168,9 +176,13 @@ def open_uploads(
     if not engine.is_main:
         return None
     uploads = Uploads(
-        Path(run.output_dir), run.push_to_hub, run.hub_private, _above_the_bar,
-        milestone_every=run.milestone_every, last_step=config.optimizer.max_steps,
-    )  # fmt: skip
+        Path(run.output_dir),
+        run.push_to_hub,
+        run.hub_private_repo,
+        _above_the_bar,
+        milestone_steps=run.milestone_steps,
+        last_step=config.optimizer.max_steps,
+    )
     closing.callback(uploads.close, wait=False)
     if checkpoint:
         uploads.add(checkpoint.path, again=False)
@@ -217,7 +229,7 @@ def build_model(config: Config, engine: Engine, *, resuming: bool) -> GPT2LMHead
     m = config.model
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), m.dropout)
     options = {
-        "recompute": config.run.recompute,
+        "gradient_checkpointing": config.run.gradient_checkpointing,
         "loss_chunk_size": config.run.loss_chunk_size,
         "pad_vocab_to": engine.pad_vocab_to,
         "seed": config.run.seed,

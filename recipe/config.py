@@ -16,8 +16,8 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.data.catalog import DATASETS, license_error, names_a_data_set, resolve
 from recipe.cli import Parser, Sequences, UserError, yaml_flags
+from recipe.data.catalog import DATASETS, license_error, names_a_data_set, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
@@ -67,16 +67,20 @@ class DataConfig:
 class OptimizerConfig:
     max_steps: int = _opt(1000, "optimizer steps in the whole run")
     total_batch_tokens: int = _opt(524288, "tokens an optimizer step, over all processes and micro-steps")
-    micro_batch_size: Sequences = field(default=8, metadata={
-        "help": "sequences a device holds at once, at most (memory); the rest is accumulated. auto: the most that "
-        "fits, found on a GPU by a few trial steps"})  # fmt: skip
+    micro_batch_size: Sequences = field(
+        default=8,
+        metadata={
+            "help": "sequences a device holds at once, at most (memory); the rest is accumulated. auto: the most that "
+            "fits, found on a GPU by a few trial steps"
+        },
+    )
     learning_rate: float = _opt(6e-4, "peak learning rate")
     min_lr_fraction: float = _opt(0.0, "the cosine ends at this fraction of learning_rate")
     warmup_steps: int = _opt(0, "optimizer steps of linear warm-up")
     weight_decay: float = _opt(0.1, "AdamW's decay, on tensors of two or more dimensions only")
-    beta1: float = _opt(0.9, "AdamW's first-moment decay")
-    beta2: float = _opt(0.95, "AdamW's second-moment decay")
-    adam_eps: float = _opt(1e-8, "AdamW's epsilon")
+    adam_beta1: float = _opt(0.9, "AdamW's first-moment decay")
+    adam_beta2: float = _opt(0.95, "AdamW's second-moment decay")
+    adam_epsilon: float = _opt(1e-8, "AdamW's epsilon")
     max_grad_norm: float = _opt(1.0, "clip the global gradient norm to this (0: measure it, never clip)")
     skip_loss_z: float = _opt(
         0.0, "leave out steps whose loss is so many standard deviations above the last 128 (0: no limit)"
@@ -94,25 +98,26 @@ class RunConfig:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _opt(
         "auto", "arithmetic of the step (weights and moments stay fp32); auto takes the best the device has"
     )
-    compile: bool = _opt(False, "torch.compile the model")
-    compile_mode: Literal["default", "regional", "max-autotune"] = _opt(
-        "default", "of compile: the whole step as one graph; one block, used for all (quick to compile); or the whole "
-        "with every kernel tuned (minutes more)"
-    )  # fmt: skip
-    recompute: bool = _opt(False, "recompute activations in backward: less memory, about a quarter slower")
+    torch_compile: bool = _opt(False, "torch.compile the model")
+    torch_compile_mode: Literal["default", "regional", "max-autotune"] = _opt(
+        "default",
+        "of torch_compile: the whole step as one graph; one block, used for all (quick to compile); or the whole "
+        "with every kernel tuned (minutes more)",
+    )
+    gradient_checkpointing: bool = _opt(False, "recompute activations in backward: less memory, about a quarter slower")
     loss_chunk_size: int = _opt(0, "positions whose logits are held at once (0: the whole micro-batch)")
-    log_every: int = _opt(10, "steps between lines of metrics.jsonl")
-    eval_every: int = _opt(250, "steps between validations (0: at the end only)")
+    logging_steps: int = _opt(10, "steps between lines of metrics.jsonl")
+    eval_steps: int = _opt(250, "steps between validations (0: at the end only)")
     eval_tokens: int = _opt(10_485_760, "tokens of a validation, at most (the same ones every time)")
-    save_every: int = _opt(1000, "steps between checkpoints (0: at the end only)")
-    keep_last: int = _opt(2, "newest checkpoints kept")
-    milestone_every: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
+    save_steps: int = _opt(1000, "steps between checkpoints (0: at the end only)")
+    save_total_limit: int = _opt(2, "newest checkpoints kept")
+    milestone_steps: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
     push_to_hub: str = _opt("", "ORG/NAME on the Hub to which milestones and the final checkpoint go (empty: none)")
-    hub_private: bool = _opt(False, "push_to_hub makes a private repository, and pushes to no public one")
+    hub_private_repo: bool = _opt(False, "push_to_hub makes a private repository, and pushes to no public one")
     hub_license: str = _opt("mit", "licence of the weights in their model card, by the Hub's name for it, or other")
-    sample_every: int = _opt(0, "steps between samples printed from the live model (0: never)")
+    sample_steps: int = _opt(0, "steps between samples printed from the live model (0: never)")
     sample_prompt: str = _opt("\n", "what a sample during training continues")
-    hellaswag_every: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
+    hellaswag_steps: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
     hellaswag_limit: int = _opt(0, "rows of such an evaluation (0: all 10,042)")
     tracker: str = _opt("", "tensorboard, wandb or trackio, beside metrics.jsonl (empty: none)")
     fresh: bool = _opt(False, "move an earlier run in output_dir aside and start over")
@@ -192,16 +197,44 @@ def _validated(config: Config) -> Config:
 
     for name, value in config.flat().items():
         require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
-    for name in ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "max_steps", "total_batch_tokens",
-                 "log_every", "eval_tokens", "keep_last", "max_skipped_steps", "shard_tokens",
-                 "first_shard_tokens"):  # fmt: skip
+    for name in (
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "n_positions",
+        "sequence_length",
+        "max_steps",
+        "total_batch_tokens",
+        "logging_steps",
+        "eval_tokens",
+        "save_total_limit",
+        "max_skipped_steps",
+        "shard_tokens",
+        "first_shard_tokens",
+    ):
         require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
-    for name in ("loss_chunk_size", "eval_every", "save_every", "milestone_every", "sample_every", "hellaswag_every",
-                 "hellaswag_limit", "warmup_steps", "weight_decay", "max_grad_norm", "skip_loss_z", "skip_grad_z",
-                 "seed", "val_documents", "shuffle_buffer", "device_memory_gb", "price_per_hour"):  # fmt: skip
+    for name in (
+        "loss_chunk_size",
+        "eval_steps",
+        "save_steps",
+        "milestone_steps",
+        "sample_steps",
+        "hellaswag_steps",
+        "hellaswag_limit",
+        "warmup_steps",
+        "weight_decay",
+        "max_grad_norm",
+        "skip_loss_z",
+        "skip_grad_z",
+        "seed",
+        "val_documents",
+        "shuffle_buffer",
+        "device_memory_gb",
+        "price_per_hour",
+    ):
         require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
     require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
-    for name in ("dropout", "beta1", "beta2", "val_fraction"):
+    for name in ("dropout", "adam_beta1", "adam_beta2", "val_fraction"):
         require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")
     require(
         model.n_embd % model.n_head == 0,

@@ -11,8 +11,8 @@ from recipe.config import Batch, Config
 from recipe.data import tokenizer
 from recipe.data.dataset import LocalSource
 from recipe.engine.base import Engine
-from recipe.model.loss import IGNORE_INDEX
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.model.loss import IGNORE_INDEX
 
 _HELLASWAG_ROWS, _ROWS_A_BATCH = 10_042, 16
 Tick = Callable[[int, int], None]
@@ -38,8 +38,11 @@ def validate(
     total = torch.zeros(2, device=engine.device)
     engine.flush()  # the zeros are data to the first batch too, and no part of its program
     model.eval()
-    starts = range(engine.rank * batch.micro, -(-windows // (batch.micro * engine.world)) * batch.micro * engine.world,
-                   batch.micro * engine.world)  # fmt: skip
+    starts = range(
+        engine.rank * batch.micro,
+        -(-windows // (batch.micro * engine.world)) * batch.micro * engine.world,
+        batch.micro * engine.world,
+    )
     for number, lo in enumerate(starts):
         tick(number, len(starts))
         rows = torch.zeros(batch.micro, length + 1, dtype=torch.int64)
@@ -78,10 +81,18 @@ def hellaswag(
             return live.transformer(ids, positions, mask)
 
         counts = score_hellaswag(
-            body, tokenizer.encoding().encode_ordinary, limit=config.run.hellaswag_limit or None,
-            device=live.head_weight.device, rank=engine.rank, world=engine.world, max_length=config.model.n_positions,
-            head=live.head, batch_size=_ROWS_A_BATCH, multiples=engine.eval_multiples, place=engine.to_device,
-        )  # fmt: skip
+            body,
+            tokenizer.encoding().encode_ordinary,
+            limit=config.run.hellaswag_limit or None,
+            device=live.head_weight.device,
+            rank=engine.rank,
+            world=engine.world,
+            max_length=config.model.n_positions,
+            head=live.head,
+            batch_size=_ROWS_A_BATCH,
+            multiples=engine.eval_multiples,
+            place=engine.to_device,
+        )
     names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
     values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)
     rows, *correct = engine.sum(values).tolist()
@@ -95,8 +106,14 @@ def sample(config: Config, engine: Engine, model: GPT2LMHeadModel) -> str:
 
     prompt = tokenizer.encoding().encode_ordinary(config.run.sample_prompt) or [tokenizer.END_OF_TEXT]
     with eager(engine, model) as live:
-        ids = sample_live(live.forward, prompt, max_new_tokens=48, n_positions=config.model.n_positions,
-                          seed=config.run.seed, device=live.head_weight.device)  # fmt: skip
+        ids = sample_live(
+            live.forward,
+            prompt,
+            max_new_tokens=48,
+            n_positions=config.model.n_positions,
+            seed=config.run.seed,
+            device=live.head_weight.device,
+        )
     return tokenizer.encoding().decode(ids)
 
 

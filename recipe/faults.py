@@ -38,8 +38,11 @@ POINTS = {
     "evaluate.validation": "before each batch of a validation",
     "evaluate.hellaswag": "before each batch of a HellaSwag evaluation",
     "save.begin": "before anything of a checkpoint is written",
-    **{f"save.{name}.{when}": f"{when} the writing of {name}" for name in _FILES
-       for when in ("before", "during", "after")},
+    **{
+        f"save.{name}.{when}": f"{when} the writing of {name}"
+        for name in _FILES
+        for when in ("before", "during", "after")
+    },
     "save.rename.before": "all is written, nothing is committed",
     "save.rename.after": "the checkpoint is committed",
     "save.prune": "an old checkpoint has lost its name, and is about to be deleted",
@@ -48,7 +51,7 @@ POINTS = {
     "upload.begin": "a checkpoint is queued, and its upload about to begin",
     "upload.during": "a file of a checkpoint is about to go up",
     "upload.after": "a checkpoint is uploaded, and still in the queue",
-}  # fmt: skip
+}
 
 _ERRORS = {"enospc": errno.ENOSPC, "eacces": errno.EACCES, "eio": errno.EIO}
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}

@@ -21,13 +21,17 @@ _SHAPES = [
     # https://user:secret@host -> https://host
     (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE), r"\1"),
     # ?token=..., &X-Amz-Signature=...
-    (re.compile(r"([?&;][\w.-]*(?:token|key|secret|passw|credential|signature|\bsig)[\w.-]*=)[^&\s#'\"]+",
-                re.IGNORECASE), rf"\1{HIDDEN}"),
+    (
+        re.compile(
+            r"([?&;][\w.-]*(?:token|key|secret|passw|credential|signature|\bsig)[\w.-]*=)[^&\s#'\"]+", re.IGNORECASE
+        ),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
     # Hugging Face's; wandb's looks like a commit, and is known by what stands before it
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
     (re.compile(r"(key['\"]?\s*[:=]\s*['\"]?)[0-9a-f]{40}\b", re.IGNORECASE), rf"\1{HIDDEN}"),
-]  # fmt: skip
+]
 
 
 def looks_secret(name: str) -> bool:

@@ -18,28 +18,28 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from recipe import faults
-from recipe.optim import adamw as optim
-from recipe.checkpoint.provenance import about
 from recipe.checkpoint.format import Checkpoint
+from recipe.checkpoint.manager import Saver
+from recipe.checkpoint.provenance import about
 from recipe.cli import emit
+from recipe.components import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
 from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
 from recipe.data.dataset import LocalSource, check_same_data
 from recipe.engine.base import Engine, open_engine
-from recipe.estimate.micro_batch import micro_batch
-from recipe.optim.spike_filter import WAY_OUT, Guard
 from recipe.engine.launch import AGAIN, fail, launcher_patience, speaks
-from recipe.evaluation import hellaswag, sample, validate
-from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
-from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.monitor.summary import Result, announce, conclude
-from recipe.estimate.memory import flops_per_token, price
-from recipe.monitor.progress import Progress
-from recipe.hub.push import Uploads
-from recipe.redaction import keep_secrets, redacted
-from recipe.checkpoint.manager import Saver
-from recipe.components import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
 from recipe.engine.shutdown import Interrupted
+from recipe.estimate.memory import flops_per_token, price
+from recipe.estimate.micro_batch import micro_batch
+from recipe.evaluation import hellaswag, sample, validate
+from recipe.hub.push import Uploads
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
+from recipe.monitor.progress import Progress
+from recipe.monitor.summary import Result, announce, conclude
 from recipe.monitor.trackers import Tracker
+from recipe.optim import adamw as optim
+from recipe.optim.spike_filter import WAY_OUT, Guard
+from recipe.redaction import keep_secrets, redacted
 
 NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
 
@@ -87,8 +87,10 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
         if uploads and result.saved and result.val_loss is not None:
             uploads.close(wait=True, stop=lambda: engine.stop.requested)
     if not result.saved:
-        say(f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
-            "same command, without --fresh, goes on from the checkpoint before it")  # fmt: skip
+        say(
+            f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
+            "same command, without --fresh, goes on from the checkpoint before it"
+        )
         return NOT_SAVED
     if result.val_loss is None:
         say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
@@ -120,7 +122,7 @@ def train(
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
     if checkpoint:
         raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
-    engine.place(raw_model, compile=run.compile_mode if run.compile else "")
+    engine.place(raw_model, compile=run.torch_compile_mode if run.torch_compile else "")
     optimizer = optim.make_optimizer(raw_model, opt, **engine.optimizer_options)
     model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
     if checkpoint:
@@ -130,15 +132,27 @@ def train(
     running_loss = RunningLoss(engine.device, state.get("running_loss"), engine.sum_dtype)
     guard = Guard(engine.device, opt, state.get("guard"))
     throughput = Throughput(state.get("seconds", 0.0), state.get("pauses", 0.0))
-    progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main,
-                        price=price(1, batch.world * batch.devices, run.price_per_hour))  # fmt: skip
+    progress = Progress(
+        opt.max_steps,
+        opt.total_batch_tokens,
+        step,
+        show=engine.is_main,
+        price=price(1, batch.world * batch.devices, run.price_per_hour),
+    )
     closing.callback(progress.close)
     log = MetricsLog(run_dir / "metrics.jsonl", step, progress.say) if engine.is_main else None
     saver = None
     if engine.is_main:
         add = uploads.add if uploads else lambda path: None
-        saver = Saver(run_dir, run.keep_last, run.milestone_every, progress.say, before=log.sync, committed=add,
-                      patience=launcher_patience())  # fmt: skip
+        saver = Saver(
+            run_dir,
+            run.save_total_limit,
+            run.milestone_steps,
+            progress.say,
+            before=log.sync,
+            committed=add,
+            patience=launcher_patience(),
+        )
     files = model_files(raw_model) if engine.is_main else {}
     parts = about(config, engine, step, state.get("about")) if engine.is_main else []
     flops = flops_per_token(config.model, config.data.sequence_length)
@@ -174,7 +188,7 @@ def train(
 
         # once in a while: read what the device has gathered (the only place where the loop waits for it)
         record, unwritten = unwritten, None
-        if due(run.log_every) or due(run.eval_every):
+        if due(run.logging_steps) or due(run.eval_steps):
             record = record or new_record(step, opt)
             if step > logged_at:
                 record["loss"] = running_loss.read(engine.mean)
@@ -189,7 +203,7 @@ def train(
                 logged_at = step
 
         # once in a while: a checkpoint. Not while steps are left out: the weights are those of one that was kept.
-        if step > saved_at and (stopping or last or (due(run.save_every) and not guard.in_a_row)):
+        if step > saved_at and (stopping or last or (due(run.save_steps) and not guard.in_a_row)):
             since = time.monotonic()
             with paused("saving"):
                 state = {
@@ -211,7 +225,7 @@ def train(
                 weights, moments = engine.snapshot(raw_model, optimizer)
                 if saver:
                     saver.save(step, weights, moments, state, files, since=since, pruning=not guard.in_a_row)
-                    if not stopping and any(every and due(every) for every in (run.hellaswag_every, run.sample_every)):
+                    if not stopping and any(every and due(every) for every in (run.hellaswag_steps, run.sample_steps)):
                         saver.commit()
                 saved_at = step
         if stopping:  # what else was due at this step, a resumed run does
@@ -220,18 +234,18 @@ def train(
 
         try:
             # once in a while: validation loss, HellaSwag, a sample, all on the live model
-            if due(run.eval_every):
+            if due(run.eval_steps):
                 with paused("validating"):
                     val_loss = record["val_loss"] = validate(config, batch, engine, model, validation, progress.tick)
                 if not math.isfinite(val_loss):
                     raise UserError(
                         f"the validation loss at step {step} is {val_loss}: the weights are spoilt. {WAY_OUT}"
                     )
-            if run.hellaswag_every and due(run.hellaswag_every) and step > 0:
+            if run.hellaswag_steps and due(run.hellaswag_steps) and step > 0:
                 with paused("HellaSwag"):
                     record = record or new_record(step, opt)
                     record |= hellaswag(config, engine, raw_model, progress.say, progress.tick)
-            if run.sample_every and due(run.sample_every) and step > 0:
+            if run.sample_steps and due(run.sample_steps) and step > 0:
                 with paused("sampling"):
                     progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
 
@@ -274,7 +288,7 @@ def train(
         faults.at("step.end")
         engine.stop.begin()  # there is progress that a signal must not cost
         progress.advance()
-        if step == first + 1 and run.log_every > 1:  # a sign of life, long before the log's next line
+        if step == first + 1 and run.logging_steps > 1:  # a sign of life, long before the log's next line
             progress.first(running_loss.mean(engine.mean))
 
     engine.stop.leave()
@@ -295,8 +309,9 @@ def has_finished(config: Config) -> bool:
 
 def new_record(step: int, opt: OptimizerConfig) -> dict:
     """A line of metrics.jsonl; null is what was not measured at this step."""
-    unknown = dict.fromkeys(("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait",
-                             "skipped_steps"))  # fmt: skip
+    unknown = dict.fromkeys(
+        ("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
+    )
     return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": optim.lr_at(step, opt)}
 
 

@@ -58,9 +58,20 @@ def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list
     recipe.write_text(f"# hf_token: {CANARY}\ndata: {shards}\nsample_prompt: {ENVIRONMENT['MY_PASSWORD']}\n")
     home = directory / "home"  # what the libraries keep there is the run's as well
     home.mkdir()
-    settings = TINY | {"config": recipe, "output_dir": directory / "run", "max_steps": 2, "warmup_steps": 1,
-                       "eval_every": 0, "tracker": tracker, "name": HUB_TOKEN,
-                       "push_to_hub": "acme/gpt2"} | fields  # fmt: skip
+    settings = (
+        TINY
+        | {
+            "config": recipe,
+            "output_dir": directory / "run",
+            "max_steps": 2,
+            "warmup_steps": 1,
+            "eval_steps": 0,
+            "tracker": tracker,
+            "name": HUB_TOKEN,
+            "push_to_hub": "acme/gpt2",
+        }
+        | fields
+    )
     env = (
         ENVIRONMENT
         | {"HF_HUB_OFFLINE": "1"}
@@ -113,8 +124,15 @@ def in_a_mistake(directory: Path) -> list[str]:
     for line in ([f"--hf_token={CANARY}"], [f"--source={URL}", f"--out={rest}"], [f"--workers={HUB_TOKEN}"]):
         script += f"codes.append(prepare({['--source=x', f'--out={rest}', *line]!r}))\n"
     script += "sys.exit(0 if set(codes) == {2} else f'codes {codes}')"
-    result = subprocess.run([warm.python(), "-"], input=script, cwd=ROOT, text=True, capture_output=True,
-                            env=environment(ENVIRONMENT | {"PYTHONPATH": str(ROOT)}), timeout=300)  # fmt: skip
+    result = subprocess.run(
+        [warm.python(), "-"],
+        input=script,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=environment(ENVIRONMENT | {"PYTHONPATH": str(ROOT)}),
+        timeout=300,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("error: ") == len(lines) + 3, result.stderr
     for path in directory.glob("*.yaml"):
@@ -125,8 +143,13 @@ def in_a_mistake(directory: Path) -> list[str]:
 def in_a_failing_stream(directory: Path) -> list[str]:
     """A stream from a Hub whose address holds a password, and which fails at first and then has no such data set."""
     (directory / "hub").mkdir(parents=True)
-    settings = TINY | {"data": directory / "data", "source": "a/text", "streaming": "true", "val_documents": 9,
-                       "output_dir": directory / "run"}  # fmt: skip
+    settings = TINY | {
+        "data": directory / "data",
+        "source": "a/text",
+        "streaming": "true",
+        "val_documents": 9,
+        "output_dir": directory / "run",
+    }
     with Hub(directory / "hub") as hub:
         hub.faults.append(Fault(path="*/api/datasets/*", status=503))
         address = hub.url.replace("://", f"://user:{CANARY}@")

@@ -6,8 +6,19 @@ import yaml
 
 from recipe.data.catalog import LICENSES
 
-KNOWN = {"language", "license", "license_name", "license_link", "library_name", "pipeline_tag", "tags", "datasets",
-         "metrics", "base_model", "model-index"}  # fmt: skip
+KNOWN = {
+    "language",
+    "license",
+    "license_name",
+    "license_link",
+    "library_name",
+    "pipeline_tag",
+    "tags",
+    "datasets",
+    "metrics",
+    "base_model",
+    "model-index",
+}
 REPO = r"[\w.-]+(/[\w.-]+)?"
 
 
@@ -42,8 +53,11 @@ def problems(card: str) -> list[str]:
 
 def _result(result: dict) -> list[str]:
     required = {"task": {"type"}, "dataset": {"type", "name"}}
-    allowed = {"task": {"type", "name"}, "dataset": {"type", "name", "config", "split", "revision", "args"},
-               "source": {"name", "url"}}  # fmt: skip
+    allowed = {
+        "task": {"type", "name"},
+        "dataset": {"type", "name", "config", "split", "revision", "args"},
+        "source": {"name", "url"},
+    }
     found = [f"a result has {key}" for key in result.keys() - allowed.keys() - {"metrics"}]
     for part, names in allowed.items():
         values = result.get(part, {})

@@ -26,14 +26,34 @@ SHAKESPEARE = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"
 
 # The tiny configuration: every run of a test starts from it. fp32, so that numbers mean the same everywhere.
 TINY = {
-    "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "sequence_length": 32, "total_batch_tokens": 256,
-    "micro_batch_size": 8, "max_steps": 20, "learning_rate": 1e-2, "warmup_steps": 4, "precision": "fp32",
-    "log_every": 1, "eval_every": 10, "save_every": 10, "eval_tokens": 1024,
-}  # fmt: skip
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "n_positions": 64,
+    "sequence_length": 32,
+    "total_batch_tokens": 256,
+    "micro_batch_size": 8,
+    "max_steps": 20,
+    "learning_rate": 1e-2,
+    "warmup_steps": 4,
+    "precision": "fp32",
+    "logging_steps": 1,
+    "eval_steps": 10,
+    "save_steps": 10,
+    "eval_tokens": 1024,
+}
 
 # The same on every engine, accumulation and clipping at work. A rate of 1e-2 would blow up rounding itself.
-EQUAL = TINY | {"sequence_length": 16, "total_batch_tokens": 128, "max_steps": 50, "learning_rate": 1e-3,
-                "warmup_steps": 10, "micro_batch_size": 2, "eval_every": 25, "save_every": 25}  # fmt: skip
+EQUAL = TINY | {
+    "sequence_length": 16,
+    "total_batch_tokens": 128,
+    "max_steps": 50,
+    "learning_rate": 1e-3,
+    "warmup_steps": 10,
+    "micro_batch_size": 2,
+    "eval_steps": 25,
+    "save_steps": 25,
+}
 
 
 @pytest.fixture(scope="session")
@@ -102,8 +122,18 @@ def launch(
     processes that import all they need themselves, from the launcher on."""
     config = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
     python = sys.executable if real else warm.python()
-    launcher = [python, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config),
-                "--num_processes", str(processes), "--main_process_port", "0"]  # fmt: skip
+    launcher = [
+        python,
+        "-m",
+        "accelerate.commands.launch",
+        "--quiet",
+        "--config_file",
+        str(config),
+        "--num_processes",
+        str(processes),
+        "--main_process_port",
+        "0",
+    ]
     if config.stem.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
     return subprocess.run(

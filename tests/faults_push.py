@@ -15,8 +15,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from recipe.checkpoint.format import model_only
-from recipe.monitor.metrics import read_metrics
 from recipe.hub.outbox import entries
+from recipe.monitor.metrics import read_metrics
 from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
 from tests.hub import Fault
@@ -28,7 +28,7 @@ PERMANENT = ("401", "403")
 ALWAYS = 10**6
 # Two milestones, the second of which is the final checkpoint, and goes to main too.
 BRANCHES = {"step-000010": 10, "step-000020": 20, "main": 20}
-PUSH = {"push_to_hub": REPO, "milestone_every": 10}
+PUSH = {"push_to_hub": REPO, "milestone_steps": 10}
 
 
 def _faults(name: str) -> list[Fault]:

@@ -105,11 +105,20 @@ class Hub:
         home = self._home.name
         # Also what has a default: it may be set, to something else, where the tests run.
         self.environment = {
-            "HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": "", "HF_HOME": home,
-            "HF_TOKEN_PATH": f"{home}/token", "HF_HUB_CACHE": f"{home}/hub", "HF_DATASETS_CACHE": f"{home}/datasets",
-            "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
-        }  # fmt: skip
+            "HF_ENDPOINT": self.url,
+            "HF_HUB_OFFLINE": "0",
+            "HF_DATASETS_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_TOKEN": "",
+            "HF_HOME": home,
+            "HF_TOKEN_PATH": f"{home}/token",
+            "HF_HUB_CACHE": f"{home}/hub",
+            "HF_DATASETS_CACHE": f"{home}/datasets",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
         return self
 
     def __exit__(self, *_):

@@ -42,10 +42,11 @@ class PushHub(Hub):
         super().__init__(root)
         self.token = TOKEN
         self.me = {
-            "type": "user", "name": "alice",
+            "type": "user",
+            "name": "alice",
             "orgs": [{"name": "acme", "roleInOrg": "write"}, {"name": "museum", "roleInOrg": "read"}],
             "auth": {"type": "access_token", "accessToken": {"displayName": "tests", "role": "write"}},
-        }  # fmt: skip
+        }
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}  # LFS', by SHA-256
         self.arrivals: list[tuple[float, str]] = []  # seconds, path

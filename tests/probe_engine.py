@@ -15,12 +15,12 @@ if __package__ in (None, ""):
 import torch
 from transformers import GPT2Config
 
-from recipe.engine import device
-from recipe.optim import adamw as optim
 from recipe.config import Batch, OptimizerConfig
+from recipe.engine import device
 from recipe.engine.base import open_engine
-from recipe.optim.spike_filter import Guard
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim import adamw as optim
+from recipe.optim.spike_filter import Guard
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
@@ -35,7 +35,7 @@ off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_to
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=515, n_positions=16, n_embd=33, n_head=3, n_layer=2, **off),
     seed=1,
-    recompute=mode == "compile",
+    gradient_checkpointing=mode == "compile",
 )
 engine.place(model, compile="default" if mode == "compile" else "")
 optimizer = optim.make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)

@@ -27,16 +27,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe.model import loss
-from recipe.optim import adamw as optim
+from recipe.components import build_model
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine.base import open_engine
-from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.estimate.memory import memory_estimate, state_bytes
-from recipe.components import build_model
+from recipe.model import loss
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim import adamw as optim
 
-OPTIONS = ["--config=gpt2", "--data=x", "--warmup_steps=0", "--precision=bf16", "--compile=false"]
+OPTIONS = ["--config=gpt2", "--data=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
 
 def cudas_layer_norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def measure(words: str, fake: bool) -> dict:
             engine.accelerator.device_placement = False  # they are where they belong, and cannot be moved
         model = build_model(config, engine, resuming=True)
         if not fake:
-            engine.place(model, compile=config.run.compile_mode if config.run.compile else "")
+            engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         optimizer = optim.make_optimizer(model, opt, **engine.optimizer_options)
         prepared, optimizer = engine.prepare(model, optimizer, batch, opt.max_grad_norm)
         prepared.train()
@@ -148,7 +148,7 @@ def measure(words: str, fake: bool) -> dict:
     return {
         "options": words,
         "measured": peak,
-        "estimate": memory_estimate(config, batch, compiled=config.run.compile, **kind),
+        "estimate": memory_estimate(config, batch, compiled=config.run.torch_compile, **kind),
         "state": state_bytes(config.model, engine.world, engine.zero_stage, engine.precision),
     }
 

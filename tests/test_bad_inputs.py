@@ -138,85 +138,219 @@ GOOD = np.arange(4000, dtype="<u2")
 PREPARE = "python -m recipe.data.prepare"
 LOADER = "import datasets\n\nclass Texts(datasets.GeneratorBasedBuilder):\n    pass\n"
 
-# number, what is wrong, the command's words (those of recipe.data.prepare.pipeline where they have --out), what the error says
+# number, what is wrong, the command's words (those of recipe.data.prepare where they have --out), what the error says
 TABLE = [
     (1, "empty glob", lambda at: at.train(at.path / "*.bin"), ["*.bin: no such directory, and no .bin file", PREPARE]),
     (1, "no directory", lambda at: at.train(at.path / "none", source=""), ["none: no such directory", PREPARE]),
-    (2, "wrong magic", lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
-     ["x_train_0.bin: magic number 123, expected 20240520: this is not a token shard", PREPARE]),
-    (3, "count of the header", lambda at: at.train(at.shard(header(20240520, 1, 5000) + GOOD.tobytes())),
-     ["x_train_0.bin: the header says 5000 tokens (10000 bytes), the file has 8000", "cut short", "prepare it again"]),
-    (4, "token outside", lambda at: at.train(at.shard(np.where(GOOD == 77, 50257, GOOD))),
-     ["x_train_0.bin: token 50257 at position 77, GPT-2's vocabulary ends at 50256", PREPARE]),
-    (5, "four bytes", lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())),
-     ["4 bytes each, not uint16", PREPARE]),
-    (5, "four bytes, header", lambda at: at.train(at.shard(header(20240520, 1, 4000) + GOOD.astype("<u4").tobytes())),
-     ["its tokens are 4 bytes each, not uint16", "prepare it again"]),
+    (
+        2,
+        "wrong magic",
+        lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
+        ["x_train_0.bin: magic number 123, expected 20240520: this is not a token shard", PREPARE],
+    ),
+    (
+        3,
+        "count of the header",
+        lambda at: at.train(at.shard(header(20240520, 1, 5000) + GOOD.tobytes())),
+        [
+            "x_train_0.bin: the header says 5000 tokens (10000 bytes), the file has 8000",
+            "cut short",
+            "prepare it again",
+        ],
+    ),
+    (
+        4,
+        "token outside",
+        lambda at: at.train(at.shard(np.where(GOOD == 77, 50257, GOOD))),
+        ["x_train_0.bin: token 50257 at position 77, GPT-2's vocabulary ends at 50256", PREPARE],
+    ),
+    (
+        5,
+        "four bytes",
+        lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())),
+        ["4 bytes each, not uint16", PREPARE],
+    ),
+    (
+        5,
+        "four bytes, header",
+        lambda at: at.train(at.shard(header(20240520, 1, 4000) + GOOD.astype("<u4").tobytes())),
+        ["its tokens are 4 bytes each, not uint16", "prepare it again"],
+    ),
     (5, "byte order", lambda at: at.train(at.shard((GOOD + 1).astype(">u2").tobytes())), ["big-endian order", PREPARE]),
-    (5, "byte order, header", lambda at: at.train(at.shard(header(20240520, 1, 4000, order=">") + GOOD.tobytes())),
-     ["the bytes are in big-endian order", PREPARE]),
-    (5, "byte order of tokens", lambda at: at.train(at.shard(header(20240520, 1, 4000) + GOOD.byteswap().tobytes())),
-     ["another tokenizer, type or byte order", PREPARE]),
-    (6, "short shard", lambda at: at.train(at.shard(GOOD[:32])),
-     ["x_train_0.bin: 32 tokens, fewer than one sequence of sequence_length + 1 = 33; lower sequence_length"]),
+    (
+        5,
+        "byte order, header",
+        lambda at: at.train(at.shard(header(20240520, 1, 4000, order=">") + GOOD.tobytes())),
+        ["the bytes are in big-endian order", PREPARE],
+    ),
+    (
+        5,
+        "byte order of tokens",
+        lambda at: at.train(at.shard(header(20240520, 1, 4000) + GOOD.byteswap().tobytes())),
+        ["another tokenizer, type or byte order", PREPARE],
+    ),
+    (
+        6,
+        "short shard",
+        lambda at: at.train(at.shard(GOOD[:32])),
+        ["x_train_0.bin: 32 tokens, fewer than one sequence of sequence_length + 1 = 33; lower sequence_length"],
+    ),
     (6, "short validation", lambda at: at.train(at.shard(GOOD, val=GOOD[:32])), ["x_val_0.bin: 32 tokens, fewer than"]),
-    (7, "validation is training", lambda at: at.train(at.shard(GOOD, val=GOOD)),
-     ["x_train_0.bin (training)", "x_val_0.bin (validation) hold the same tokens", "give other files"]),
-    (8, "checksum", lambda at: at.train(at.changed()),
-     ["train_000000.bin: SHA-256", "the manifest says", "delete its directory and prepare it again"]),
-    (9, "no column, JSON", lambda at: at.prepare(at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
-     ["a.jsonl, line 1: no column 'text'; there are: title, body. Choose with --text_column"]),
-    (9, "no column, parquet", lambda at: at.prepare(at.parquet()),
-     ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"]),
-    (9, "no column, training", lambda at: at.train(at.path / "new", source=at.parquet()),
-     ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"]),
-    (10, "script in a directory", lambda at: at.prepare(at.file("texts/texts.py", LOADER).parent),
-     ["texts.py is a program", "is not run: run it yourself where you trust it", ".parquet files that it writes"]),
+    (
+        7,
+        "validation is training",
+        lambda at: at.train(at.shard(GOOD, val=GOOD)),
+        ["x_train_0.bin (training)", "x_val_0.bin (validation) hold the same tokens", "give other files"],
+    ),
+    (
+        8,
+        "checksum",
+        lambda at: at.train(at.changed()),
+        ["train_000000.bin: SHA-256", "the manifest says", "delete its directory and prepare it again"],
+    ),
+    (
+        9,
+        "no column, JSON",
+        lambda at: at.prepare(at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
+        ["a.jsonl, line 1: no column 'text'; there are: title, body. Choose with --text_column"],
+    ),
+    (
+        9,
+        "no column, parquet",
+        lambda at: at.prepare(at.parquet()),
+        ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"],
+    ),
+    (
+        9,
+        "no column, training",
+        lambda at: at.train(at.path / "new", source=at.parquet()),
+        ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"],
+    ),
+    (
+        10,
+        "script in a directory",
+        lambda at: at.prepare(at.file("texts/texts.py", LOADER).parent),
+        ["texts.py is a program", "is not run: run it yourself where you trust it", ".parquet files that it writes"],
+    ),
     (10, "script", lambda at: at.prepare(at.file("texts.py", LOADER)), ["texts.py is a program", "is not run"]),
-    (11, "more sequences than windows", lambda at: at.train(at.shard(GOOD[:100])),
-     ["total_batch_tokens 256 takes 8 sequences a step, the training data have 3 in all; lower total_batch_tokens"]),
-    (12, "unknown flag", lambda at: at.train(learning_rat=1),
-     ["unknown '--learning_rat'; did you mean 'learning_rate'?"]),
-    (12, "unknown key", lambda at: ["--config", at.file("my.yaml", "data: x\nlearning_rat: 1\n")],
-     ["my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?"]),
-    (12, "unknown flag of prepare", lambda at: at.prepare(SHAKESPEARE, shard_token=9),
-     ["unknown '--shard_token'; did you mean 'shard_tokens'?"]),
-    (12, "YAML in another encoding", lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")],
-     ["my.yaml: not valid YAML in UTF-8"]),
-    (13, "batch and sequence", lambda at: at.train(total_batch_tokens=1000),
-     ["total_batch_tokens 1000 is not a multiple of sequence_length 32; nearest valid: 768, 1024, 1280"]),
-    (13, "batch and micro-batch", lambda at: at.train(total_batch_tokens=9 * 32),
-     ["not a multiple of 1 process x micro_batch_size 8 x sequence_length 32 = 256; nearest valid: 192, 224, 256"]),
-    (14, "long sequences", lambda at: at.train(sequence_length=128),
-     ["sequence_length 128 is longer than n_positions 64; raise n_positions or shorten the sequences"]),
-    (15, "heads", lambda at: at.train(n_embd=33),
-     ["n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30, 32, 34"]),
+    (
+        11,
+        "more sequences than windows",
+        lambda at: at.train(at.shard(GOOD[:100])),
+        ["total_batch_tokens 256 takes 8 sequences a step, the training data have 3 in all; lower total_batch_tokens"],
+    ),
+    (
+        12,
+        "unknown flag",
+        lambda at: at.train(learning_rat=1),
+        ["unknown '--learning_rat'; did you mean 'learning_rate'?"],
+    ),
+    (
+        12,
+        "unknown key",
+        lambda at: ["--config", at.file("my.yaml", "data: x\nlearning_rat: 1\n")],
+        ["my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?"],
+    ),
+    (
+        12,
+        "unknown flag of prepare",
+        lambda at: at.prepare(SHAKESPEARE, shard_token=9),
+        ["unknown '--shard_token'; did you mean 'shard_tokens'?"],
+    ),
+    (
+        12,
+        "YAML in another encoding",
+        lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")],
+        ["my.yaml: not valid YAML in UTF-8"],
+    ),
+    (
+        13,
+        "batch and sequence",
+        lambda at: at.train(total_batch_tokens=1000),
+        ["total_batch_tokens 1000 is not a multiple of sequence_length 32; nearest valid: 768, 1024, 1280"],
+    ),
+    (
+        13,
+        "batch and micro-batch",
+        lambda at: at.train(total_batch_tokens=9 * 32),
+        ["not a multiple of 1 process x micro_batch_size 8 x sequence_length 32 = 256; nearest valid: 192, 224, 256"],
+    ),
+    (
+        14,
+        "long sequences",
+        lambda at: at.train(sequence_length=128),
+        ["sequence_length 128 is longer than n_positions 64; raise n_positions or shorten the sequences"],
+    ),
+    (
+        15,
+        "heads",
+        lambda at: at.train(n_embd=33),
+        ["n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30, 32, 34"],
+    ),
     (16, "learning rate 0", lambda at: at.train(learning_rate=0), ["learning_rate is 0.0; it must be above 0"]),
     (16, "learning rate below 0", lambda at: at.train(learning_rate=-1), ["learning_rate is -1.0; it must be above 0"]),
     (16, "learning rate NaN", lambda at: at.train(learning_rate="nan"), ["learning_rate is nan; it must be a finite"]),
     (17, "warm-up", lambda at: at.train(warmup_steps=6), ["warmup_steps 6 leaves nothing of max_steps 6; shorten"]),
     (18, "fp16", lambda at: at.train(precision="fp16"), ["precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"]),
     (18, "tf32", lambda at: at.train(precision="tf32"), ["precision tf32 needs an Ampere", "use auto or fp32"]),
-    (21, "architecture", lambda at: at.resume(n_layer=3, n_embd=64),
-     ["run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64. Put those back", "--fresh"]),
-    (22, "another recipe's run", lambda at: at.resume(config="recipe/configs/gpt2.yaml"),
-     ["holds another run: 'shakespeare', of recipe/configs/shakespeare.yaml, and not 'gpt2'", "another output_dir"]),
-    (22, "no run", lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent),
-     ["photos is not a run's: it holds a.jpg. Choose one that is new or empty"]),
-    (22, "no run, --fresh", lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
-     ["photos is not a run's: it holds a.jpg"]),
-    (23, "nanoGPT's checkpoint", lambda at: at.train(output_dir=at.file("nano/ckpt.pt", b"\x80").parent),
-     ["nano holds ckpt.pt: a pickle, which can run any code", "save them as safetensors", "init_from"]),
-    (23, "pickled weights to start from", lambda at: at.train(init_from=pickled(at)),
-     ["old: no model.safetensors; pytorch_model.bin", "pickles, which can run any", ".save_pretrained('converted')"]),
-    (24, "run_name that leaves", lambda at: at.train(run_name="../x"),
-     ["run_name '../x' must be letters", "output_dir"]),
+    (
+        21,
+        "architecture",
+        lambda at: at.resume(n_layer=3, n_embd=64),
+        ["run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64. Put those back", "--fresh"],
+    ),
+    (
+        22,
+        "another recipe's run",
+        lambda at: at.resume(config="recipe/configs/gpt2.yaml"),
+        ["holds another run: 'shakespeare', of recipe/configs/shakespeare.yaml, and not 'gpt2'", "another output_dir"],
+    ),
+    (
+        22,
+        "no run",
+        lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent),
+        ["photos is not a run's: it holds a.jpg. Choose one that is new or empty"],
+    ),
+    (
+        22,
+        "no run, --fresh",
+        lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
+        ["photos is not a run's: it holds a.jpg"],
+    ),
+    (
+        23,
+        "nanoGPT's checkpoint",
+        lambda at: at.train(output_dir=at.file("nano/ckpt.pt", b"\x80").parent),
+        ["nano holds ckpt.pt: a pickle, which can run any code", "save them as safetensors", "init_from"],
+    ),
+    (
+        23,
+        "pickled weights to start from",
+        lambda at: at.train(init_from=pickled(at)),
+        ["old: no model.safetensors; pytorch_model.bin", "pickles, which can run any", ".save_pretrained('converted')"],
+    ),
+    (
+        24,
+        "run_name that leaves",
+        lambda at: at.train(run_name="../x"),
+        ["run_name '../x' must be letters", "output_dir"],
+    ),
     (24, "absolute run_name", lambda at: at.train(run_name="/x"), ["run_name '/x' must be letters", "output_dir"]),
-    (24, "run_name that is a link", lambda at: at.linked(),
-     ["run_name mine: runs/mine is a link out of runs/, to", "elsewhere; choose another run_name, or give"]),
-    (24, "shard elsewhere", lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, source=""),
-     ["manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory); delete"]),
-]  # fmt: skip
+    (
+        24,
+        "run_name that is a link",
+        lambda at: at.linked(),
+        ["run_name mine: runs/mine is a link out of runs/, to", "elsewhere; choose another run_name, or give"],
+    ),
+    (
+        24,
+        "shard elsewhere",
+        lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, source=""),
+        [
+            "manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory); delete"
+        ],
+    ),
+]
 
 
 def pickled(at: Place) -> Path:
@@ -242,7 +376,7 @@ def place(shards, whole_run, tmp_path, monkeypatch):
 
 
 def main_of(argv: list) -> str:
-    return "recipe.data.prepare.pipeline" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
+    return "recipe.data.prepare" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
 
 
 @pytest.mark.parametrize(("number", "name", "words", "message"), TABLE, ids=lambda v: v if isinstance(v, str) else "")
@@ -252,7 +386,7 @@ def test_bad_input(command, place, monkeypatch, number, name, words, message):
     argv = words(place)
     before = sorted(place.path.rglob("*"))
     monkeypatch.chdir(place.path if name == "run_name that is a link" else ROOT)
-    code, _, err = command(argv, preparing.main if main_of(argv) == "recipe.data.prepare.pipeline" else None)
+    code, _, err = command(argv, preparing.main if main_of(argv) == "recipe.data.prepare" else None)
     assert code == 2
     assert err.startswith("error: ")
     assert err.count("error: ") == 1
@@ -268,13 +402,25 @@ def test_the_table_is_whole():
     assert {number for number, *_ in TABLE} | elsewhere == set(range(1, 26))
 
 
-@pytest.mark.parametrize(("number", "name", "words", "message"), [
-    entry(4, "token outside"), entry(9, "no column, parquet"), entry(12, "unknown flag"), entry(22, "no run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "name", "words", "message"),
+    [
+        entry(4, "token outside"),
+        entry(9, "no column, parquet"),
+        entry(12, "unknown flag"),
+        entry(22, "no run"),
+    ],
+)
 def test_bad_input_as_a_user_makes_it(place, number, name, words, message):
     argv = list(map(str, words(place)))
-    result = subprocess.run([warm.python(), "-m", main_of(argv), *argv], cwd=ROOT, env=environment(),
-                            capture_output=True, text=True, timeout=300)  # fmt: skip
+    result = subprocess.run(
+        [warm.python(), "-m", main_of(argv), *argv],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.strip().splitlines()) <= 2
@@ -294,9 +440,14 @@ def said_once(result, codes: list[str], starting: bool = False) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize(("number", "name", "words", "message"), [
-    entry(8, "checksum"), entry(9, "no column, training"), entry(22, "no run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "name", "words", "message"),
+    [
+        entry(8, "checksum"),
+        entry(9, "no column, training"),
+        entry(22, "no run"),
+    ],
+)
 def test_bad_input_of_two_processes(place, number, name, words, message):
     """Said once, and both end with code 2: when both have met it, when one was to prepare the text for the other, and
     when one has looked for both."""
@@ -311,14 +462,30 @@ def test_11_more_processes_than_windows(place):
     assert "takes 2 sequences a step, the training data have 1 in all" in said_once(result, ["2", "2"])
 
 
-@pytest.mark.parametrize(("yaml", "changes", "processes", "message"), [
-    ("mixed_precision: fp16\n", {}, 1,  # 19
-     "the Accelerate file says mixed_precision beside deepspeed_config_file {file}, and would be ignored; take it out"),
-    ("deepspeed_config:\n  gradient_accumulation_steps: 4\n  zero_stage: 3\n", {}, 1,  # 19
-     "the Accelerate file says gradient_accumulation_steps, zero_stage beside"),
-    ("", {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 2,  # 20
-     "{file}: optimizer is not about sharding and belongs to the recipe; take it out"),
-], ids=["19-mixed_precision", "19-stage and accumulation", "20-optimizer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("yaml", "changes", "processes", "message"),
+    [
+        (
+            "mixed_precision: fp16\n",
+            {},
+            1,  # 19
+            "the Accelerate file says mixed_precision beside deepspeed_config_file {file}, and would be ignored; take it out",
+        ),
+        (
+            "deepspeed_config:\n  gradient_accumulation_steps: 4\n  zero_stage: 3\n",
+            {},
+            1,  # 19
+            "the Accelerate file says gradient_accumulation_steps, zero_stage beside",
+        ),
+        (
+            "",
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
+            2,  # 20
+            "{file}: optimizer is not about sharding and belongs to the recipe; take it out",
+        ),
+    ],
+    ids=["19-mixed_precision", "19-stage and accumulation", "20-optimizer"],
+)
 def test_19_and_20_files_that_disagree(place, yaml, changes, processes, message):
     shipped = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
     file = place.file("zero1.json", json.dumps(shipped | changes))
@@ -333,8 +500,13 @@ def test_10_a_hub_data_set_that_is_a_script(place):
     (place.path / "hub" / "a" / "texts").mkdir(parents=True)
     place.file("hub/a/texts/texts.py", LOADER)
     with Hub(place.path / "hub") as hub:
-        result = subprocess.run([warm.python(), "-m", "recipe.data.prepare", *place.prepare("a/texts")], cwd=ROOT,
-                                env=environment(hub.environment), capture_output=True, text=True)  # fmt: skip
+        result = subprocess.run(
+            [warm.python(), "-m", "recipe.data.prepare", *place.prepare("a/texts")],
+            cwd=ROOT,
+            env=environment(hub.environment),
+            capture_output=True,
+            text=True,
+        )
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     assert "a/texts: this data set is a script that wants to run on your machine, which is refused" in result.stderr
@@ -342,7 +514,7 @@ def test_10_a_hub_data_set_that_is_a_script(place):
 
 
 def test_24_a_checkpoint_that_leads_elsewhere_is_passed_over(command, place):
-    argv = place.resume(max_steps=11, eval_every=0)
+    argv = place.resume(max_steps=11, eval_steps=0)
     last, outside = place.run / "step_00000020", place.path / "outside"
     last.rename(outside)
     last.symlink_to(outside)
@@ -357,7 +529,7 @@ def test_24_a_checkpoint_that_leads_elsewhere_is_passed_over(command, place):
         from recipe.checkpoint.format import verify
 
         assert verify(other) == [f"manifest.json names {name!r}, which is not a file of this directory"]
-    code, out, err = command([*argv, "--keep_last", "1"])
+    code, out, err = command([*argv, "--save_total_limit", "1"])
     assert code == 0, err
     assert "step_00000020: it is a link out of the run" in out
     assert "step_00000019: manifest.json names" in out
@@ -373,14 +545,22 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(tmp_path):
     content = bytearray((data / "train_000001.bin").read_bytes())
     content[3000] ^= 1
     (data / "train_000001.bin").write_bytes(content)
-    assert "train_000001.bin: SHA-256" in refused(*tiny(data, run, max_steps=20, save_every=0))
+    assert "train_000001.bin: SHA-256" in refused(*tiny(data, run, max_steps=20, save_steps=0))
     assert [p.name for p in checkpoints(run)] == ["step_00000007"]
     assert verify(run / "step_00000007") == []
 
 
 def test_a_hub_data_set_that_is_not_prepared_names_the_command(tmp_path):
-    message = refused("--config", "recipe/configs/tinystories.yaml", "--compile", "false", "--streaming", "false",
-                      f"--data={tmp_path}/stories", "--source=roneneldan/TinyStories")  # fmt: skip
+    message = refused(
+        "--config",
+        "recipe/configs/tinystories.yaml",
+        "--torch_compile",
+        "false",
+        "--streaming",
+        "false",
+        f"--data={tmp_path}/stories",
+        "--source=roneneldan/TinyStories",
+    )
     assert "not prepared yet; first run: python -m recipe.data.prepare --source roneneldan/TinyStories" in message
 
 
@@ -413,7 +593,7 @@ def test_resuming_with_another_architecture(shards, tmp_path):
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(shards, tmp_path):
     run = tmp_path / "run"
     assert run_train(*tiny(shards, run, max_steps=4, warmup_steps=0)).returncode == 0
-    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "save_every": 1, "log_every": 5}
+    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "save_steps": 1, "logging_steps": 5}
     assert "the validation loss at step 10 is nan: the weights are spoilt" in refused(*tiny(shards, run, **broken))
     broken["max_skipped_steps"] = 3
     assert "5 steps in a row, by step 10, were left out" in refused(*tiny(shards, run, **broken))

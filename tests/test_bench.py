@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from recipe.config import ModelConfig, UserError
-from benchmarks import peers
-from benchmarks import report
+from benchmarks import peers, report
 from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
 from benchmarks.scoreboard import Row, applied, ladder, lines, scoreboard
 from benchmarks.variants import Variant
+from recipe.config import ModelConfig, UserError
 from tests.conftest import ROOT
 
 TINY = Variant(
@@ -26,7 +25,7 @@ SAME = {
     "by rows": {"loss_by_rows": True},
     "padded": {"pad_vocab_to": 128},
     "chunked": {"loss_chunk_size": 16},
-    "recomputed": {"recompute": True},
+    "recomputed": {"gradient_checkpointing": True},
     "trainer": {"kind": "recipe"},
     "two processes": {"kind": "recipe", "world": 2, "accumulation": 1},
     "transformers": {"kind": "hf-loop"},
@@ -159,7 +158,7 @@ def test_ratios_are_of_neighbours_in_time():
 @pytest.mark.parametrize(("on_cpu", "gpus"), [(True, 0), (False, 1), (False, 8)])
 def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
     monkeypatch.setattr("benchmarks.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
-    first, rows = ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, compile_mode="default")
+    first, rows = ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, torch_compile_mode="default")
     variants, now = [], first
     for row in rows:
         if row.changes is not None:
@@ -173,7 +172,7 @@ def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
     assert (last.kind, last.world) == ("recipe", max(1, gpus))
     assert (last.attention, last.fused, last.compile) == ("blocks" if on_cpu else "sdpa", True, "default")
     assert last.precision == "bf16"
-    assert not last.recompute
+    assert not last.gradient_checkpointing
     assert last.loss_chunk_size == 0
 
 
@@ -181,9 +180,12 @@ def test_the_scoreboard_builds_on_what_is_kept(directory):
     """A row that cannot be run, one that fails and one that is not kept do not end the table, nor change its base."""
     wrong = {"model": replace(TINY.model, n_head=3)}
     rows = [
-        Row("first", {}), Row("cannot", cannot="not here"), Row("fails", wrong),
-        Row("aside", {"recompute": True}, kept=False), Row("kept", {"attention": "blocks"}),
-    ]  # fmt: skip
+        Row("first", {}),
+        Row("cannot", cannot="not here"),
+        Row("fails", wrong),
+        Row("aside", {"gradient_checkpointing": True}, kept=False),
+        Row("kept", {"attention": "blocks"}),
+    ]
     how = {"flops": 10**6, "peak": 1e12, "rounds": 1, "seconds": 0.05, "say": lambda line: None}
     results = scoreboard(TINY, rows, directory, left=lambda: 1e9, **how)
     assert [bool(r["tokens_per_second"]) for r in results] == [True, False, False, True, True]

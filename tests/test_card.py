@@ -16,34 +16,65 @@ from huggingface_hub import EvalResult, ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eval import harness
-from eval import wikitext
+from eval import harness, wikitext
 from recipe.checkpoint import provenance as about
-from recipe.hub import export
-from recipe.hub import package
-from recipe.hub.model_card import card_of, model_card
-from recipe.data.catalog import LICENSES
 from recipe.checkpoint.format import checkpoints
 from recipe.config import UserError, parse_config
+from recipe.data.catalog import LICENSES
+from recipe.hub import export, package
+from recipe.hub.model_card import card_of, model_card
 from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redacted
 from tests import canary
 from tests.card_spec import problems
 from tests.conftest import ROOT, SHAKESPEARE
 
-HUB_DATA = {"source": "HuggingFaceFW/fineweb-edu", "name": "sample-10BT", "split": "train", "revision": None,
-            "text_column": "text", "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"}  # fmt: skip
-PART = {"from_step": 0, "device": "NVIDIA A100-SXM4-80GB", "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
-        "processes": 8, "machines": 2, "precision": "bf16", "compiled": True, "python": "3.11.7",
-        "packages": {"torch": "2.13.0"}, "recipe": "0.1.0", "commit": "0" * 40 + "+", "data": HUB_DATA}  # fmt: skip
+HUB_DATA = {
+    "source": "HuggingFaceFW/fineweb-edu",
+    "name": "sample-10BT",
+    "split": "train",
+    "revision": None,
+    "text_column": "text",
+    "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
+}
+PART = {
+    "from_step": 0,
+    "device": "NVIDIA A100-SXM4-80GB",
+    "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
+    "processes": 8,
+    "machines": 2,
+    "precision": "bf16",
+    "compiled": True,
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0"},
+    "recipe": "0.1.0",
+    "commit": "0" * 40 + "+",
+    "data": HUB_DATA,
+}
 STATE = {
-    "step": 100, "tokens": 52_428_800, "seconds": 61.5, "engine": "x", "about": [PART],
-    "config": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "init_from": "", "max_steps": 19073,
-               "run_name": "gpt2", "learning_rate": 6e-4, "eval_tokens": 10_485_760, "hellaswag_limit": 0,
-               "source": "HuggingFaceFW/fineweb-edu", "data": "~/shards", "config": "~/mine/gpt2.yaml",
-               "output_dir": "~/runs/gpt2"},
+    "step": 100,
+    "tokens": 52_428_800,
+    "seconds": 61.5,
+    "engine": "x",
+    "about": [PART],
+    "config": {
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "n_positions": 1024,
+        "init_from": "",
+        "max_steps": 19073,
+        "run_name": "gpt2",
+        "learning_rate": 6e-4,
+        "eval_tokens": 10_485_760,
+        "hellaswag_limit": 0,
+        "source": "HuggingFaceFW/fineweb-edu",
+        "data": "~/shards",
+        "config": "~/mine/gpt2.yaml",
+        "output_dir": "~/runs/gpt2",
+    },
     "data": {"shards": [["train_000000.bin", 10_000_000, "a" * 64]], "complete": False},
-}  # fmt: skip
+}
 # As lm_eval.simple_evaluate returns them.
 HARNESS = {
     "results": {"arc_easy": {"alias": "arc_easy", "sample_len": 2376, "acc,none": 0.4, "acc_stderr,none": 0.01}},
@@ -51,25 +82,61 @@ HARNESS = {
 }
 LINES = [
     {"step": 90, "loss": 4.0, "val_loss": 3.9, "tokens_per_second": 800_000.0, "mfu": 0.4},
-    {"step": 100, "loss": 3.5, "val_loss": 3.4, "tokens_per_second": 900_000.0, "mfu": 0.5, "hellaswag_A_acc": 0.26,
-     "skipped_steps": 2},
+    {
+        "step": 100,
+        "loss": 3.5,
+        "val_loss": 3.4,
+        "tokens_per_second": 900_000.0,
+        "mfu": 0.5,
+        "hellaswag_A_acc": 0.26,
+        "skipped_steps": 2,
+    },
     {"step": 110, "loss": 3.1, "val_loss": 3.1, "tokens_per_second": 1.0, "mfu": 0.1},
-]  # fmt: skip
+]
 RESULTS = {
-    "hellaswag": {"model": "~/x", "device": "cpu", "dtype": "float32", "rows": 500,
-                  "A": {"acc": 0.2612, "acc_ci95": 0.0385, "acc_norm": 0.27, "acc_norm_ci95": 0.0389},
-                  "B": {"acc": 0.2633, "acc_ci95": 0.0386, "acc_norm": 0.28, "acc_norm_ci95": 0.0394}},
-    "perplexity": {"loss": 3.41, "perplexity": 30.27, "bits_per_byte": 1.09, "windows": 10_240, "tokens": 10_485_760,
-                   "data": "~/shards", "files": {"val_000000.bin": "abc"}, "sequence_length": 1024,
-                   "dtype": "bfloat16"},
-    "wikitext2": {"perplexity": 60.5, "word_perplexity": 98.25, "bits_per_byte": 1.2, "stride": 512,
-                  "sequence_length": 1024, "tokens": 287_644, "sha256": wikitext.SHA256, "dtype": "float32",
-                  "data": "~/wiki.txt", "data_set": "Salesforce/wikitext"},
-    "lambada": {"acc": 0.2, "acc_ci95": 0.011, "perplexity": 55.0, "rows": 5153, "dtype": "float32",
-                "data": "~/rows.jsonl", "data_set": "EleutherAI/lambada_openai"},
+    "hellaswag": {
+        "model": "~/x",
+        "device": "cpu",
+        "dtype": "float32",
+        "rows": 500,
+        "A": {"acc": 0.2612, "acc_ci95": 0.0385, "acc_norm": 0.27, "acc_norm_ci95": 0.0389},
+        "B": {"acc": 0.2633, "acc_ci95": 0.0386, "acc_norm": 0.28, "acc_norm_ci95": 0.0394},
+    },
+    "perplexity": {
+        "loss": 3.41,
+        "perplexity": 30.27,
+        "bits_per_byte": 1.09,
+        "windows": 10_240,
+        "tokens": 10_485_760,
+        "data": "~/shards",
+        "files": {"val_000000.bin": "abc"},
+        "sequence_length": 1024,
+        "dtype": "bfloat16",
+    },
+    "wikitext2": {
+        "perplexity": 60.5,
+        "word_perplexity": 98.25,
+        "bits_per_byte": 1.2,
+        "stride": 512,
+        "sequence_length": 1024,
+        "tokens": 287_644,
+        "sha256": wikitext.SHA256,
+        "dtype": "float32",
+        "data": "~/wiki.txt",
+        "data_set": "Salesforce/wikitext",
+    },
+    "lambada": {
+        "acc": 0.2,
+        "acc_ci95": 0.011,
+        "perplexity": 55.0,
+        "rows": 5153,
+        "dtype": "float32",
+        "data": "~/rows.jsonl",
+        "data_set": "EleutherAI/lambada_openai",
+    },
     "lm_eval": {"tasks": harness.summary(HARNESS), "version": "0.4.13", "limit": None, "dtype": "float32"},
     "sample": {"prompt": "secret", "texts": ["a text"]},
-}  # fmt: skip
+}
 
 
 class OneProcess:
@@ -94,9 +161,12 @@ def test_all_that_was_measured_stands_in_the_card_with_its_way(tmp_path):
     assert problems(card.content) == []
     assert card.content == (tmp_path / "README.md").read_text()  # nothing is lost on the way through ModelCardData
     assert {k: card.data.get(k) for k in ("language", "license", "library_name", "pipeline_tag", "datasets")} == {
-        "language": "en", "license": "mit", "library_name": "transformers", "pipeline_tag": "text-generation",
+        "language": "en",
+        "license": "mit",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
         "datasets": ["HuggingFaceFW/fineweb-edu"],
-    }  # fmt: skip
+    }
     held_out = "HuggingFaceFW/fineweb-edu, held out"
     assert figures(card) == {
         (held_out, "validation loss, nats a token"): 3.4,
@@ -157,29 +227,59 @@ def test_what_was_not_measured_is_left_out():
     assert other.data.eval_results is None
     broken = {"hellaswag": {"rows": 9, "A": {"acc": math.nan}}, "perplexity": None, "lambada": {"acc": "0.5"}}
     assert parsed(model_card(STATE | {"step": 95}, LINES, broken)).data.eval_results is None
-    assert not {"limit", "rows", "alias"} & {e.metric_type for e in parsed(
-        model_card(STATE, [], {"lm_eval": {"tasks": {"t": {"acc": 0.5, "version": 1, "sample_len": 5}}}})
-    ).data.eval_results}  # fmt: skip
+    assert not {"limit", "rows", "alias"} & {
+        e.metric_type
+        for e in parsed(
+            model_card(STATE, [], {"lm_eval": {"tasks": {"t": {"acc": 0.5, "version": 1, "sample_len": 5}}}})
+        ).data.eval_results
+    }
 
 
-@pytest.mark.parametrize(("changes", "datasets", "base", "text"), [
-    ({"about": [PART | {"data": {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2@v1/*.bin", "commit": "abc"}}]},
-     ["kjj0/finewebedu10B-gpt2"], None, "| commit of the data set | abc |"),
-    ({"about": [PART | {"data": {"files": [{"name": "a|b.txt", "sha256": "f00"}], "of": 1}}]}, None, None,
-     "| SHA-256 of the text | f00 |"),
-    ({"about": [PART | {"data": {"files": [{"name": "a.txt"}], "of": 31}}]}, None, None, "a.txt and 30 more files"),
-    ({"about": [PART | {"data": None}], "config": {"data": "texts/mine", "source": ""}}, None, None,
-     "tokens of mine:"),
-    ({"about": None, "config": {"source": "roneneldan/TinyStories", "data": "data/mine/"}}, None, None,
-     "tokens of mine:"),  # of shards that were there the run does not know what they were made from
-    ({"about": [PART | {"data": {"shards": "mine"}}]}, None, None, "tokens of mine:"),
-    ({"about": [PART | {"init_from": "openai-community/gpt2"}]}, ["HuggingFaceFW/fineweb-edu"], "openai-community/gpt2",
-     "trained on from openai-community/gpt2"),
-    ({"about": [PART | {"init_from": ""}]}, ["HuggingFaceFW/fineweb-edu"], None, "trained on from other weights"),
-    ({"about": None, "config": {"init_from": "mine/start"}}, None, None, "trained on from other weights"),
-    ({"about": [PART, PART | {"from_step": 40, "device": "EPYC", "engine": "CPU"}]}, ["HuggingFaceFW/fineweb-edu"],
-     None, "| hardware from step 40 | EPYC, CPU, on 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "datasets", "base", "text"),
+    [
+        (
+            {"about": [PART | {"data": {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2@v1/*.bin", "commit": "abc"}}]},
+            ["kjj0/finewebedu10B-gpt2"],
+            None,
+            "| commit of the data set | abc |",
+        ),
+        (
+            {"about": [PART | {"data": {"files": [{"name": "a|b.txt", "sha256": "f00"}], "of": 1}}]},
+            None,
+            None,
+            "| SHA-256 of the text | f00 |",
+        ),
+        ({"about": [PART | {"data": {"files": [{"name": "a.txt"}], "of": 31}}]}, None, None, "a.txt and 30 more files"),
+        (
+            {"about": [PART | {"data": None}], "config": {"data": "texts/mine", "source": ""}},
+            None,
+            None,
+            "tokens of mine:",
+        ),
+        (
+            {"about": None, "config": {"source": "roneneldan/TinyStories", "data": "data/mine/"}},
+            None,
+            None,
+            "tokens of mine:",
+        ),  # of shards that were there the run does not know what they were made from
+        ({"about": [PART | {"data": {"shards": "mine"}}]}, None, None, "tokens of mine:"),
+        (
+            {"about": [PART | {"init_from": "openai-community/gpt2"}]},
+            ["HuggingFaceFW/fineweb-edu"],
+            "openai-community/gpt2",
+            "trained on from openai-community/gpt2",
+        ),
+        ({"about": [PART | {"init_from": ""}]}, ["HuggingFaceFW/fineweb-edu"], None, "trained on from other weights"),
+        ({"about": None, "config": {"init_from": "mine/start"}}, None, None, "trained on from other weights"),
+        (
+            {"about": [PART, PART | {"from_step": 40, "device": "EPYC", "engine": "CPU"}]},
+            ["HuggingFaceFW/fineweb-edu"],
+            None,
+            "| hardware from step 40 | EPYC, CPU, on 2",
+        ),
+    ],
+)
 def test_data_and_beginnings_are_named_by_what_they_are(changes, datasets, base, text):
     card = parsed(model_card(STATE | changes, LINES, {}))
     assert card.data.datasets == datasets
@@ -261,8 +361,10 @@ def test_a_part_of_a_task_or_a_text_is_not_shown_as_the_whole():
 def test_two_filters_of_a_task_are_two_metrics():
     found = {"exact_match,strict": 0.1, "exact_match,flexible": 0.2, "exact_match_stderr,flexible": 0.01}
     card = parsed(model_card(STATE, [], {"lm_eval": {"tasks": {"gsm8k": found}}}))
-    assert figures(card) == {("gsm8k", "exact_match (strict), lm-evaluation-harness"): 0.1,
-                             ("gsm8k", "exact_match (flexible), lm-evaluation-harness"): 0.2}  # fmt: skip
+    assert figures(card) == {
+        ("gsm8k", "exact_match (strict), lm-evaluation-harness"): 0.1,
+        ("gsm8k", "exact_match (flexible), lm-evaluation-harness"): 0.2,
+    }
     assert "| 0.2000 ± 0.0196 |" in card.text
 
 
@@ -292,15 +394,18 @@ def test_other_texts_are_named_by_their_files_and_stay_apart():
     assert not {"Salesforce/wikitext", "EleutherAI/lambada_openai"} & {e.dataset_type for e in card.data.eval_results}
 
 
-@pytest.mark.parametrize(("config", "measured", "validation", "evaluated"), [
-    ({"data": "~/shards/"}, "~/shards", "held out", "held out"),
-    ({"data": "~/shards", "val_data": "~/shards"}, "~/shards", "held out", "held out"),
-    ({"data": "~/shards"}, "~/elsewhere/of_news", "held out", "of_news"),
-    ({"data": "~/shards"}, "~/elsewhere/shards", "held out", "shards"),
-    ({"data": "~/shards"}, None, "held out", "a local text"),
-    ({"data": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, "~/x/val*.bin", "val*.bin", "val*.bin"),
-    ({"data": "~/shards", "val_data": "~/of_news/"}, "~/shards", "of_news", "shards"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "measured", "validation", "evaluated"),
+    [
+        ({"data": "~/shards/"}, "~/shards", "held out", "held out"),
+        ({"data": "~/shards", "val_data": "~/shards"}, "~/shards", "held out", "held out"),
+        ({"data": "~/shards"}, "~/elsewhere/of_news", "held out", "of_news"),
+        ({"data": "~/shards"}, "~/elsewhere/shards", "held out", "shards"),
+        ({"data": "~/shards"}, None, "held out", "a local text"),
+        ({"data": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, "~/x/val*.bin", "val*.bin", "val*.bin"),
+        ({"data": "~/shards", "val_data": "~/of_news/"}, "~/shards", "of_news", "shards"),
+    ],
+)
 def test_a_loss_is_of_what_it_was_measured_on(config, measured, validation, evaluated):
     """And of the training data's held-out part only where that is what was scored."""
     state = STATE | {"config": STATE["config"] | {"val_data": ""} | config}
@@ -313,13 +418,16 @@ def test_a_loss_is_of_what_it_was_measured_on(config, measured, validation, eval
     assert "elsewhere" not in card.content
 
 
-@pytest.mark.parametrize("odd", [
-    {"hellaswag": {"rows": None, "A": {"acc": 0.5}}},
-    {"hellaswag": {"A": None, "B": {"acc": 0.5}}},
-    {"lambada": {"acc": 0.5, "rows": None}},
-    {"wikitext2": {"perplexity": 0.5, "tokens": None, "stride": "x"}},
-    {"lm_eval": {"tasks": {"t": {"acc": 0.5, "sample_len": None}, "u": None}}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"hellaswag": {"rows": None, "A": {"acc": 0.5}}},
+        {"hellaswag": {"A": None, "B": {"acc": 0.5}}},
+        {"lambada": {"acc": 0.5, "rows": None}},
+        {"wikitext2": {"perplexity": 0.5, "tokens": None, "stride": "x"}},
+        {"lm_eval": {"tasks": {"t": {"acc": 0.5, "sample_len": None}, "u": None}}},
+    ],
+)
 def test_a_number_that_is_none_is_left_out(odd):
     card = parsed(model_card(STATE, [], odd))
     assert [e.metric_value for e in card.data.eval_results] == [0.5]
@@ -419,14 +527,22 @@ def test_each_part_of_a_run_has_its_code_and_hardware():
     assert "| precision from step 80 | fp16, compiled; weights and moments in fp32 |" in text
     for line in (
         f"| commit from step 0 | {'0' * 40}, with changes that it does not hold |\n| commit from step 40 | 1111111",
-        "| Python | 3.11.7 |", "| torch | 2.13.0 |", "| gpt2-recipe | 0.1.0 |",
+        "| Python | 3.11.7 |",
+        "| torch | 2.13.0 |",
+        "| gpt2-recipe | 0.1.0 |",
         "| datasets from step 0 | not recorded |\n| datasets from step 40 | 4.0 |",
-        "| hardware from step 0 | NVIDIA", "| hardware from step 40 | NVIDIA",
-    ):  # fmt: skip
+        "| hardware from step 0 | NVIDIA",
+        "| hardware from step 40 | NVIDIA",
+    ):
         assert line in text, line
     text = model_card(STATE | {"about": [PART | {"from_step": 40}]}, [], {})  # begun under an earlier version
-    for line in ("| hardware from step 40 |", "| precision from step 40 |", "| commit from step 40 |",
-                 "| torch from step 40 | 2.13.0 |", "| Python from step 40 |"):  # fmt: skip
+    for line in (
+        "| hardware from step 40 |",
+        "| precision from step 40 |",
+        "| commit from step 40 |",
+        "| torch from step 40 | 2.13.0 |",
+        "| Python from step 40 |",
+    ):
         assert line in text, line
     text = model_card(STATE, [], {})
     assert "from step" not in text
@@ -445,16 +561,22 @@ def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_pa
     settings = newest / "tokenizer_config.json"  # as earlier versions wrote it
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 1024}))
     manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][settings.name] = {"bytes": settings.stat().st_size,
-                                        "sha256": hashlib.sha256(settings.read_bytes()).hexdigest()}  # fmt: skip
+    manifest["files"][settings.name] = {
+        "bytes": settings.stat().st_size,
+        "sha256": hashlib.sha256(settings.read_bytes()).hexdigest(),
+    }
     (newest / "manifest.json").write_text(json.dumps(manifest))
     out = tmp_path / "out"
     assert export.main([str(run), "--out", str(out), "--license", "cc-by-4.0"]) == 0
     assert "exported" in capsys.readouterr().out
     assert {p.name for p in out.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
         "tokenizer_config.json",
-    }  # fmt: skip
+    }
     assert json.loads((out / settings.name).read_text())["model_max_length"] == 64
     generation = json.loads((out / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (50256, 50256)
@@ -551,6 +673,11 @@ def test_only_what_the_manifest_lists_is_given_away(whole_run, tmp_path):
     shutil.copytree(whole_run[0] / checkpoint.name, checkpoint)
     (checkpoint / "private.json").write_text("{}")
     files, made = package.package(checkpoint, card=False)
-    assert {p.name for p in files} == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-                                       "tokenizer_config.json"}  # fmt: skip
+    assert {p.name for p in files} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert made == {}

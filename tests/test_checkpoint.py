@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
-from recipe.checkpoint import format as ckpt
 from recipe import faults
+from recipe.checkpoint import format as ckpt
 from recipe.config import UserError
 from recipe.hub.export import export
 
@@ -28,8 +28,9 @@ def test_round_trip(tmp_path):
     assert loaded.moments.keys() == {"exp_avg.a.weight", "exp_avg_sq.a.weight"}
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json",
-                                  "manifest.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path, name, damage):
     save(tmp_path, 1)
@@ -84,8 +85,9 @@ def test_the_tensors_are_in_the_bytes_that_safetensors_writes():
     assert b"".join(ckpt.safetensors_parts({})) == save_tensors({})
 
 
-@pytest.mark.parametrize("point", ["save.begin", "save.optimizer.safetensors.during", "save.manifest.json.after",
-                                   "save.rename.before"])  # fmt: skip
+@pytest.mark.parametrize(
+    "point", ["save.begin", "save.optimizer.safetensors.during", "save.manifest.json.after", "save.rename.before"]
+)
 def test_a_save_that_fails_leaves_the_earlier_ones_and_no_trace(tmp_path, monkeypatch, point):
     save(tmp_path, 1)
     monkeypatch.setattr(faults, "_FAULTS", faults._parse(f"enospc@{point}", "0"))
@@ -110,7 +112,7 @@ def test_what_is_newer_than_the_step_just_saved_is_damaged_and_never_counts(tmp_
         save(tmp_path, step)
     (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
     save(tmp_path, 12)
-    assert [p.name for p in ckpt.prune(tmp_path, 12, keep_last=1, milestone_every=0)] == [
+    assert [p.name for p in ckpt.prune(tmp_path, 12, save_total_limit=1, milestone_steps=0)] == [
         "step_00000005",
         "step_00000010",
     ]

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from recipe.config import Batch, OptimizerConfig, UserError, batch_arithmetic, parse_config
+from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.adamw import lr_at
-from recipe.estimate.memory import flops_per_token, parameter_count
 from tests.conftest import ROOT, flags
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
@@ -35,11 +35,11 @@ def refused(*argv: str) -> str:
 
 
 def test_yaml_then_command_line(recipe):
-    path = recipe("data: somewhere\nlearning_rate: 1e-3\ncompile: true\nmax_steps: 100\nval_data:\n")
-    config = parse_config(["--config", path, "--max_steps", "7", "--compile", "false"])
+    path = recipe("data: somewhere\nlearning_rate: 1e-3\ntorch_compile: true\nmax_steps: 100\nval_data:\n")
+    config = parse_config(["--config", path, "--max_steps", "7", "--torch_compile", "false"])
     assert config.optimizer.learning_rate == 1e-3  # YAML 1.1 reads 1e-3 as a string
     assert config.optimizer.max_steps == 7
-    assert config.run.compile is False
+    assert config.run.torch_compile is False
     assert config.data.val_data == ""
     assert config.run.run_name == "mine"
     assert parse_config(["--config", "gpt2"]).run.run_name == "gpt2"  # a shipped one, by its name
@@ -55,35 +55,43 @@ def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
     assert "unknown '--warmup_step'; did you mean 'warmup_steps'?" in refused("--warmup_step=3")
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("data: x\nmax_steps: many", "invalid int value: 'many'"),
-    ("data: x\nmax_steps: [1, 2]", "max_steps takes one value, found a list"),
-    ("- data", "expected `key: value` lines, found a list"),
-    ("data: [", "not valid YAML"),
-    ("data: x\nprecision: fp8", "invalid choice: 'fp8'"),
-    ("max_steps: 3", "data is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: x\nmax_steps: many", "invalid int value: 'many'"),
+        ("data: x\nmax_steps: [1, 2]", "max_steps takes one value, found a list"),
+        ("- data", "expected `key: value` lines, found a list"),
+        ("data: [", "not valid YAML"),
+        ("data: x\nprecision: fp8", "invalid choice: 'fp8'"),
+        ("max_steps: 3", "data is empty"),
+    ],
+)
 def test_a_recipe_that_cannot_be_read(recipe, text, message):
     assert message in refused("--config", recipe(text))
 
 
-@pytest.mark.parametrize(("field", "value", "message"), [
-    ("sequence_length", 2048, "sequence_length 2048 is longer than n_positions 1024"),
-    ("n_embd", 770, "n_embd 770 is not a multiple of n_head 12"),
-    ("learning_rate", 0, "learning_rate is 0.0; it must be above 0"),
-    ("learning_rate", -1e-3, "learning_rate is -0.001; it must be above 0"),
-    ("learning_rate", "nan", "learning_rate is nan; it must be a finite number"),
-    ("warmup_steps", 20000, "warmup_steps 20000 leaves nothing of max_steps 19073"),
-    ("total_batch_tokens", 524289, "nearest valid: 523264, 524288, 525312"),
-    ("min_lr_fraction", 1.5, "min_lr_fraction is 1.5"),
-    ("beta2", 1, "beta2 is 1.0"),
-    ("max_steps", 0, "max_steps is 0"),
-    ("eval_every", -1, "eval_every is -1"),
-    ("run_name", "../elsewhere", "run_name '../elsewhere' must be letters"),
-    *(("push_to_hub", name, f"push_to_hub '{name}' must be ORG/NAME")
-      for name in ("gpt2", "a/b/c", "/acme/gpt2", "acme/", "../gpt2", "acme/..", "acme/gpt 2", "acmé/gpt2")),
-    ("config", "nowhere.yaml", "--config nowhere.yaml: no such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sequence_length", 2048, "sequence_length 2048 is longer than n_positions 1024"),
+        ("n_embd", 770, "n_embd 770 is not a multiple of n_head 12"),
+        ("learning_rate", 0, "learning_rate is 0.0; it must be above 0"),
+        ("learning_rate", -1e-3, "learning_rate is -0.001; it must be above 0"),
+        ("learning_rate", "nan", "learning_rate is nan; it must be a finite number"),
+        ("warmup_steps", 20000, "warmup_steps 20000 leaves nothing of max_steps 19073"),
+        ("total_batch_tokens", 524289, "nearest valid: 523264, 524288, 525312"),
+        ("min_lr_fraction", 1.5, "min_lr_fraction is 1.5"),
+        ("adam_beta2", 1, "adam_beta2 is 1.0"),
+        ("max_steps", 0, "max_steps is 0"),
+        ("eval_steps", -1, "eval_steps is -1"),
+        ("run_name", "../elsewhere", "run_name '../elsewhere' must be letters"),
+        *(
+            ("push_to_hub", name, f"push_to_hub '{name}' must be ORG/NAME")
+            for name in ("gpt2", "a/b/c", "/acme/gpt2", "acme/", "../gpt2", "acme/..", "acme/gpt 2", "acmé/gpt2")
+        ),
+        ("config", "nowhere.yaml", "--config nowhere.yaml: no such file"),
+    ],
+)
 def test_bad_values_are_refused_with_the_way_out(field, value, message):
     assert message in refused("--config", str(GPT2), *flags(**{field: value}))
 
@@ -111,9 +119,15 @@ def test_learning_rate_by_hand():
     assert 0 < lr_at(11, to_zero) < 0.05  # the last step still moves the weights
 
 
-@pytest.mark.parametrize(("name", "parameters"), [
-    ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
 def test_the_four_sizes_are_gpt2s(name, parameters):
     assert parameter_count(parse_config(["--config", f"recipe/configs/{name}.yaml"]).model) == parameters
 
@@ -163,17 +177,25 @@ def test_no_name_stands_in_two_kinds_of_file():
     ("given", "directory", "source", "name"),
     [
         (["fineweb"], "data/fineweb-sample-10BT", "HuggingFaceFW/fineweb", "sample-10BT"),
-        (["fineweb-edu", "--name=sample-100BT"], "data/fineweb-edu-sample-100BT", "HuggingFaceFW/fineweb-edu",
-         "sample-100BT"),
+        (
+            ["fineweb-edu", "--name=sample-100BT"],
+            "data/fineweb-edu-sample-100BT",
+            "HuggingFaceFW/fineweb-edu",
+            "sample-100BT",
+        ),
         (["tinystories"], "data/TinyStories", "roneneldan/TinyStories", ""),
-        (["HuggingFaceFW/fineweb-edu", "--name=sample-10BT"], "data/fineweb-edu-sample-10BT",
-         "HuggingFaceFW/fineweb-edu", "sample-10BT"),
+        (
+            ["HuggingFaceFW/fineweb-edu", "--name=sample-10BT"],
+            "data/fineweb-edu-sample-10BT",
+            "HuggingFaceFW/fineweb-edu",
+            "sample-10BT",
+        ),
         (["hf://datasets/a/b@v1/x/*.bin"], "data/b", "hf://datasets/a/b@v1/x/*.bin", ""),
         (["shards/*.bin"], "shards/*.bin", "", ""),
         (["/no/such"], "/no/such", "", ""),
         (["mine", "--source=a/b"], "mine", "a/b", ""),
     ],
-)  # fmt: skip
+)
 def test_one_line_names_the_data(recipe, given, directory, source, name):
     data = parse_config(["--config", recipe(""), f"--data={given[0]}", *given[1:]]).data
     assert (data.data, data.source, data.name) == (directory, source, name)

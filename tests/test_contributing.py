@@ -27,7 +27,7 @@ class Copy:
         self.root.mkdir()
         for name in ("recipe", "eval", "accelerate_configs", "tests"):
             shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
-        self.tiny = flags(**(TINY | {"data": shards, "output_dir": self.run, "max_steps": 6, "save_every": 3}))
+        self.tiny = flags(**(TINY | {"data": shards, "output_dir": self.run, "max_steps": 6, "save_steps": 3}))
 
     def add(self, title: str) -> list[str]:
         """Applies a section's diff, runs its commands, and returns what they printed."""

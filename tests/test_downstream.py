@@ -13,9 +13,17 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from tests.conftest import SHAKESPEARE
 
 STEPS = {
-    "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-    "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0,
-}  # fmt: skip
+    "max_steps": 5,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 0,
+}
 
 
 @pytest.fixture(autouse=True)

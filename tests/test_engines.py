@@ -39,7 +39,7 @@ MATRIX = ["single", "ddp", "zero1", "zero2", "zero3"]
 
 
 def settings(name: str, shards, **fields) -> list[str]:
-    return flags(**(EQUAL | {"data": shards, "save_every": 20} | ENGINES[name][2] | fields))
+    return flags(**(EQUAL | {"data": shards, "save_steps": 20} | ENGINES[name][2] | fields))
 
 
 @pytest.fixture(scope="session")
@@ -98,8 +98,8 @@ def test_bf16_follows_fp32_on_every_engine(run_of, name):
 def test_every_engine_reads_the_same_tokens(shards):
     """The hash of all tokens of the 50 steps, for each way that the engines cut them."""
     from recipe.config import batch_arithmetic, parse_config
-    from recipe.data.shards import find_shards
     from recipe.data.dataset import LocalSource
+    from recipe.data.shards import find_shards
 
     hashes = set()
     for name, (_, processes, _) in ENGINES.items():
@@ -201,10 +201,16 @@ def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(probe, config):
         assert line["scaler"]["_growth_tracker"] == 3
 
 
-@pytest.mark.parametrize(("config", "processes", "precision", "mode"), [
-    ("ddp", 2, "fp32", "compile"), ("zero1", 2, "fp32", "compile"), ("zero3", 3, "fp32", "eager"),
-    ("zero1", 2, "fp16", "eager"), ("zero3", 2, "fp16", "eager"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "processes", "precision", "mode"),
+    [
+        ("ddp", 2, "fp32", "compile"),
+        ("zero1", 2, "fp32", "compile"),
+        ("zero3", 3, "fp32", "eager"),
+        ("zero1", 2, "fp16", "eager"),
+        ("zero3", 2, "fp16", "eager"),
+    ],
+)
 def test_a_step_left_out_leaves_nothing_behind(probe, config, processes, precision, mode):
     """Neither one with an overflow nor a finite one that is called a spike; and the next one is like any other."""
     for line in probe(config, processes, precision, mode):
@@ -217,7 +223,7 @@ def test_a_step_left_out_leaves_nothing_behind(probe, config, processes, precisi
 
 
 def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
-    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "log_every": 5, "eval_every": 0}
+    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 12, "logging_steps": 5, "eval_steps": 0}
     arguments = settings("zero1", shards, output_dir=tmp_path / "run", **broken)
     assert "the validation loss at step 12 is nan: the weights are spoilt" in refused("zero1", 2, *arguments)
     arguments = settings("zero1", shards, output_dir=tmp_path / "other", max_skipped_steps=3, **broken)
@@ -246,9 +252,21 @@ CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
 def on_two_machines(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous="static", fault=""):
     """Two launchers with a rank each that meet on the loopback: [(exit code, output)] of them."""
     port = free_port()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-               ROOT / "accelerate_configs" / f"{config}.yaml", "--num_processes", "2", "--main_process_ip", "127.0.0.1",
-               "--main_process_port", str(port), "--rdzv_backend", rendezvous]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / f"{config}.yaml",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+        "--rdzv_backend",
+        rendezvous,
+    ]
     nodes = []
     for i, folder in enumerate(folders):
         # Machines tell by their addresses who keeps the store of c10d's rendezvous; here they have the same one.
@@ -305,8 +323,15 @@ def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> tuple[
         "RECIPE_FAULT": fault,
     }
     command = ["bash", ROOT / "accelerate_configs" / "slurm.sbatch", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(job | changes), text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, start_new_session=True), calls  # fmt: skip
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(job | changes),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ), calls
 
 
 def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoint(shards, run_of, tmp_path):
@@ -377,10 +402,13 @@ def test_slurms_nodes_are_launched_alike_but_for_who_keeps_the_store(tmp_path):
     assert calls.read_text().splitlines() == ["show hostnames node[1-2]"]
 
 
-@pytest.mark.parametrize(("then", "told", "code", "requeued"), [
-    ("wait", signal.SIGUSR1, 1, True),  # SLURM's word that the time limit is near
-    ("2", None, 2, False),  # a mistake in the command
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("then", "told", "code", "requeued"),
+    [
+        ("wait", signal.SIGUSR1, 1, True),  # SLURM's word that the time limit is near
+        ("2", None, 2, False),  # a mistake in the command
+    ],
+)
 def test_a_job_that_the_time_limit_stops_is_queued_again(tmp_path, then, told, code, requeued):
     job, calls = slurm_job(tmp_path, then)
     try:
@@ -457,12 +485,15 @@ def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
             ZeroEngine.__new__(ZeroEngine).prepare(None, kind([torch.zeros(1)]), None, 1.0)
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-    ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported; accelerate_configs/zero3.yaml"),
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file says mixed_precision bf16, the recipe fp32"),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported; accelerate_configs/zero3.yaml"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file says mixed_precision bf16, the recipe fp32"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
+    ],
+)
 def test_an_environment_that_would_change_the_run_is_refused(environment, message):
     result = run_train("--precision", "fp32", "--dry_run", env=environment)
     assert result.returncode == 2
@@ -478,14 +509,20 @@ def test_zero_without_a_gpu_wants_to_be_told(tmp_path):
     assert "no GPU was found; for ZeRO on the CPU set ACCELERATE_USE_CPU=true" in message
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"train_micro_batch_size_per_gpu": 3}, "train_micro_batch_size_per_gpu is 3, but the recipe makes it 8; leave it"),
-    ({"train_batch_size": 64}, "zero.json: train_batch_size is 64, but the recipe makes it 16"),
-    ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; take it out"),
-    ({"bf16": {"enabled": True}}, "bf16 is not about sharding"),
-    ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; 1, 2 and 3 are supported"),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types is not about sharding"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 3},
+            "train_micro_batch_size_per_gpu is 3, but the recipe makes it 8; leave it",
+        ),
+        ({"train_batch_size": 64}, "zero.json: train_batch_size is 64, but the recipe makes it 16"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; take it out"),
+        ({"bf16": {"enabled": True}}, "bf16 is not about sharding"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; 1, 2 and 3 are supported"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types is not about sharding"),
+    ],
+)
 def test_a_sharding_file_that_decides_more_than_sharding_is_refused(change, message):
     from recipe.config import UserError
     from recipe.engine.deepspeed import check_sharding_only

@@ -14,9 +14,7 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
-from eval import common
-from eval import perplexity
-from eval import sample
+from eval import common, perplexity, sample
 from tests.conftest import environment
 
 REPOSITORY = Path(__file__).parent.parent

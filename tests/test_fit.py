@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from recipe.config import UserError, batch_arithmetic, parse_config
-from recipe.estimate.micro_batch import Found, largest
 from recipe.estimate.memory import parameter_count
+from recipe.estimate.micro_batch import Found, largest
 from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, launch
 
@@ -28,14 +28,17 @@ def device(fixed: float, slope: float, memory: float = 0):
     return peak_of, tried
 
 
-@pytest.mark.parametrize(("fixed", "slope", "expected"), [
-    (100, 50, [4]),  # just as reckoned: the first trial confirms it
-    (100, 25, [4, 8]),  # less than reckoned: up
-    (100, 70, [4, 2]),  # more: down
-    (100, 1, [4, 32]),  # up to the end
-    (20, 60, [4]),
-    (100, 140, [4, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fixed", "slope", "expected"),
+    [
+        (100, 50, [4]),  # just as reckoned: the first trial confirms it
+        (100, 25, [4, 8]),  # less than reckoned: up
+        (100, 70, [4, 2]),  # more: down
+        (100, 1, [4, 32]),  # up to the end
+        (20, 60, [4]),
+        (100, 140, [4, 1]),
+    ],
+)
 def test_the_search_tries_few_sizes_and_takes_the_largest_that_fits(fixed, slope, expected):
     peak_of, tried = device(fixed, slope)
     found = largest(SIZES, 310, lambda size: 100 + 50 * size, peak_of)
@@ -139,12 +142,12 @@ def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_pat
     shutil.rmtree(directory / "step_00000020")
     assert "resuming with micro_batch_size 4 -> 2" in run(shards, directory, "90e6", micro_batch_size=2).stdout
     shutil.rmtree(directory / "step_00000020")
-    result = run(shards, directory, "90e6", recompute="true", max_steps=12)
+    result = run(shards, directory, "90e6", gradient_checkpointing="true", max_steps=12)
     assert "trial" in result.stderr
 
 
 def test_processes_take_what_fits_all_of_them(shards, tmp_path):
-    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_every=0)
+    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps=0)
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
     assert "micro      2 sequences a device: all that fit another process" in result.stdout
 
@@ -153,7 +156,7 @@ def test_what_does_not_fit_at_all_is_refused_with_what_helps(shards, tmp_path):
     result = run(shards, tmp_path / "run", "30e6", fail=True, n_layer=12, n_embd=64, sequence_length=64)
     assert result.returncode == 2
     assert "error: not even one sequence a device fits" in result.stderr
-    assert re.search(r"What helps: --recompute true \(about a quarter slower\): \S+ GB", result.stderr)
+    assert re.search(r"What helps: --gradient_checkpointing true \(about a quarter slower\): \S+ GB", result.stderr)
 
 
 def test_a_dry_run_reckons_and_a_cpu_takes_a_fixed_number(shards, tmp_path):
@@ -165,6 +168,7 @@ def test_a_dry_run_reckons_and_a_cpu_takes_a_fixed_number(shards, tmp_path):
     plain = [warm.python(), "recipe/train.py", *arguments, "--dry_run", "--total_batch_tokens=768"]
     result = subprocess.run(plain, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert "micro      8 sequences a device: auto tries what fits on a GPU, and takes this elsewhere" in result.stdout
-    result = subprocess.run([*plain, "--device_memory_gb=0.15"], cwd=ROOT, env=environment(), capture_output=True,
-                            text=True, timeout=600)  # fmt: skip
+    result = subprocess.run(
+        [*plain, "--device_memory_gb=0.15"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
+    )
     assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, reckoned (6 would need" in result.stdout

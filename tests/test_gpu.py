@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval import common
-from eval import hellaswag
+from eval import common, hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import memory_estimate
 from tests.conftest import EQUAL, TINY, flags, launch, metrics
@@ -34,15 +33,26 @@ def reference(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize("config", ["single", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize(("precision", "compiled", "tolerance"), [
-    ("fp32", False, 1e-3), ("tf32", False, 2e-2), ("bf16", False, 2e-2), ("bf16", True, 2e-2), ("fp16", False, 2e-2),
-    ("fp16", True, 2e-2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "compiled", "tolerance"),
+    [
+        ("fp32", False, 1e-3),
+        ("tf32", False, 2e-2),
+        ("bf16", False, 2e-2),
+        ("bf16", True, 2e-2),
+        ("fp16", False, 2e-2),
+        ("fp16", True, 2e-2),
+    ],
+)
 def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, compiled, tolerance):
     if precision in ("bf16", "tf32") and not BF16:
         pytest.skip(f"{torch.cuda.get_device_name()} has no {precision}")
     # recomputation goes with compilation: the large recipes ask for both
-    options = {"precision": precision, "compile": str(compiled).lower(), "recompute": str(compiled).lower()}
+    options = {
+        "precision": precision,
+        "torch_compile": str(compiled).lower(),
+        "gradient_checkpointing": str(compiled).lower(),
+    }
     losses = curve(shards, tmp_path / "run", config, cpu=False, **options)
     assert losses == pytest.approx(reference, abs=tolerance)
     assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "run/step_00000050/model.safetensors").values())
@@ -56,9 +66,15 @@ def test_gpu_resumes_what_the_cpu_saved(shards, reference, tmp_path, config):
     assert losses[25:] == pytest.approx(reference[25:], abs=1e-3)
 
 
-@pytest.mark.parametrize(("dtype", "share", "tolerance"), [
-    (torch.float32, True, 1e-2), (torch.float32, False, 1e-2), (torch.bfloat16, True, 1.5), (torch.float16, True, 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "share", "tolerance"),
+    [
+        (torch.float32, True, 1e-2),
+        (torch.float32, False, 1e-2),
+        (torch.bfloat16, True, 1.5),
+        (torch.float16, True, 0.5),
+    ],
+)
 def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
     """Sums over some 30 tokens each, of tens of nats; `make bench-eval` measures the speed."""
     rows, scores = hellaswag.load_rows()[::500], []
@@ -74,21 +90,41 @@ def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
 
 
 # Large enough for the kernels' own buffers to be small beside it, small enough for any GPU.
-SIZED = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 512, "sequence_length": 512, "max_steps": 3,
-         "total_batch_tokens": 8192, "eval_every": 0, "eval_tokens": 512, "save_every": 0,
-         "warmup_steps": 1}  # fmt: skip
+SIZED = {
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 256,
+    "n_positions": 512,
+    "sequence_length": 512,
+    "max_steps": 3,
+    "total_batch_tokens": 8192,
+    "eval_steps": 0,
+    "eval_tokens": 512,
+    "save_steps": 0,
+    "warmup_steps": 1,
+}
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"precision": "fp32"}, {"recompute": "true"}, {"loss_chunk_size": 512}, {"compile": "true"},
-    {"compile": "true", "recompute": "true"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "fp32"},
+        {"gradient_checkpointing": "true"},
+        {"loss_chunk_size": 512},
+        {"torch_compile": "true"},
+        {"torch_compile": "true", "gradient_checkpointing": "true"},
+    ],
+    ids=str,
+)
 def test_gpu_holds_what_was_reckoned(shards, tmp_path, changes):
     settings = SIZED | {"micro_batch_size": 8, "precision": "auto"} | changes
     curve(shards, tmp_path / "run", "single", cpu=False, **settings)
     config = parse_config(flags(**TINY | settings | {"data": shards}))
     precision = config.run.precision if config.run.precision != "auto" else "bf16" if BF16 else "fp16"
-    estimate = memory_estimate(config, batch_arithmetic(config, 1), precision=precision, compiled="compile" in changes)
+    estimate = memory_estimate(
+        config, batch_arithmetic(config, 1), precision=precision, compiled="torch_compile" in changes
+    )
     peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run"))
     assert estimate == pytest.approx(peak, rel=0.1)
 
@@ -98,7 +134,12 @@ def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     """With 3 GB to itself the run takes at most 92 % of it, and the next larger micro-batch would not have fitted."""
     total = 3.0
     settings = TINY | SIZED | {"data": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
-    settings |= {"device_memory_gb": total, "compile": compiled, "precision": "auto", "output_dir": tmp_path / "run"}
+    settings |= {
+        "device_memory_gb": total,
+        "torch_compile": compiled,
+        "precision": "auto",
+        "output_dir": tmp_path / "run",
+    }
     result = launch("single", 1, "recipe/train.py", *flags(**settings), env={"ACCELERATE_USE_CPU": "false"})
     assert result.returncode == 0, result.stdout + result.stderr
     line = (

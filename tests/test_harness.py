@@ -7,10 +7,7 @@ import sys
 import pytest
 
 from benchmarks import hellaswag as bench
-from eval import common
-from eval import harness
-from eval import hellaswag
-from eval import lambada
+from eval import common, harness, hellaswag, lambada
 from recipe.hub.model_card import model_card
 
 TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]

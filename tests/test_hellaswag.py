@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from eval import common
-from eval import hellaswag
+from eval import common, hellaswag
 from eval.loglikelihood import Request, rows_of, score, sees
 from tests.conftest import launch
 
@@ -283,8 +282,15 @@ def test_other_architectures_are_given_each_ending_apart(make_model):
     for a, b in zip(together, apart, strict=True):
         assert a["A"].log_likelihoods == pytest.approx(b["A"].log_likelihoods, abs=1e-3)
 
-    config = GPTNeoXConfig(vocab_size=50257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                           intermediate_size=16, max_position_embeddings=128, initializer_range=0.5)  # fmt: skip
+    config = GPTNeoXConfig(
+        vocab_size=50257,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+    )
     other = dataclasses.replace(loaded, model=GPTNeoXForCausalLM(config).eval())
     (scored,) = hellaswag.score_loaded(other, rows[:1], batch_size=4)
     request = hellaswag.encode_row(loaded.encode, rows[0], "A")[2]

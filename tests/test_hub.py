@@ -95,7 +95,7 @@ print(json.dumps({
     "files": [hf_hub_download("org/name", name, repo_type="dataset", revision=commit, local_dir=here)
               for name in ("tokens.bin", "sample/0.parquet", "README.md")],
 }))
-"""  # fmt: skip
+"""
 
 
 def test_the_client_library_reads_it(hub, root, tmp_path):
@@ -172,8 +172,13 @@ def refusal(hub: Hub, *arguments, **options) -> tuple[int, dict]:
 
 def test_ranges(hub):
     size = len(TOKENS)
-    wanted = {"bytes=0-0": (0, 1), "bytes=1000-1999": (1000, 2000), "bytes=1000-": (1000, size),
-              "bytes=-10": (size - 10, size), f"bytes=5-{size + 5}": (5, size)}  # fmt: skip
+    wanted = {
+        "bytes=0-0": (0, 1),
+        "bytes=1000-1999": (1000, 2000),
+        "bytes=1000-": (1000, size),
+        "bytes=-10": (size - 10, size),
+        f"bytes=5-{size + 5}": (5, size),
+    }
     for asked, (start, end) in wanted.items():
         answer = get(hub, Range=asked)
         assert (answer.status, answer.read()) == (206, TOKENS[start:end]), asked
@@ -207,7 +212,10 @@ def test_statuses_come_in_order_and_are_used_up(hub):
     assert get(hub).read() == TOKENS
     answers = [refusal(hub) for _ in range(3)]
     assert [(code, headers["Retry-After"], headers["X-Error-Code"]) for code, headers in answers] == [
-        (429, "1", None), (429, "1", None), (403, None, None)]  # fmt: skip
+        (429, "1", None),
+        (429, "1", None),
+        (403, None, None),
+    ]
     assert get(hub).read() == TOKENS
     code, headers = refusal(hub, method="HEAD")
     assert (code, headers["X-Error-Code"]) == (401, "RepoNotFound")

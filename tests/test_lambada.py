@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import common
-from eval import lambada
+from eval import common, lambada
 from tests.conftest import ASSETS
 
 ROWS = ASSETS / "lambada" / "lambada_openai.jsonl"

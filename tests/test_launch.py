@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from recipe import components as start
+from recipe.components import check_alike
 from recipe.config import UserError, parse_config
 from recipe.engine.launch import check_launch, fail
-from recipe.components import check_alike
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -34,13 +34,20 @@ def test_one_process_alone_has_lost_no_other(monkeypatch):
         fail(RuntimeError("Connection reset by peer"))
 
 
-@pytest.mark.parametrize(("error", "seen"), [
-    (CLOSED, "(Connection closed by peer [10.0.0.2]:5555)"),
-    (GLOO + "unbound_buffer.cc:81] Timed out waiting 2400000ms for recv operation to complete",
-     "(Timed out waiting 2400000ms for recv operation to complete)"),
-    ("NCCL error in: nccl.cpp:1\nncclRemoteError: A call failed.\nLast error:\nConnection closed by remote peer n2<1>",
-     "(ncclRemoteError)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (CLOSED, "(Connection closed by peer [10.0.0.2]:5555)"),
+        (
+            GLOO + "unbound_buffer.cc:81] Timed out waiting 2400000ms for recv operation to complete",
+            "(Timed out waiting 2400000ms for recv operation to complete)",
+        ),
+        (
+            "NCCL error in: nccl.cpp:1\nncclRemoteError: A call failed.\nLast error:\nConnection closed by remote peer n2<1>",
+            "(ncclRemoteError)",
+        ),
+    ],
+)
 def test_who_has_lost_another_process_says_so_in_a_line(monkeypatch, capsys, error, seen):
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert ended(monkeypatch, error) == 75
@@ -50,9 +57,14 @@ def test_who_has_lost_another_process_says_so_in_a_line(monkeypatch, capsys, err
     assert "The same command, without --fresh, on every machine goes on from the last checkpoint" in said
 
 
-@pytest.mark.parametrize(("used", "said"), [
-    ("0", "at most 3 more times, and"), ("2", "at most 1 more time, and"), ("3", "The same command"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("used", "said"),
+    [
+        ("0", "at most 3 more times, and"),
+        ("2", "at most 1 more time, and"),
+        ("3", "The same command"),
+    ],
+)
 def test_restarts_that_are_left_are_named(monkeypatch, capsys, used, said):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", used)
@@ -60,10 +72,13 @@ def test_restarts_that_are_left_are_named(monkeypatch, capsys, used, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("message", [
-    "CUDA out of memory. Tried to allocate 2.00 GiB",
-    "Gloo connectFullMesh failed with [/x/gloo/transport/tcp/pair.cc:152] timed out connecting: Connection refused",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "Gloo connectFullMesh failed with [/x/gloo/transport/tcp/pair.cc:152] timed out connecting: Connection refused",
+    ],
+)
 def test_any_other_error_keeps_its_traceback(message):
     with pytest.raises(RuntimeError, match=r"^(CUDA out|Gloo connect)"):
         fail(RuntimeError(message))
@@ -91,8 +106,9 @@ class TwoMachines:
         if self.theirs is None:
             return mine
         sent = []
-        main = SimpleNamespace(precision="fp32", from_main=lambda value: sent.append(value) or value,
-                               anywhere=lambda condition: condition)  # fmt: skip
+        main = SimpleNamespace(
+            precision="fp32", from_main=lambda value: sent.append(value) or value, anywhere=lambda condition: condition
+        )
         check_alike(self.theirs, main)
         return sent[0]
 
@@ -100,11 +116,14 @@ class TwoMachines:
         return condition or self.others_differ
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (["--max_steps=50"], "max_steps 50, there 60"),
-    (["--max_steps=50", "--seed=3"], "max_steps 50, there 60; seed 3, there 1337"),
-    (["--max_steps=60", "--fresh"], "fresh True, there False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max_steps=50"], "max_steps 50, there 60"),
+        (["--max_steps=50", "--seed=3"], "max_steps 50, there 60; seed 3, there 1337"),
+        (["--max_steps=60", "--fresh"], "fresh True, there False"),
+    ],
+)
 def test_a_machine_that_is_launched_with_other_settings_is_refused(flags, named):
     theirs = parse_config(["--max_steps=60", "--warmup_steps=1"])
     with pytest.raises(UserError) as refused:

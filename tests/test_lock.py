@@ -9,8 +9,8 @@ import time
 import pytest
 
 from recipe.checkpoint import lock as locks
-from recipe.config import UserError
 from recipe.checkpoint.lock import LOCK, RunLock
+from recipe.config import UserError
 from tests.conftest import ROOT
 
 HOLD = """
@@ -81,11 +81,14 @@ for i in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize(("halves", "beats", "lease", "refusal"), [
-    (6, 0, 60.0, ""),  # the file server lets go of what the dead machine held
-    (100, 1, 60.0, "process 7 on elsewhere); wait for it, or choose another output_dir"),
-    (100, 0, 2.0, r"if that machine is gone for certain, delete "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("halves", "beats", "lease", "refusal"),
+    [
+        (6, 0, 60.0, ""),  # the file server lets go of what the dead machine held
+        (100, 1, 60.0, "process 7 on elsewhere); wait for it, or choose another output_dir"),
+        (100, 0, 2.0, r"if that machine is gone for certain, delete "),
+    ],
+)
 def test_a_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch, halves, beats, lease, refusal):
     monkeypatch.setattr(locks, "_LEASE", lease)
     monkeypatch.setattr(locks, "_DEAD", 1.0)

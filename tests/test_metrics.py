@@ -86,5 +86,8 @@ def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path
     log = MetricsLog(path, first_step=3)
     log.write({"step": 3, "loss": float("nan")})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "loss": None},
-    ]  # fmt: skip
+        {"step": 0},
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "loss": None},
+    ]

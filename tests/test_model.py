@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from recipe.model.attention import block_attention
 from recipe.config import OptimizerConfig, UserError
-from recipe.model.loss import IGNORE_INDEX, next_token_loss
+from recipe.model.attention import block_attention
 from recipe.model.gpt2 import GPT2LMHeadModel, causal_attention
+from recipe.model.loss import IGNORE_INDEX, next_token_loss
 from recipe.optim.adamw import make_optimizer, named_moments, norm_and_divisor
 from tests.conftest import ASSETS
 
@@ -98,8 +98,16 @@ def test_equal_to_transformers(size, tmp_path):
 
 @torch.no_grad()
 def test_greedy_generation_gives_the_same_tokens():
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, initializer_range=0.3, bos_token_id=None,
-                        eos_token_id=None, **NO_DROPOUT)  # fmt: skip
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        **NO_DROPOUT,
+    )
     ours, theirs = pair(config)
     ids = torch.randint(config.vocab_size, (1, 5))
     expected = theirs.eval().generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)
@@ -110,8 +118,9 @@ def test_greedy_generation_gives_the_same_tokens():
 
 
 def test_weight_decay_reaches_matrices_and_embeddings_only():
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None,
-                                       eos_token_id=None))  # fmt: skip
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
+    )
     before = {name: p.detach().clone().add_(1) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         p.data.copy_(before[name])
@@ -133,8 +142,9 @@ def loss_and_grads(**options):
     return loss, hidden.grad, weight.grad, F.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 7}, {"chunk_size": 64}, {"pad_vocab_to": 64},
-                                     {"chunk_size": 7, "pad_vocab_to": 64}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"chunk_size": 7}, {"chunk_size": 64}, {"pad_vocab_to": 64}, {"chunk_size": 7, "pad_vocab_to": 64}]
+)
 def test_chunks_and_padding_change_no_number(options):
     loss, *grads, plain = loss_and_grads()
     other, *other_grads, _ = loss_and_grads(**options)
@@ -184,11 +194,21 @@ def test_nothing_to_predict_is_zero_and_bf16_autocast_stays_close(chunk_size):
 
 
 def test_recomputation_and_chunks_give_the_same_gradients():
-    config = GPT2Config(n_layer=3, n_embd=32, n_head=2, n_positions=32, vocab_size=211, bos_token_id=None,
-                        eos_token_id=None, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)  # fmt: skip
+    config = GPT2Config(
+        n_layer=3,
+        n_embd=32,
+        n_head=2,
+        n_positions=32,
+        vocab_size=211,
+        bos_token_id=None,
+        eos_token_id=None,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+    )
     ids = torch.randint(211, (2, 33))
     results = []
-    for options in ({}, {"recompute": True}, {"loss_chunk_size": 16}, {"pad_vocab_to": 128}):
+    for options in ({}, {"gradient_checkpointing": True}, {"loss_chunk_size": 16}, {"pad_vocab_to": 128}):
         model = GPT2LMHeadModel(config, **options).train()
         torch.manual_seed(5)  # dropout
         loss = model(ids[:, :-1], ids[:, 1:])
@@ -215,8 +235,16 @@ def test_initial_weights_are_gpt2s():
 
 def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
     """OpenAI's files on the Hub have no `transformer.` prefix and carry the causal mask as a buffer."""
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=99, bos_token_id=None,
-                        eos_token_id=None, **NO_DROPOUT)  # fmt: skip
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=2,
+        n_positions=16,
+        vocab_size=99,
+        bos_token_id=None,
+        eos_token_id=None,
+        **NO_DROPOUT,
+    )
     model = GPT2LMHeadModel(config)
     model.save_config(tmp_path)
     old = {k.removeprefix("transformer."): v for k, v in model.state_dict().items()}
@@ -345,8 +373,9 @@ def test_attention_in_blocks_leaves_dropout_to_sdpa():
 
 def test_the_cpus_own_kernels_compile_with_the_model():
     """One sequence at once, whose heads are views with other strides: loss and gradients as without compilation."""
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=160, vocab_size=515, resid_pdrop=0, embd_pdrop=0,
-                        attn_pdrop=0)  # fmt: skip
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, n_positions=160, vocab_size=515, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     model = GPT2LMHeadModel(config, attention=block_attention, seed=3)
     ids = torch.randint(0, 515, (1, 161), generator=torch.Generator().manual_seed(0))
 

@@ -87,8 +87,13 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], only: set[str] | 
     a parameter that the notebook has not, fail the test."""
     notebook = read(name)
     at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
-    parameters |= {"REPOSITORY": str(the_clone(tmp_path / "repository")), "CHECKOUT": str(tmp_path / "checkout"),
-                   "RUNS": str(tmp_path / "runs"), "VALIDATION_WINDOWS": 8, "HELLASWAG_ROWS": 4}  # fmt: skip
+    parameters |= {
+        "REPOSITORY": str(the_clone(tmp_path / "repository")),
+        "CHECKOUT": str(tmp_path / "checkout"),
+        "RUNS": str(tmp_path / "runs"),
+        "VALIDATION_WINDOWS": 8,
+        "HELLASWAG_ROWS": 4,
+    }
     names = set(re.findall(r"^([A-Z_]+) = ", notebook.cells[at].source, re.MULTILINE))
     assert parameters.keys() <= names
     lines = "\n".join(f"{key} = {value!r}" for key, value in parameters.items())
@@ -140,7 +145,7 @@ def check_evaluated(printed: dict, run: Path, step: int) -> None:
     assert f"all is done; the run is in {run}" in printed["push"]
     assert "FAILED" not in "".join(text for text in printed.values() if isinstance(text, str))
     checkpoint = run / f"step_{step:08d}"
-    assert sorted(run.glob("step_*")) == [checkpoint]  # keep_last 1
+    assert sorted(run.glob("step_*")) == [checkpoint]  # save_total_limit 1
     results = json.loads((checkpoint / "results.json").read_text())
     assert {"perplexity", "hellaswag", "sample"} <= results.keys()
     assert results["perplexity"]["windows"] == 8
@@ -199,8 +204,16 @@ def test_colab(shards, whole_run, tmp_path):
     theirs, ours = code(read("kaggle-t4x2")), code(read("colab"))
     assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "install", "push", "token"}
     assert theirs.keys() - ours.keys() == set()
-    printed = execute("colab", tmp_path, env=env, only=ours.keys() - same, CONFIG=config, DRIVE=str(tmp_path / "drive"),
-                      KEPT=str(kept), HUB=REPO)  # fmt: skip
+    printed = execute(
+        "colab",
+        tmp_path,
+        env=env,
+        only=ours.keys() - same,
+        CONFIG=config,
+        DRIVE=str(tmp_path / "drive"),
+        KEPT=str(kept),
+        HUB=REPO,
+    )
     assert f"mounted {tmp_path / 'drive'}" in printed["drive"]
     assert "nothing can be pushed" in printed["token"]
     assert f"going on   from step 20 of {kept / name}" in printed["earlier"]
@@ -297,7 +310,10 @@ def test_the_newest_of_several_earlier_outputs_is_taken(session, tmp_path, capsy
     run = tmp_path / "runs" / "mine"
     assert session.take_up(run, tmp_path / "input") is True
     assert sorted(str(p.relative_to(run)) for p in run.rglob("*")) == [
-        "metrics.jsonl", "step_00000300", "step_00000300/model.safetensors"]  # fmt: skip
+        "metrics.jsonl",
+        "step_00000300",
+        "step_00000300/model.safetensors",
+    ]
     assert (run / "step_00000300").stat().st_mode & 0o200
     assert (run / "metrics.jsonl").read_text() == (run / "step_00000300" / "model.safetensors").read_text() == "two"
     assert session.take_up(run, tmp_path / "input") is False  # it is here already

@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.config import DataConfig, UserError
-from recipe.data.prepare import pipeline as module
 from recipe.data import shards
-from recipe.data.prepare.documents import Document, TextFiles
 from recipe.data.hub import HubText
+from recipe.data.prepare import pipeline as module
+from recipe.data.prepare.documents import Document, TextFiles
 from recipe.data.prepare.options import PrepareOptions
 from recipe.data.prepare.pipeline import main, prepare, prepare_for_training
 from recipe.data.prepare.select import Deduplicated, HeldOut

@@ -18,16 +18,24 @@ import pytest
 
 from eval import sample
 from recipe import cli
-from recipe.monitor import summary as panel
-from recipe.estimate import memory as plan
 from recipe.config import UserError, batch_arithmetic, parse_config
+from recipe.estimate import memory as plan
+from recipe.monitor import summary as panel
 from recipe.monitor.progress import Progress, amount
 from tests.conftest import ROOT, TINY, environment, flags
 
 RECORD = {
-    "step": 500, "tokens": 500 * 2**19, "loss": 3.41239, "val_loss": 3.50149, "learning_rate": 5.7e-4,
-    "tokens_per_second": 187_234.0, "mfu": 0.4712, "data_wait": 0.004, "skipped_steps": 0, "seconds": 1400.0,
-}  # fmt: skip
+    "step": 500,
+    "tokens": 500 * 2**19,
+    "loss": 3.41239,
+    "val_loss": 3.50149,
+    "learning_rate": 5.7e-4,
+    "tokens_per_second": 187_234.0,
+    "mfu": 0.4712,
+    "data_wait": 0.004,
+    "skipped_steps": 0,
+    "seconds": 1400.0,
+}
 
 
 def after(*records: dict, step: int = 0, warning: str = "", price: float = 0.0, steps: int = 19_073) -> Progress:
@@ -78,8 +86,9 @@ def test_a_wide_terminal_gets_long_words_and_a_graph_in_the_room_left():
     assert len(line) == 199
     assert re.fullmatch(
         r"training  3%  \|[^|]+\|  0\.26/10\.00 B tokens  loss 3\.412  val 3\.501  lr 5\.7e-04  187,234 tokens/s  "
-        r"MFU 47\.1 %  14 h 27 min left  12 % waiting for data  1 step skipped  cost \$5\.60 of \$213\.\d\d", line
-    )  # fmt: skip
+        r"MFU 47\.1 %  14 h 27 min left  12 % waiting for data  1 step skipped  cost \$5\.60 of \$213\.\d\d",
+        line,
+    )
     bare = after(RECORD | {"mfu": None, "val_loss": None}).line(119)
     assert "MFU" not in bare and "val" not in bare  # noqa: PT018
     assert "|" in bare
@@ -202,8 +211,13 @@ def test_the_opening_panel_tells_time_and_price_where_the_peak_is_known():
     assert "price" not in describe(*run[:-1])
     # A TPU's process has 8 devices, whose peaks come added up.
     cores = parse_config(["--data=x", *run])
-    lines = panel.describe(cores, batch_arithmetic(cores, 1, 8), device="TPU v3, 8 devices behind one process",
-                           precision="bf16", peak_flops=8 * 312e12)  # fmt: skip
+    lines = panel.describe(
+        cores,
+        batch_arithmetic(cores, 1, 8),
+        device="TPU v3, 8 devices behind one process",
+        precision="bf16",
+        peak_flops=8 * 312e12,
+    )
     assert "price      about $26.36: $1.75 an hour of each of 8 devices" in lines
 
 
@@ -218,8 +232,16 @@ def test_the_opening_panel_says_where_it_cannot_know():
 
 
 def test_the_closing_panel():
-    config = parse_config(["--data=x", "--config=gpt2", "--max_steps=19073", "--total_batch_tokens=524288",
-                           "--price_per_hour=1.75", "--hellaswag_limit=500"])  # fmt: skip
+    config = parse_config(
+        [
+            "--data=x",
+            "--config=gpt2",
+            "--max_steps=19073",
+            "--total_batch_tokens=524288",
+            "--price_per_hour=1.75",
+            "--hellaswag_limit=500",
+        ]
+    )
     lines = [
         {"step": 0, "val_loss": 10.9},
         {"step": 250, "val_loss": 3.1234},
@@ -263,8 +285,16 @@ def test_commands_of_the_closing_panel_work_as_they_stand(whole_run, monkeypatch
 
 def test_durations_and_money():
     assert [plan.duration(s) for s in (0.4, 59.4, 60, 200, 2820, 3599, 11_520, 180_000, 442_800)] == [
-        "0.4 s", "59 s", "1 min", "3 min 20 s", "47 min", "1 h", "3 h 12 min", "2 d 2 h", "5 d 3 h",
-    ]  # fmt: skip
+        "0.4 s",
+        "59 s",
+        "1 min",
+        "3 min 20 s",
+        "47 min",
+        "1 h",
+        "3 h 12 min",
+        "2 d 2 h",
+        "5 d 3 h",
+    ]
     assert [plan.duration(s, short=True) for s in (45, 200, 11_520, 442_800)] == ["45s", "3m20s", "3h12m", "5d3h"]
     assert [plan.money(x) for x in (0.0042, 0.05, 20.917, 1234.4)] == ["$0.0042", "$0.05", "$20.92", "$1,234"]
 
@@ -310,7 +340,7 @@ class Screen:
 
 def test_a_run_on_a_terminal_is_resized_and_stopped_and_leaves_it_clean(shards, tmp_path):
     run = tmp_path / "run"
-    settings = TINY | {"data": shards, "output_dir": run, "max_steps": 100_000, "save_every": 0, "eval_every": 4}
+    settings = TINY | {"data": shards, "output_dir": run, "max_steps": 100_000, "save_steps": 0, "eval_steps": 4}
     child, main = pty.fork()
     if child == 0:
         try:

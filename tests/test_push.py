@@ -14,10 +14,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 
-from recipe.hub import export
-from recipe.hub import push
-from recipe.hub import upload
 from recipe.config import UserError
+from recipe.hub import export, push, upload
 from recipe.hub.outbox import QUEUE, Entry, alone, entries
 from tests import faults_push as faults
 from tests.conftest import ROOT, TINY, environment, flags
@@ -68,7 +66,7 @@ class Lines(list):
 
 def queue(run: Path) -> None:
     """Both checkpoints, as a run queues them that cannot upload."""
-    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
     uploads.close(wait=False)
     uploads.add(run / "step_00000010")
     uploads.add(run / "step_00000020")
@@ -98,8 +96,9 @@ def prepared(shards, once) -> Prepared:
 def test_each_milestone_has_its_branch_and_the_last_checkpoint_is_main(prepared, tmp_path):
     run = tmp_path / "run"
     with PushHub(tmp_path / "hub") as hub:
-        result = faults.train(prepared.shards, run, faults.variables(hub), **PUSH, save_every=5, keep_last=1,
-                              hub_private=True)  # fmt: skip
+        result = faults.train(
+            prepared.shards, run, faults.variables(hub), **PUSH, save_steps=5, save_total_limit=1, hub_private_repo=True
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         assert faults.missing(hub, run) is None
         assert hub.repositories[REPO].private
@@ -138,8 +137,19 @@ def test_a_trainer_killed_in_the_middle_of_an_upload_takes_the_upload_with_it(pr
     run = tmp_path / "run"
     with PushHub(tmp_path / "hub") as hub:
         hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
-        settings = TINY | PUSH | {"data": prepared.shards, "output_dir": run, "max_steps": 100_000, "save_every": 10,
-                                  "milestone_every": 10, "eval_every": 0, "keep_last": 1}  # fmt: skip
+        settings = (
+            TINY
+            | PUSH
+            | {
+                "data": prepared.shards,
+                "output_dir": run,
+                "max_steps": 100_000,
+                "save_steps": 10,
+                "milestone_steps": 10,
+                "eval_steps": 0,
+                "save_total_limit": 1,
+            }
+        )
         command = [sys.executable, "recipe/train.py", *flags(**settings)]
         with open(tmp_path / "output", "w") as output:
             trainer = subprocess.Popen(command, cwd=ROOT, env=environment(hub.environment), stdout=output)
@@ -153,8 +163,12 @@ def test_a_trainer_killed_in_the_middle_of_an_upload_takes_the_upload_with_it(pr
         result = faults.push(run, faults.variables(hub))  # and not: another process is uploading
         assert result.returncode == 0, result.stdout + result.stderr
         assert not entries(run)
-        assert faults.missing(hub, run, {"step-000010": 10} | {b: int(b[5:]) for b in hub.repositories[REPO].branches
-                                                               if b != "main"}) is None  # fmt: skip
+        assert (
+            faults.missing(
+                hub, run, {"step-000010": 10} | {b: int(b[5:]) for b in hub.repositories[REPO].branches if b != "main"}
+            )
+            is None
+        )
 
 
 def test_a_run_without_a_token_ends_before_its_first_step(prepared, tmp_path):
@@ -174,13 +188,16 @@ def fine_grained(name: str, *permissions: str) -> dict:
     return {"accessToken": {"role": "fineGrained", "fineGrained": {"scoped": scoped}}}
 
 
-@pytest.mark.parametrize(("repo", "me", "message"), [
-    ("strangers/gpt2", {}, "alice's, who is no member of strangers; name a repository of alice, acme, museum"),
-    ("museum/gpt2", {}, "alice may only read in museum"),
-    (REPO, {"auth": {"accessToken": {"role": "read"}}}, "the token may not write there; log in"),
-    (REPO, {"auth": fine_grained("acme", "repo.content.read")}, "the token may not write there; log in"),
-    (REPO, {"auth": fine_grained("alice", "repo.write")}, "the token may not write there; log in"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("repo", "me", "message"),
+    [
+        ("strangers/gpt2", {}, "alice's, who is no member of strangers; name a repository of alice, acme, museum"),
+        ("museum/gpt2", {}, "alice may only read in museum"),
+        (REPO, {"auth": {"accessToken": {"role": "read"}}}, "the token may not write there; log in"),
+        (REPO, {"auth": fine_grained("acme", "repo.content.read")}, "the token may not write there; log in"),
+        (REPO, {"auth": fine_grained("alice", "repo.write")}, "the token may not write there; log in"),
+    ],
+)
 def test_who_may_not_write_is_told_at_once(hub, repo, me, message):
     hub.me |= me
     with pytest.raises(UserError) as refused:
@@ -206,7 +223,7 @@ def test_who_may_write_gets_a_repository(hub):
         assert lines == [f"push       to {hub.url}/{REPO}, each checkpoint while the run goes on"]
     assert hub.repositories[REPO].private
     hub.repositories[REPO].private = False
-    with pytest.raises(UserError, match="acme/gpt2 is a public repository, and hub_private wants a private one"):
+    with pytest.raises(UserError, match="acme/gpt2 is a public repository, and hub_private_repo wants a private one"):
         push.check_push(REPO, True, Lines())
 
 
@@ -234,7 +251,7 @@ def test_a_hub_that_cannot_be_reached_is_no_error(hub, monkeypatch):
 def test_what_is_pruned_is_still_uploaded_and_queueing_takes_no_time(hub, run):
     hub.faults.append(Fault(path="/api/repos/create", status=500, times=2))
     expected = {name: (run / "step_00000010" / name).read_bytes() for name in ("config.json", "model.safetensors")}
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     start = time.monotonic()
     uploads.add(run / "step_00000010")
     assert time.monotonic() - start < 0.5
@@ -265,7 +282,7 @@ def test_a_full_disk_is_said_and_not_raised(run, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(shutil, "copyfile", refuse)
     uploads.add(run / "step_00000010")
@@ -276,7 +293,7 @@ def test_a_full_disk_is_said_and_not_raised(run, monkeypatch):
 
 def test_stopping_does_not_wait_and_the_next_one_goes_on(hub, run):
     hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     uploads.add(run / "step_00000010")
     while not hub.count("PUT", "/lfs/"):
         time.sleep(0.05)
@@ -284,7 +301,7 @@ def test_stopping_does_not_wait_and_the_next_one_goes_on(hub, run):
     uploads.close(wait=False)
     assert time.monotonic() - start < 3
     assert lines[-1] == f"upload     still queued: step-000010; {push.push_command(run)} uploads what is left"
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     assert lines == ["upload     still queued from before: step-000010"]
     uploads.close(wait=True)
     assert "step-000010" in hub.repositories[REPO].branches
@@ -294,13 +311,13 @@ def test_stopping_does_not_wait_and_the_next_one_goes_on(hub, run):
 def test_who_waits_is_let_go(hub, run, monkeypatch):
     """By `stop`, and by a Hub that fails for too long."""
     hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     uploads.add(run / "step_00000010")
     asked = iter([False, False, True])
     uploads.close(wait=True, stop=lambda: next(asked))
     assert lines.have("waiting for step-000010 of acme/gpt2; Ctrl-C leaves it queued")
     monkeypatch.setattr(push, "PATIENCE", 1)
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     start = time.monotonic()
     uploads.close(wait=True)
     assert 1 < time.monotonic() - start < 15
@@ -309,7 +326,7 @@ def test_who_waits_is_let_go(hub, run, monkeypatch):
 
 def test_a_killed_process_is_started_again(hub, run):
     hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="stall", received=1000))
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     uploads.add(run / "step_00000020")
     while not hub.count("PUT", "/lfs/"):
         time.sleep(0.05)
@@ -333,7 +350,7 @@ def card_of(run: Path, step: int) -> str:
 
 def test_a_checkpoint_goes_up_once_with_the_evaluation_that_comes_after_it(hub, run):
     write_line(run, 0, 10.8)
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     uploads.add(run / "step_00000010")
     uploads.report()
     drain(run)
@@ -360,7 +377,7 @@ def test_a_run_at_its_end_holds_nothing_back(hub, run, monkeypatch):
     """Where the line of metrics.jsonl could not be written."""
     monkeypatch.setattr(push, "_SILENCE", 5)
     write_line(run, 0, 10.8)
-    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
     uploads.add(run / "step_00000010")
     uploads.close(wait=True)
     assert "README.md" in hub.files(REPO, "step-000010")
@@ -383,7 +400,7 @@ def full_disk(monkeypatch, step: int, times: int) -> None:
 def test_one_that_cannot_be_let_go_holds_up_no_other_and_is_not_waited_for(hub, run, monkeypatch):
     monkeypatch.setattr(push, "_SILENCE", 20)
     write_line(run, 0, 10.8)
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
     for step in (10, 20):
         uploads.add(run / f"step_{step:08d}")
     write_line(run, 20, 4.25)
@@ -401,7 +418,7 @@ def test_one_that_cannot_be_let_go_holds_up_no_other_and_is_not_waited_for(hub, 
 
 def test_trouble_is_said_once_a_minute(run, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
 
     def broken() -> None:
         raise OSError(5, "Input/output error")
@@ -417,7 +434,7 @@ def test_trouble_is_said_once_a_minute(run, monkeypatch):
 def test_one_that_was_not_evaluated_is_let_go_at_the_end_once_the_disk_has_room(hub, run, monkeypatch):
     hub.faults.append(Fault(path="/api/repos/create", status=500))  # a second, in which to try again
     write_line(run, 0, 10.8)
-    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
     for step in (10, 20):
         uploads.add(run / f"step_{step:08d}")
     full_disk(monkeypatch, step=10, times=1)
@@ -428,10 +445,10 @@ def test_one_that_was_not_evaluated_is_let_go_at_the_end_once_the_disk_has_room(
 
 def test_who_is_killed_before_the_evaluation_leaves_a_checkpoint_that_is_not_lost(hub, run):
     write_line(run, 0, 10.8)
-    uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    uploads = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
     uploads.close(wait=False)
     uploads.add(run / "step_00000010")
-    again = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    again = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
     again.add(run / "step_00000010", again=False)
     again.close(wait=False)
     assert [(e.step, e.held) for e in entries(run)] == [(10, True)]
@@ -453,7 +470,7 @@ def test_a_card_that_fails_costs_nothing_but_the_card(hub, run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("recipe.hub.package.card_of", broken)
         write_line(run, 0, 10.8)
-        uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_every=10, last_step=20)
+        uploads = push.Uploads(run, REPO, False, lines := Lines(), milestone_steps=10, last_step=20)
         uploads.add(run / "step_00000010")
         write_line(run, 10, 4.5)
         uploads.close(wait=True)
@@ -471,13 +488,16 @@ def test_a_card_that_the_hub_refuses_does_not_hold_up_the_weights(hub, run):
     assert "README.md" in hub.files(REPO, "step-000020")
 
 
-@pytest.mark.parametrize(("answer", "reason", "attempts"), [
-    ((404, "application/json", b'{"error": "no such page"}'), "HTTP 404: ", 1),
-    ((413, "application/json", b'{"error": "too large"}'), "HTTP 413: ", 1),
-    ((409, "application/json", b'{"error": "a conflict"}'), "HTTP 409: ", 5),
-    ((404, "text/html", b"<html>no such page</html>"), "JSONDecodeError: ", 5),
-    ((200, "application/json", b"[]"), "AttributeError: ", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "reason", "attempts"),
+    [
+        ((404, "application/json", b'{"error": "no such page"}'), "HTTP 404: ", 1),
+        ((413, "application/json", b'{"error": "too large"}'), "HTTP 413: ", 1),
+        ((409, "application/json", b'{"error": "a conflict"}'), "HTTP 409: ", 5),
+        ((404, "text/html", b"<html>no such page</html>"), "JSONDecodeError: ", 5),
+        ((200, "application/json", b"[]"), "AttributeError: ", 5),
+    ],
+)
 def test_nor_does_a_hub_that_cannot_judge_cards(hub, run, monkeypatch, answer, reason, attempts):
     """A mirror without that page, one that answers with something else: what may pass is waited for first."""
     usual = hub.answer
@@ -519,7 +539,7 @@ def test_a_licence_that_comes_too_late_for_a_card_is_said(hub, run, capsys):
     assert "step-000020 keeps" not in output
     assert b"\nlicense: mit\n" in hub.files(REPO, "step-000010")["README.md"]
     assert b"\nlicense: cc-by-4.0\n" in hub.files(REPO, "step-000020")["README.md"]
-    queue_of_one = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+    queue_of_one = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
     queue_of_one.close(wait=False)
     queue_of_one.add(run / "step_00000020")
     shutil.rmtree(run / "step_00000020")
@@ -568,16 +588,22 @@ def test_nothing_is_committed_twice(hub, run):
     assert len(entries(run)) == 2
     drain(run)
     commits = {b: [c.message for c in commits] for b, commits in hub.repositories[REPO].branches.items()}
-    assert commits == {"main": ["initial", "Step 20"], "step-000010": ["initial", "Step 10"],
-                       "step-000020": ["initial", "Step 20"]}  # fmt: skip
+    assert commits == {
+        "main": ["initial", "Step 20"],
+        "step-000010": ["initial", "Step 10"],
+        "step-000020": ["initial", "Step 20"],
+    }
 
 
-@pytest.mark.parametrize(("fault", "attempts"), [
-    (Fault(path="*/commit/*", status=409, times=ALWAYS), 5),
-    (Fault(path="*/commit/*", status=400, times=ALWAYS), 1),
-    (Fault(path="*/preupload/*", status=404, times=ALWAYS), 1),
-    (Fault(path="/lfs/*", status=403, times=ALWAYS), 5),  # of the storage, whose links run out
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "attempts"),
+    [
+        (Fault(path="*/commit/*", status=409, times=ALWAYS), 5),
+        (Fault(path="*/commit/*", status=400, times=ALWAYS), 1),
+        (Fault(path="*/preupload/*", status=404, times=ALWAYS), 1),
+        (Fault(path="/lfs/*", status=403, times=ALWAYS), 5),  # of the storage, whose links run out
+    ],
+)
 def test_what_will_not_pass_is_left_for_the_user(hub, run, fault, attempts):
     hub.faults.append(fault)
     queue(run)
@@ -653,7 +679,7 @@ def test_a_checkpoint_that_a_kill_kept_from_the_queue_is_queued_on_resuming(hub,
     """Once: not if it waits already, and not if it is up."""
 
     def resume(step: int) -> None:
-        uploads = push.Uploads(run, REPO, False, Lines(), milestone_every=10, last_step=20)
+        uploads = push.Uploads(run, REPO, False, Lines(), milestone_steps=10, last_step=20)
         uploads.close(wait=False)
         uploads.add(run / f"step_{step:08d}", again=False)
 

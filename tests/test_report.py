@@ -14,16 +14,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from eval import common
-from eval import curves
-from eval import figures
-from eval import known_data
-from eval import report
-from eval import style
+from eval import common, curves, figures, known_data, report, style
 from eval import diagnosis as verdict
 from eval.published import HELLASWAG
-from recipe.data.catalog import DATASETS
 from recipe.config import FIELDS, parse_config
+from recipe.data.catalog import DATASETS
 from tests.conftest import SHAKESPEARE, metrics
 
 FINEWEB = {"source": "HuggingFaceFW/fineweb", "data": "data/fineweb-sample-10BT"}
@@ -42,8 +37,9 @@ def lines_of(preset: str, upto: float = math.inf) -> list[dict]:
             measured = measured if at in loss else dict.fromkeys(measured)
             lines.append(
                 {"step": round(at / batch), "tokens": int(at), "loss": loss.get(at), "val_loss": val.get(at)}
-                | measured | {"learning_rate": 1e-3, "mfu": None, "seconds": at / 1000, "save_wait": 0.001}
-            )  # fmt: skip
+                | measured
+                | {"learning_rate": 1e-3, "mfu": None, "seconds": at / 1000, "save_wait": 0.001}
+            )
     return lines
 
 
@@ -247,7 +243,7 @@ def log_of_steps(preset: str, loss: np.ndarray, every: int, upto: int) -> curves
 
 
 # Noise of a step's loss: between neighbouring steps of the log that gpt2-fineweb.json is made from; of a run with
-# log_every 1 for tiny Shakespeare, whose batches are of 1,024 tokens.
+# logging_steps 1 for tiny Shakespeare, whose batches are of 1,024 tokens.
 @pytest.mark.parametrize(("preset", "noise"), [("gpt2-fineweb", 0.05), ("shakespeare", 0.2)])
 @pytest.mark.parametrize("every", [1, 10, 20, 100])
 def test_no_alarm_however_many_steps_a_line_is_the_mean_of(preset, noise, every):

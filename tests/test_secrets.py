@@ -23,23 +23,26 @@ def secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN_PATH", "/var/lib/token-file")
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("the key is correct horse/battery.", f"the key is {HIDDEN}."),
-    ("?q=correct%20horse%2Fbattery", f"?q={HIDDEN}"),
-    ("revision main of /var/lib/token-file", None),
-    ("GET https://ada:pa5s@host:8080/x failed", "GET https://host:8080/x failed"),
-    ("https://host/x?a=1&X-Amz-Signature=abcd&b=2", f"https://host/x?a=1&X-Amz-Signature={HIDDEN}&b=2"),
-    ("https://host/x?sig=ab%2B#top", f"https://host/x?sig={HIDDEN}#top"),
-    ("hf://datasets/a/b@v1/x/*.bin", None),
-    ("token hf_" + "Ab1" * 11, f"token {HIDDEN}"),
-    ("hf_hub_download_with_a_long_name", None),
-    ("Authorization: Bearer abcdefgh.ijk", f"Authorization: Bearer {HIDDEN}"),
-    ("api_key=" + "0f" * 20, f"api_key={HIDDEN}"),
-    ("commit " + "0f" * 20, None),
-    ("/home/ada/runs, '/home/ada' and /home/ada", "~/runs, '~' and ~"),
-    ("/home/adam/runs and /mnt/home/ada", None),
-    ("shard_tokens=100000000", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the key is correct horse/battery.", f"the key is {HIDDEN}."),
+        ("?q=correct%20horse%2Fbattery", f"?q={HIDDEN}"),
+        ("revision main of /var/lib/token-file", None),
+        ("GET https://ada:pa5s@host:8080/x failed", "GET https://host:8080/x failed"),
+        ("https://host/x?a=1&X-Amz-Signature=abcd&b=2", f"https://host/x?a=1&X-Amz-Signature={HIDDEN}&b=2"),
+        ("https://host/x?sig=ab%2B#top", f"https://host/x?sig={HIDDEN}#top"),
+        ("hf://datasets/a/b@v1/x/*.bin", None),
+        ("token hf_" + "Ab1" * 11, f"token {HIDDEN}"),
+        ("hf_hub_download_with_a_long_name", None),
+        ("Authorization: Bearer abcdefgh.ijk", f"Authorization: Bearer {HIDDEN}"),
+        ("api_key=" + "0f" * 20, f"api_key={HIDDEN}"),
+        ("commit " + "0f" * 20, None),
+        ("/home/ada/runs, '/home/ada' and /home/ada", "~/runs, '~' and ~"),
+        ("/home/adam/runs and /mnt/home/ada", None),
+        ("shard_tokens=100000000", None),
+    ],
+)
 def test_what_is_hidden_and_what_is_not(secrets, text, expected):
     assert redact(text) == (text if expected is None else expected)
     assert redact(redact(text)) == redact(text)
@@ -135,7 +138,8 @@ def test_the_code_neither_pickles_nor_loads_a_pickle():
     words = (
         r"torch\.load|torch\.save|\bpickle\.|import pickle|allow_pickle|joblib|\bdill\b|yaml\.(unsafe_|full_)?load\("
     )
-    found = subprocess.run(["git", "grep", "-nE", words, "--", "recipe/**.py", "eval/**.py"], cwd=ROOT, text=True,
-                           capture_output=True)  # fmt: skip
+    found = subprocess.run(
+        ["git", "grep", "-nE", words, "--", "recipe/**.py", "eval/**.py"], cwd=ROOT, text=True, capture_output=True
+    )
     assert (found.returncode, found.stdout) == (1, "")
     assert re.search(words, "np.load(path, allow_pickle=True)")

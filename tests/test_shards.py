@@ -71,7 +71,7 @@ def test_2_wrong_magic_or_version(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         read_shard(path)
     assert str(path) in str(error.value)
-    assert "recipe.data.prepare.pipeline" in str(error.value)
+    assert "recipe.data.prepare" in str(error.value)
 
 
 def test_nanogpts_files_without_a_header(tmp_path):
@@ -88,9 +88,12 @@ def test_nanogpts_files_without_a_header(tmp_path):
 
 @pytest.mark.parametrize(
     ("resize", "message"),
-    [(1024 + 19, "10 tokens .20 bytes., the file has 19 bytes.*cut short"), (1024 + 22, "22 bytes.*header is wrong"),
-     (1024 + 40, "4 bytes each, not uint16")],
-)  # fmt: skip
+    [
+        (1024 + 19, "10 tokens .20 bytes., the file has 19 bytes.*cut short"),
+        (1024 + 22, "22 bytes.*header is wrong"),
+        (1024 + 40, "4 bytes each, not uint16"),
+    ],
+)
 def test_3_and_5_count_differs_from_size(tmp_path, resize, message):
     path = tmp_path / "a.bin"
     write_shard(path, np.arange(10, dtype=np.uint16))

@@ -6,17 +6,15 @@ import subprocess
 import pytest
 import torch
 
-from recipe.engine import device as hardware
+from benchmarks import comm_overhead as two
+from benchmarks import communication, profile, scaling
+from benchmarks import roofline as floor
+from benchmarks.communication import LINKS, Collective, collectives
 from recipe.config import ModelConfig, UserError
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.estimate.memory import flops_per_token, parameter_count
-from benchmarks import communication
+from recipe.engine import device as hardware
 from recipe.estimate import cost
-from benchmarks import roofline as floor
-from benchmarks import profile
-from benchmarks import scaling
-from benchmarks import comm_overhead as two
-from benchmarks.communication import LINKS, Collective, collectives
+from recipe.estimate.memory import flops_per_token, parameter_count
 from tests import warm
 from tests.conftest import ROOT, environment
 
@@ -272,10 +270,17 @@ def test_every_group_has_its_names():
     assert set(NAMES) == set(profile.GROUPS)
 
 
-@pytest.mark.parametrize(("index", "kinds"), [
-    (0, ["flash"]), (2, ["cudnn"]), (4, ["efficient"]), (6, ["flash"]), (slice(0, 5), ["cudnn", "flash", "efficient"]),
-    (slice(8, 9), []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("index", "kinds"),
+    [
+        (0, ["flash"]),
+        (2, ["cudnn"]),
+        (4, ["efficient"]),
+        (6, ["flash"]),
+        (slice(0, 5), ["cudnn", "flash", "efficient"]),
+        (slice(8, 9), []),
+    ],
+)
 def test_the_implementation_of_attention_is_named(index, kinds):
     names = NAMES["attention"][index]
     assert profile.sdpa_kernels([names] if isinstance(names, str) else names) == kinds
@@ -283,8 +288,15 @@ def test_the_implementation_of_attention_is_named(index, kinds):
     assert profile.sdpa_kernels(["aten::_scaled_dot_product_cudnn_attention"]) == ["cudnn"]
 
 
-STEP = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--sequence_length=64", "--micro_batch_size=2",
-        "--total_batch_tokens=256", "--precision=fp32"]  # fmt: skip
+STEP = [
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=64",
+    "--sequence_length=64",
+    "--micro_batch_size=2",
+    "--total_batch_tokens=256",
+    "--precision=fp32",
+]
 
 
 @pytest.fixture(scope="module")
@@ -354,8 +366,9 @@ def test_the_bytes_of_a_step_by_hand():
     assert parameter_count(GPT2) == N
     assert collectives("ddp", GPT2) == [Collective("all_reduce", 497_759_232, 497_759_232 - 4 * EMBEDDINGS)]
     assert collectives("zero1", GPT2) == [
-        Collective("all_reduce", MIXED, MIXED - 4 * EMBEDDINGS), Collective("all_gather", 4 * N, 0),
-    ]  # fmt: skip
+        Collective("all_reduce", MIXED, MIXED - 4 * EMBEDDINGS),
+        Collective("all_gather", 4 * N, 0),
+    ]
     assert collectives("zero1", GPT2, half=False)[0].size == 4 * N
     assert collectives("zero2", GPT2, accumulation=3)[0].size == 3 * MIXED
     gather, reduce = collectives("zero3", GPT2, accumulation=3)
@@ -370,11 +383,19 @@ def test_the_bytes_of_a_step_by_hand():
         collectives("fsdp", GPT2)
 
 
-@pytest.mark.parametrize(("kind", "world", "expected"), [
-    # 8 GB at 4 GB/s within a node and 2 GB/s between nodes: 7/8 of it within; 2 nodes send half, 4 nodes 3/4
-    ("all_gather", 8, 7 / 4), ("reduce_scatter", 8, 7 / 4), ("all_reduce", 8, 7 / 2), ("all_reduce", 2, 2 * 4 / 4),
-    ("all_gather", 16, 7 / 4 + 4 / 2), ("all_reduce", 32, 7 / 2 + 2 * 6 / 2), ("all_reduce", 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "world", "expected"),
+    [
+        # 8 GB at 4 GB/s within a node and 2 GB/s between nodes: 7/8 of it within; 2 nodes send half, 4 nodes 3/4
+        ("all_gather", 8, 7 / 4),
+        ("reduce_scatter", 8, 7 / 4),
+        ("all_reduce", 8, 7 / 2),
+        ("all_reduce", 2, 2 * 4 / 4),
+        ("all_gather", 16, 7 / 4 + 4 / 2),
+        ("all_reduce", 32, 7 / 2 + 2 * 6 / 2),
+        ("all_reduce", 1, 0),
+    ],
+)
 def test_seconds_of_a_collective_by_hand(kind, world, expected):
     assert communication.seconds(Collective(kind, 8e9), world, 4e9, 2e9) == pytest.approx(expected)
     assert communication.seconds(Collective(kind, 8e9), world, 4e9, 2e9, 0.5) == pytest.approx(2 * expected)
@@ -410,9 +431,9 @@ def test_backward_hides_no_more_than_its_own_length():
     assert many["exposed_ms"] == pytest.approx(scaling.predict("A100", "124M", "zero1", 8, mfu=0.5)["exposed_ms"])
 
 
-@pytest.mark.parametrize(("strategy", "micro_steps"), [
-    ("ddp", 2 / 3), ("zero1", 2 / 3), ("zero2", 4 * 2 / 3), ("zero3", 4)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "micro_steps"), [("ddp", 2 / 3), ("zero1", 2 / 3), ("zero2", 4 * 2 / 3), ("zero3", 4)]
+)
 def test_what_hides_communication_is_by_strategy(monkeypatch, strategy, micro_steps):
     """Over links so slow that there is always more to hide: the last of four micro-steps' backward, or every one's, or
     all that is computed."""

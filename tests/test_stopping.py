@@ -31,8 +31,14 @@ LOOP = "while not stop.requested: time.sleep(0.01); stop.polled()"
 def start(body: str, *, before: str = "", begun: bool = True, env: dict | None = None) -> subprocess.Popen:
     """A process with a `Stop`, past its first step if `begun`, that has said it is ready."""
     code = PROGRAM.format(body=body, before=before, begin="stop.begin()" if begun else "")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, env=os.environ | (env or {}))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | (env or {}),
+    )
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -105,8 +111,15 @@ def test_a_launcher_that_is_killed_takes_the_run_along(launched, tmp_path):
     body = f"{LOOP}\n    open({str(tmp_path / 'stopped')!r}, 'w').close()"
     code = PROGRAM.format(body=body, before="", begin="stop.begin()")
     env = os.environ | ({"ACCELERATE_MIXED_PRECISION": "no"} if launched else {})
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, code], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, env=env, start_new_session=True)  # fmt: skip
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, code],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+    )
     assert launcher.stdout.readline() == "ready\n"
     launcher.kill()
     try:

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.config import DataConfig, UserError
-from recipe.data.streaming import stream as module
+from recipe.data.dataset import LocalSource
 from recipe.data.prepare.options import options_of
 from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import Manifest, find_shards, read_shard
-from recipe.data.dataset import LocalSource
+from recipe.data.streaming import stream as module
 from recipe.data.streaming.status import STATUS, directory_bytes, read_json, reader_path, write_json
 from recipe.data.streaming.stream import Builder, StreamedSource
 from tests.conftest import ROOT, SHAKESPEARE

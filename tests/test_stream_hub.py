@@ -143,7 +143,7 @@ def test_a_shard_that_comes_changed_is_refused(prepared, hub, tmp_path, monkeypa
         ({"source": "hf://datasets/a/shards/v1/val*.bin"}, "only validation files match"),
         ({"source": "hf://datasets/shards"}, "expected hf://datasets/ORG/NAME/PATTERN"),
     ],
-)  # fmt: skip
+)
 def test_what_the_hub_does_not_have_is_said_at_once(prepared, hub, tmp_path, changes, message):  # noqa: F811
     (hub.root / "a" / "script").mkdir()
     (hub.root / "a" / "script" / "script.py").write_text("import os\n")
@@ -170,7 +170,7 @@ def test_training_does_not_notice(prepared, hub, tmp_path):  # noqa: F811
     """The run on prepared shards, and the same streamed from a failing Hub within a small budget, stopped in the middle
     of a shard, which is deleted, and resumed with two processes on an emptied disk, and with downloaded shards."""
     stop, steps = 24, 48
-    tiny = TINY | {"total_batch_tokens": 512, "max_steps": steps, "save_every": stop, "eval_every": stop}
+    tiny = TINY | {"total_batch_tokens": 512, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
     hub.faults += [dataclasses.replace(fault) for fault in FAULTS]
     env = {name: os.environ[name] for name in (*hub.environment, "HF_HUB_DOWNLOAD_TIMEOUT", "HF_TOKEN")}
 
@@ -181,8 +181,12 @@ def test_training_does_not_notice(prepared, hub, tmp_path):  # noqa: F811
         return result.stdout
 
     sizes = {"val_documents": 20, "shard_tokens": 8000, "first_shard_tokens": 1000}
-    text = sizes | {"source": "a/text", "name": "sample-10BT", "streaming": "true",
-                    "disk_budget_gb": budget(prepared, 2)}  # fmt: skip
+    text = sizes | {
+        "source": "a/text",
+        "name": "sample-10BT",
+        "streaming": "true",
+        "disk_budget_gb": budget(prepared, 2),
+    }
     train("prepared", data=prepared.out, source=prepared.source, **sizes)
     expected = losses(tmp_path / "prepared")
     output = train("streamed", data=tmp_path / "s", **text)

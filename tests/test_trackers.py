@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from recipe.config import UserError, parse_config
 from recipe.engine import base as engines
 from recipe.monitor import trackers
-from recipe.config import UserError, parse_config
 from recipe.monitor.trackers import Tracker, has_wandb_key, metric_names, tracker_run
 from tests.conftest import ROOT, TINY, environment, flags, metrics, run_train
 
@@ -252,17 +252,20 @@ def test_every_column_has_a_group(whole_run):
 # wandb: online or not
 
 
-@pytest.mark.parametrize(("netrc", "base_url", "variables", "expected"), [
-    ("", "https://api.wandb.ai", {}, False),
-    ("", "https://api.wandb.ai", {"api_key": KEY}, True),
-    ("", "https://api.wandb.ai", {"identity_token_file": "token"}, True),
-    (f"machine api.wandb.ai\n  login user\n  password {KEY}\n", "https://api.wandb.ai", {}, True),
-    (f"machine api.wandb.ai\n  login user\n  password {KEY}\n", "https://api.forge.coreweave.com", {}, True),
-    (f"machine api.wandb.ai\n  login user\n  password {KEY}\n", "http://wandb.mine:8080", {}, False),
-    (f"machine wandb.mine:8080\n  login user\n  password {KEY}\n", "http://wandb.mine:8080", {}, True),
-    (f"machine github.com\n  login user\n  password {KEY}\n", "https://api.wandb.ai", {}, False),
-    ("machine api.wandb.ai\n  nonsense\n", "https://api.wandb.ai", {}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("netrc", "base_url", "variables", "expected"),
+    [
+        ("", "https://api.wandb.ai", {}, False),
+        ("", "https://api.wandb.ai", {"api_key": KEY}, True),
+        ("", "https://api.wandb.ai", {"identity_token_file": "token"}, True),
+        (f"machine api.wandb.ai\n  login user\n  password {KEY}\n", "https://api.wandb.ai", {}, True),
+        (f"machine api.wandb.ai\n  login user\n  password {KEY}\n", "https://api.forge.coreweave.com", {}, True),
+        (f"machine api.wandb.ai\n  login user\n  password {KEY}\n", "http://wandb.mine:8080", {}, False),
+        (f"machine wandb.mine:8080\n  login user\n  password {KEY}\n", "http://wandb.mine:8080", {}, True),
+        (f"machine github.com\n  login user\n  password {KEY}\n", "https://api.wandb.ai", {}, False),
+        ("machine api.wandb.ai\n  nonsense\n", "https://api.wandb.ai", {}, False),
+    ],
+)
 @pytest.mark.parametrize("place", [".netrc", "_netrc", "elsewhere"])
 def test_where_a_key_for_wandb_is_found(home, monkeypatch, netrc, base_url, variables, expected, place):
     monkeypatch.delenv("NETRC")
@@ -386,8 +389,9 @@ def test_a_full_disk_costs_tensorboard_its_points_of_then(run, tmp_path, monkeyp
     points = in_tensorboard(tmp_path / "run")
     assert points[0] == (0, 1.0)
     assert points[1:] in ([(30, 1.0), (40, 1.0)], [(40, 1.0)])
-    assert run.said[1:] == ["WARNING    tracker tensorboard: [Errno 28] No space left on device; the run goes on, and "
-                            "metrics.jsonl has all"]  # fmt: skip
+    assert run.said[1:] == [
+        "WARNING    tracker tensorboard: [Errno 28] No space left on device; the run goes on, and metrics.jsonl has all"
+    ]
     assert capfd.readouterr().err == ""
 
 
@@ -455,7 +459,7 @@ def test_what_is_not_installed_is_said_before_anything_begins(monkeypatch):
 def test_ctrl_c_and_the_same_command_again(shards, tmp_path, home):
     """Each logged step is once in the two parts of the one run, the one that was saved last among them."""
     run, outputs = tmp_path / "run", []
-    settings = TINY | {"data": shards, "output_dir": run, "tracker": "wandb", "max_steps": 6, "eval_every": 0}
+    settings = TINY | {"data": shards, "output_dir": run, "tracker": "wandb", "max_steps": 6, "eval_steps": 0}
     for code, fault in ((75, "int@step.end:3"), (0, "")):
         result = run_train(*flags(**settings), env={"HOME": str(home), "RECIPE_FAULT": fault})
         outputs.append(result.stdout + result.stderr)

@@ -76,8 +76,8 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     assert config["architectures"] == ["GPT2LMHeadModel"]
     assert (config["dtype"], config["vocab_size"], config["tie_word_embeddings"]) == ("float32", 50257, True)
     # its loss, by transformers, on the shards' validation windows, is the one the trainer reported
-    from recipe.data.shards import find_shards
     from recipe.data.dataset import LocalSource
+    from recipe.data.shards import find_shards
 
     settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
     source = LocalSource(find_shards(settings["data"], "val"), 32, 8, 1337)
@@ -113,9 +113,14 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_ends_as_if_it_had_not(shar
     expected, lines, _ = whole_run
     run = tmp_path / "run"
     settings = TINY | {"data": shards, "output_dir": run, "dropout": 0.1}
-    process = subprocess.Popen([sys.executable, "recipe/train.py", *flags(**settings)], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "recipe/train.py", *flags(**settings)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
     for line in process.stdout:
         if line.startswith("step 3 "):
             process.send_signal(signal.SIGINT)
@@ -151,8 +156,8 @@ def test_one_process_and_two_take_the_same_steps(shards, tmp_path):
 def test_batches_hash_alike_however_the_step_is_cut(shards, world, micro):
     """What the engine's reader hands to each rank, put together, for steps 3 to 6."""
     from recipe.config import Batch
-    from recipe.data.shards import find_shards
     from recipe.data.dataset import LocalSource
+    from recipe.data.shards import find_shards
     from recipe.engine.base import Engine
 
     source = LocalSource(find_shards(str(shards), "train"), 32, 32, 1337)
@@ -173,24 +178,26 @@ def test_batches_hash_alike_however_the_step_is_cut(shards, world, micro):
 
 def test_running_again_says_that_the_run_is_complete_and_fresh_keeps_the_old_one(shards, tmp_path):
     run = tmp_path / "run"
-    first, _ = train(shards, run, max_steps=6, save_every=0)
+    first, _ = train(shards, run, max_steps=6, save_steps=0)
     before = (run / "metrics.jsonl").read_bytes()
-    _, output = train(shards, run, max_steps=6, save_every=0)
+    _, output = train(shards, run, max_steps=6, save_steps=0)
     assert "holds the whole run" in output
     assert (run / "metrics.jsonl").read_bytes() == before
-    again, output = train(shards, run, max_steps=6, save_every=0, fresh="true")
+    again, output = train(shards, run, max_steps=6, save_steps=0, fresh="true")
     assert losses(again) == losses(first)
     assert (tmp_path / "run.old-1" / "step_00000006").is_dir()
 
 
 def test_checkpoints_are_pruned_to_the_last_ones_and_the_milestones(shards, tmp_path):
-    train(shards, tmp_path / "run", max_steps=12, save_every=2, keep_last=2, milestone_every=6, eval_every=0)
+    train(shards, tmp_path / "run", max_steps=12, save_steps=2, save_total_limit=2, milestone_steps=6, eval_steps=0)
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["step_00000006", "step_00000010", "step_00000012"]
 
 
 def test_bf16_recomputation_and_chunks_follow_the_fp32_curve(shards, whole_run, tmp_path):
     plain, _ = train(shards, tmp_path / "fp32", max_steps=8)
-    other, _ = train(shards, tmp_path / "bf16", max_steps=8, precision="bf16", recompute="true", loss_chunk_size=100)
+    other, _ = train(
+        shards, tmp_path / "bf16", max_steps=8, precision="bf16", gradient_checkpointing="true", loss_chunk_size=100
+    )
     assert losses(other) == pytest.approx(losses(plain), abs=2e-2)
     assert losses(other) != losses(plain)
     weight = load_file(tmp_path / "bf16" / "step_00000008" / "model.safetensors")["transformer.wte.weight"]
@@ -199,10 +206,10 @@ def test_bf16_recomputation_and_chunks_follow_the_fp32_curve(shards, whole_run, 
 
 
 def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path):
-    settings = {"max_steps": 4, "warmup_steps": 1, "eval_every": 2, "n_layer": 1}
+    settings = {"max_steps": 4, "warmup_steps": 1, "eval_steps": 2, "n_layer": 1}
     plain, _ = train(shards, tmp_path / "plain", **settings)
-    whole = TINY | settings | {"data": shards, "output_dir": tmp_path / "compiled", "compile": "true"}
-    whole |= {"loss_chunk_size": 100, "hellaswag_every": 2, "hellaswag_limit": 20, "sample_every": 2}
+    whole = TINY | settings | {"data": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
+    whole |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
     result = run_train(*flags(**whole), env={"TORCH_LOGS": "recompiles"})
     assert result.returncode == 0, result.stdout + result.stderr
     # Training and the validation that needs no gradients are two programs; nothing else is compiled for an evaluation.
@@ -216,8 +223,16 @@ def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path):
 
 
 def test_hellaswag_and_samples_during_training(shards, tmp_path):
-    lines, output = train(shards, tmp_path / "run", processes=2, max_steps=4, warmup_steps=1, hellaswag_every=4,
-                          hellaswag_limit=9, sample_every=2)  # fmt: skip
+    lines, output = train(
+        shards,
+        tmp_path / "run",
+        processes=2,
+        max_steps=4,
+        warmup_steps=1,
+        hellaswag_steps=4,
+        hellaswag_limit=9,
+        sample_steps=2,
+    )
     for name in ("A_acc", "A_acc_norm", "B_acc", "B_acc_norm"):
         correct = lines[4][f"hellaswag_{name}"] * 9
         assert correct == pytest.approx(round(correct), abs=1e-5)
@@ -247,7 +262,7 @@ train.validate, train.sample = telling("validation", validate), telling("sample"
 sys.exit(train.main(sys.argv[1:]))
 """
     settings = TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
-    settings |= {"eval_every": 1, "save_every": 1, "sample_every": 2, "n_layer": 1, "keep_last": 9}
+    settings |= {"eval_steps": 1, "save_steps": 1, "sample_steps": 2, "n_layer": 1, "save_total_limit": 9}
     command = [warm.python(), "-c", code, *flags(**settings)]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -76,12 +76,19 @@ def test_what_a_process_is_given(tmp_path, how):
     assert results[0].stderr == results[1].stderr == "told\n"
 
 
-@pytest.mark.parametrize("code", [
-    "1/0", "import sys; sys.exit(3)", "import sys; sys.exit('a message')", "raise KeyboardInterrupt",
-    "import os; os.kill(os.getpid(), 9)", "import os; os._exit(75)",
-    "import atexit, threading, time; atexit.register(print, 'last'); "
-    "threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        "1/0",
+        "import sys; sys.exit(3)",
+        "import sys; sys.exit('a message')",
+        "raise KeyboardInterrupt",
+        "import os; os.kill(os.getpid(), 9)",
+        "import os; os._exit(75)",
+        "import atexit, threading, time; atexit.register(print, 'last'); "
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    ],
+)
 def test_how_a_process_ends(code):
     forked, launched = run("-c", code), run("-c", code, python=sys.executable)
     assert (forked.returncode, forked.stdout, forked.stderr) == (launched.returncode, launched.stdout, launched.stderr)
@@ -109,8 +116,9 @@ def test_signals_reach_the_fork_and_it_dies_with_its_client():
     code = "import os, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nprint(os.getpid(), flush=True)\n"
     code += "while True: time.sleep(0.05)"
     for number, expected in ((signal.SIGTERM, 7), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)):
-        process = subprocess.Popen([warm.python(), "-c", code], env=environment(), stdout=subprocess.PIPE, text=True,
-                                   stderr=subprocess.DEVNULL)  # fmt: skip
+        process = subprocess.Popen(
+            [warm.python(), "-c", code], env=environment(), stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        )
         pid = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait(timeout=60) == expected
@@ -139,8 +147,9 @@ def own_server(tmp_path):
         code = "from tests import warm; import os, sys; warm.start(dict(os.environ)); "
         code += "print(os.environ.get(warm.DIRECTORY, ''), warm.python(), sep='\\n', flush=True); sys.stdin.read()"
         env = {k: v for k, v in os.environ.items() if k != warm.DIRECTORY} | {"TMPDIR": str(directory)}
-        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         started.append(process)
         return process, *(process.stdout.readline().rstrip("\n") for _ in range(2))
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import common
-from eval import wikitext
+from eval import common, wikitext
 from tests.conftest import ASSETS, SHAKESPEARE
 
 JOINED = ASSETS / "text" / "wikitext-2-raw-v1.test.joined.txt"

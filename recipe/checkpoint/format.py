@@ -138,12 +138,12 @@ def _check_room(run: Path, *tensors: dict[str, torch.Tensor]) -> None:
         raise OSError(errno.ENOSPC, f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free", str(run))
 
 
-def prune(run: Path, newest: int, keep_last: int, milestone_every: int) -> list[Path]:
-    """Deletes all but the `keep_last` checkpoints up to step `newest`, which was just committed, and those at multiples
-    of `milestone_every` (0: none). What claims to be newer is damaged, or the run would have gone on from there: it
+def prune(run: Path, newest: int, save_total_limit: int, milestone_steps: int) -> list[Path]:
+    """Deletes all but the `save_total_limit` checkpoints up to step `newest`, which was just committed, and those at multiples
+    of `milestone_steps` (0: none). What claims to be newer is damaged, or the run would have gone on from there: it
     stays, and does not count."""
-    old = [p for p in checkpoints(run) if step_of(p) <= newest and not p.is_symlink()][:-keep_last]
-    old = [p for p in old if not (milestone_every and step_of(p) % milestone_every == 0)]
+    old = [p for p in checkpoints(run) if step_of(p) <= newest and not p.is_symlink()][:-save_total_limit]
+    old = [p for p in old if not (milestone_steps and step_of(p) % milestone_steps == 0)]
     for path in old:
         # Renamed first, so that a deletion cut short leaves nothing that looks like a checkpoint.
         doomed = path.rename(run / f"{_DELETING}{path.name}")
@@ -182,8 +182,9 @@ def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:
         try:
             problems = verify(path)
         except OSError as e:
-            raise UserError(f"{path} cannot be read: {e.strerror}; try again, or move it out of {run} to go on from an "
-                            "earlier one") from None  # fmt: skip
+            raise UserError(
+                f"{path} cannot be read: {e.strerror}; try again, or move it out of {run} to go on from an earlier one"
+            ) from None
         if not problems:
             return path
         say(f"skipping {path}: {problems[0]}")
@@ -314,7 +315,3 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"{path}: whole, {len(files)} files, {size / 1e6:,.1f} MB")
     return 1 if damaged else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -62,8 +62,10 @@ class RunLock:
             owner = self._read()
             if first is None and owner and owner.get("host") != socket.gethostname():
                 first = owner
-                self._say(f"lock       {_described(owner)} has this directory; waiting for a sign of life or, "
-                          f"{_LEASE:.0f} s at most, for the end of its lock")  # fmt: skip
+                self._say(
+                    f"lock       {_described(owner)} has this directory; waiting for a sign of life or, "
+                    f"{_LEASE:.0f} s at most, for the end of its lock"
+                )
             if owner != first or time.monotonic() - begun > _LEASE:
                 os.close(self._fd)
                 gone = f"; or, if that machine is gone for certain, delete {self._path}" if owner == first else ""

@@ -24,19 +24,36 @@ class Saver:
         waited: seconds that training has stood still for its saves.
     """
 
-    def __init__(self, run: Path, keep_last: int, milestone_every: int, say: Callable[[str], None],
-                 *, before: Callable[[], None] = lambda: None, committed: Callable[[Path], None] = lambda path: None,
-                 patience: float | None = None):  # fmt: skip
+    def __init__(
+        self,
+        run: Path,
+        save_total_limit: int,
+        milestone_steps: int,
+        say: Callable[[str], None],
+        *,
+        before: Callable[[], None] = lambda: None,
+        committed: Callable[[Path], None] = lambda path: None,
+        patience: float | None = None,
+    ):
         """In the thread `before` is called before each checkpoint is written, and `committed(path)` after it, before
         older ones are pruned; `patience` is how many seconds the launcher gives a run that is to stop."""
-        self.run, self.keep_last, self.milestone_every = run, keep_last, milestone_every
+        self.run, self.save_total_limit, self.milestone_steps = run, save_total_limit, milestone_steps
         self.failed, self.waited, self._patience = "", 0.0, patience
         self._say, self._before, self._committed = say, before, committed
         self._thread: threading.Thread | None = None
         self._job: Callable[[], None] | None = None
 
-    def save(self, step: int, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], state: dict,
-             files: dict[str, bytes], *, since: float, pruning: bool = True) -> None:  # fmt: skip
+    def save(
+        self,
+        step: int,
+        weights: dict[str, torch.Tensor],
+        moments: dict[str, torch.Tensor],
+        state: dict,
+        files: dict[str, bytes],
+        *,
+        since: float,
+        pruning: bool = True,
+    ) -> None:
         """Starts writing, after the save before it. The tensors are this object's from now on; `since` is when the loop
         stopped for this, of time.monotonic, for the time it is told to have waited. `pruning` false keeps all older
         checkpoints, for a run in trouble."""
@@ -54,16 +71,19 @@ class Saver:
                 return
             self.failed, self._job = "", None
             seconds, size = time.monotonic() - begun, sum(p.stat().st_size for p in path.iterdir())
-            self._say(f"step {step}: saved {path}, {size / 1e6:,.0f} MB in {seconds:.1f} s, "
-                      f"training waited {waited:.2f} s")  # fmt: skip
+            self._say(
+                f"step {step}: saved {path}, {size / 1e6:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
+            )
             if self._patience and seconds > 0.7 * self._patience:
-                self._say(f"note       a stop takes as long, and the launcher kills after {self._patience:.0f} s: "
-                          "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 before accelerate launch")  # fmt: skip
+                self._say(
+                    f"note       a stop takes as long, and the launcher kills after {self._patience:.0f} s: "
+                    "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 before accelerate launch"
+                )
                 self._patience = None  # once
             try:
                 self._committed(path)
                 if pruning:
-                    prune(self.run, step, self.keep_last, self.milestone_every)
+                    prune(self.run, step, self.save_total_limit, self.milestone_steps)
             except OSError as error:
                 self._say(f"warning    older checkpoints could not be deleted: {error}")
 
@@ -84,8 +104,10 @@ class Saver:
     def _warn(self, line: str) -> None:
         kept = checkpoints(self.run)
         newest = f"{kept[-1].name} is the newest" if kept else "there is no"
-        self._say(f"{line}\nWARNING    training goes on, and the next save is the next attempt; until then {newest} "
-                  f"checkpoint in {self.run}")  # fmt: skip
+        self._say(
+            f"{line}\nWARNING    training goes on, and the next save is the next attempt; until then {newest} "
+            f"checkpoint in {self.run}"
+        )
 
     def prepare(self) -> None:
         """Before the tensors of the next save are copied: waits for the one under way, and lets go of its copies."""

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import recipe
-from recipe.engine import device as hardware
 from recipe.config import ROOT, Config, UserError
 from recipe.data.shards import Manifest
+from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.redaction import redact, redacted
 
@@ -26,7 +26,7 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
         "processes": engine.world,
         "machines": -(-engine.world // engine.local_world),
         "precision": engine.precision,
-        "compiled": bool(config.run.compile and not engine.no_compile),
+        "compiled": bool(config.run.torch_compile and not engine.no_compile),
         "python": platform.python_version(),
         "packages": hardware.versions(),
         "recipe": recipe.__version__,

@@ -102,8 +102,10 @@ class LocalSource:
                 index = permutation(index, int(self._starts[s + 1] - self._starts[s]), (self.seed, e, s))
             rows = self._windows_of(e, s)[index]  # (rows, T + 1)
             if (largest := rows.max()) >= VOCAB_SIZE:  # of a file without a checksum, too large to read beforehand
-                raise UserError(f"{self.shards[s].path}: holds token {largest}, GPT-2's vocabulary ends at "
-                                f"{VOCAB_SIZE - 1}: another tokenizer, type or byte order")  # fmt: skip
+                raise UserError(
+                    f"{self.shards[s].path}: holds token {largest}, GPT-2's vocabulary ends at "
+                    f"{VOCAB_SIZE - 1}: another tokenizer, type or byte order"
+                )
             out[group] = rows
         return out
 
@@ -191,8 +193,10 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
     more, fewer = len(today) > len(then) and saved["complete"], len(today) < len(then) and now["complete"]
     if changed or more or fewer:
         what = f" ({changed[0]} differs)" if changed else ""
-        raise UserError(f"{where} no longer holds the shards that the checkpoint was trained on{what}; prepare the "
-                        "same text again, or start over with --fresh")  # fmt: skip
+        raise UserError(
+            f"{where} no longer holds the shards that the checkpoint was trained on{what}; prepare the "
+            "same text again, or start over with --fresh"
+        )
 
 
 def check_data(train: list[Shard], val: list[Shard], sequence_length: int, batch_size: int) -> None:

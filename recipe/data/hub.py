@@ -195,8 +195,11 @@ class HubShards(_Pinned):
         shutil.rmtree(aside, ignore_errors=True)  # a killed download is not taken up again, and would stay for ever
         while True:
             try:
-                got = Path(hf_hub_download(self.repo, entry["path"], repo_type="dataset", revision=self.commit,
-                                           local_dir=aside))  # fmt: skip
+                got = Path(
+                    hf_hub_download(
+                        self.repo, entry["path"], repo_type="dataset", revision=self.commit, local_dir=aside
+                    )
+                )
                 if entry["sha256"] and (found := file_sha256(got)) != entry["sha256"]:
                     shutil.rmtree(aside)
                     raise ValueError(
@@ -255,8 +258,10 @@ def _response(error: Exception) -> tuple[int | None, float]:
 def _is_lost_connection(error: Exception) -> bool:
     """By name too: the libraries' HTTP clients raise types of their own, and change them."""
     names = ("Timeout", "Connect", "Network", "Protocol", "ReadError", "IncompleteRead", "Transport", "Closed")
-    return any(isinstance(e, (ConnectionError, TimeoutError)) or any(n in type(e).__name__ for n in names)
-               for e in _chain(error))  # fmt: skip
+    return any(
+        isinstance(e, (ConnectionError, TimeoutError)) or any(n in type(e).__name__ for n in names)
+        for e in _chain(error)
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -20,9 +20,16 @@ class Batches:
     """
 
     def __init__(
-        self, source: TokenSource, batch: Batch, rank: int, start: int, stop: int, *,
-        to_device: Callable[[torch.Tensor], torch.Tensor], pin: bool,
-    ):  # fmt: skip
+        self,
+        source: TokenSource,
+        batch: Batch,
+        rank: int,
+        start: int,
+        stop: int,
+        *,
+        to_device: Callable[[torch.Tensor], torch.Tensor],
+        pin: bool,
+    ):
         self._source, self._batch, self._rank, self._to_device, self._pin = source, batch, rank, to_device, pin
         self._indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")

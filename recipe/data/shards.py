@@ -1,4 +1,4 @@
-"""Token shards: llm.c's .bin files, and the manifest that `recipe.data.prepare.pipeline` keeps beside them.
+"""Token shards: llm.c's .bin files, and the manifest that `recipe.data.prepare` keeps beside them.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and then the tokens
 as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Files made there are read here, and the reverse.

@@ -21,14 +21,14 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 
-from recipe.engine import device as hardware
-from recipe.optim import adamw as optim
-from recipe.model.attention import block_attention
 from recipe.config import Batch, UserError
 from recipe.data.prefetch import Batches
+from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, check_launch, wants_cpu, wants_deepspeed, wants_xla
 from recipe.engine.shutdown import Interrupted, Stop
+from recipe.model.attention import block_attention
 from recipe.monitor.trackers import check_tracker
+from recipe.optim import adamw as optim
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 _POLL = 0.2  # seconds between looks at the signals while a step waits for its data

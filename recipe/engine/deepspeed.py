@@ -16,20 +16,32 @@ from unittest import mock
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from recipe.engine import device as hardware
 from recipe.config import ROOT, Batch, UserError
+from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine, Judge
 from recipe.engine.launch import wants_cpu
 from recipe.optim.adamw import check_is_adamw
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_THE_RECIPES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-                "gradient_clipping")  # fmt: skip
+_THE_RECIPES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 # What Accelerate refuses to hear beside a file for DeepSpeed, in words that do not name the one it heard.
-_SAID_IN_BOTH = ("mixed_precision", "zero_stage", "gradient_accumulation_steps", "gradient_clipping",
-                 "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
-                 "offload_param_nvme_path", "zero3_save_16bit_model")  # fmt: skip
+_SAID_IN_BOTH = (
+    "mixed_precision",
+    "zero_stage",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)
 
 
 class ZeroEngine(Engine):
@@ -98,8 +110,14 @@ class ZeroEngine(Engine):
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
         if self.precision == "fp16":  # torch_autocast in float16 does not go together with clipping (deepspeed 0.19)
             # The scale's start and pace as in torch's GradScaler.
-            config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
-                              "hysteresis": 1, "min_loss_scale": 1}  # fmt: skip
+            config["fp16"] = {
+                "enabled": True,
+                "loss_scale": 0,
+                "initial_scale_power": 16,
+                "loss_scale_window": 2000,
+                "hysteresis": 1,
+                "min_loss_scale": 1,
+            }
             whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
@@ -224,8 +242,9 @@ def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
         raise UserError(f"{file}: zero_optimization.stage is {stage}; 1, 2 and 3 are supported")
     for key, value in recipe.items():
         if config.get(key, "auto") not in ("auto", value):
-            raise UserError(f"{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it "
-                            "to \"auto\"")  # fmt: skip
+            raise UserError(
+                f'{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it to "auto"'
+            )
     # Accelerate adds that it does not print, and the two precisions, off.
     off = {key for key in config if config[key] == {"enabled": False}}
     harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES, *off}

@@ -24,11 +24,29 @@ from recipe.config import UserError
 # GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU, a
 # slice of one or a "D" is another thing under almost the same name. What is not listed has no MFU rather than a guess.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12, "H100 SXM": 989e12,
-    "H100 PCIE": 756e12, "H100 NVL": 835e12, "A100": 312e12, "A100 SXM": 312e12, "A100 PCIE": 312e12,
-    "A10": 125e12, "A10G": 70e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100 SXM": 125e12,
-    "V100 PCIE": 112e12, "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
-}  # fmt: skip
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H100 SXM": 989e12,
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "A100": 312e12,
+    "A100 SXM": 312e12,
+    "A100 PCIE": 312e12,
+    "A10": 125e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100 SXM": 125e12,
+    "V100 PCIE": 112e12,
+    "T4": 65e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
 # What a name may say beside the model: who made it, how much memory of which kind, which socket generation.
 _VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
 _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
@@ -37,9 +55,14 @@ _SOCKET = re.compile(r" SXM\d(?= |$)")
 # fp32 peak of the GPU in FLOP/s, where Apple's own announcements state one; of the largest GPU sold under the name,
 # since the name does not tell how many cores it has. There is no bf16 figure: the GPU has no faster unit for it.
 APPLE_PEAK_FLOPS = {
-    "Apple M1": 2.6e12, "Apple M1 Pro": 5.2e12, "Apple M1 Max": 10.4e12, "Apple M1 Ultra": 21e12, "Apple M2": 3.6e12,
-    "Apple M2 Max": 13.6e12, "Apple M2 Ultra": 27.2e12,
-}  # fmt: skip
+    "Apple M1": 2.6e12,
+    "Apple M1 Pro": 5.2e12,
+    "Apple M1 Max": 10.4e12,
+    "Apple M1 Ultra": 21e12,
+    "Apple M2": 3.6e12,
+    "Apple M2 Max": 13.6e12,
+    "Apple M2 Ultra": 27.2e12,
+}
 
 
 def peak_flops(name: str) -> float | None:

@@ -91,8 +91,10 @@ class Stop:
                 self._say("stopping after this step, with a checkpoint; Ctrl-C again leaves at once")
                 threading.Thread(target=self._watch, name="patience", daemon=True).start()
             elif number == signal.SIGINT and now - self._heard > _SAME:
-                self._say("left at once; the same command, without --fresh, goes on from the last checkpoint if there "
-                          "is one", last=True)  # fmt: skip
+                self._say(
+                    "left at once; the same command, without --fresh, goes on from the last checkpoint if there is one",
+                    last=True,
+                )
                 os._exit(130)
 
     def _overdue(self) -> None:

@@ -259,5 +259,6 @@ def _flash_or_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: f
     from torch_xla.experimental.custom_kernel import flash_attention
 
     # Its own scale is 1, and it has no partitioning rule: each device is given its rows.
-    return flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5,
-                           partition_spec=("data", None, None, None), mesh=mesh)  # fmt: skip
+    return flash_attention(
+        q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, partition_spec=("data", None, None, None), mesh=mesh
+    )

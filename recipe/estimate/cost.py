@@ -22,11 +22,20 @@ def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[dict]:
             seconds = training_seconds(tokens, flops, PEAK_FLOPS[name] * count, mfu)
             hours = seconds / 3600
             dollars = price(seconds, count, price_per_hour) if price_per_hour else None
-            rows.append({
-                "recipe": recipe, "parameters": parameter_count(config.model), "tokens": tokens,
-                "flops": tokens * flops, "devices": count, "device": name, "mfu": mfu, "hours": hours,
-                "device_hours": count * hours, "dollars": dollars,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "recipe": recipe,
+                    "parameters": parameter_count(config.model),
+                    "tokens": tokens,
+                    "flops": tokens * flops,
+                    "devices": count,
+                    "device": name,
+                    "mfu": mfu,
+                    "hours": hours,
+                    "device_hours": count * hours,
+                    "dollars": dollars,
+                }
+            )
     return rows
 
 
@@ -36,8 +45,10 @@ def lines(rows: list[dict], price_per_hour: float = 0.0) -> list[str]:
     out = [f"cost       reckoned, not measured: {rows[0]['mfu']:.0%} MFU of the dense bf16 peak{price}"]
     for row in rows:
         if row["device"] == DEVICES[0][1] and row["devices"] == DEVICES[0][0]:
-            out.append(f"{row['recipe']}, {si(row['parameters'], 'B')} parameters, {si(row['tokens'], 'B')} tokens, "
-                       f"{row['flops']:.2g} FLOP")  # fmt: skip
+            out.append(
+                f"{row['recipe']}, {si(row['parameters'], 'B')} parameters, {si(row['tokens'], 'B')} tokens, "
+                f"{row['flops']:.2g} FLOP"
+            )
         hours = f"{row['hours']:8.1f} h" if row["hours"] < 48 else f"{row['hours'] / 24:8.1f} days"
         dollars = f"  ${row['dollars']:,.0f}" if row["dollars"] is not None else ""
         devices = f"{row['devices']} x {row['device']}"

@@ -82,8 +82,8 @@ def memory_estimate(
     casts = 2 * (N - (V + model.n_positions) * D) if half and not native else 0
     block = n * ((32 if compiled or native else 36) * D if half else 64 * D) + 4 * n * (model.n_head + 4)
     block += 2 * n * D * (model.dropout > 0)  # masks
-    kept = L * (n * D * stream if run.recompute else block)
-    held_casts = 0 if run.recompute else casts
+    kept = L * (n * D * stream if run.gradient_checkpointing else block)
+    held_casts = 0 if run.gradient_checkpointing else casts
     last = n * D * ((2 if compiled else 6) if half else 8)
     head = w * V * D  # its 16-bit copy, or the padded one
 
@@ -91,16 +91,16 @@ def memory_estimate(
         c = min(run.loss_chunk_size, n)
         fp32 = 4 * V * D
         chunk = max(c * V * ((4 + w) + (4 + w + w if c < n else 0)), c * V * (4 + 2 * w) + w * V * D)
-        forward = (casts if not compiled or not run.recompute else 0) + head + fp32 + chunk
+        forward = (casts if not compiled or not run.gradient_checkpointing else 0) + head + fp32 + chunk
         loss = last + n * D * w + max(forward, held_casts + 2 * fp32 + head)
     elif compiled:
         loss = last + held_casts + head + w * n * V + w * V * D
     else:
         loss = last + held_casts + head + 12 * n * V
-    if run.recompute and half and not compiled and not run.loss_chunk_size:
+    if run.gradient_checkpointing and half and not compiled and not run.loss_chunk_size:
         loss = max(loss, last + casts + head + 10 * n * V)  # still in the forward, where autocast holds its copies
 
-    in_block = 18 * n * D * w // 2 + (block + casts // L if run.recompute else 0)
+    in_block = 18 * n * D * w // 2 + (block + casts // L if run.gradient_checkpointing else 0)
     backward = held_casts + in_block + 4 * V * D
     end = (4 + (w if compiled else 4)) * V * D + in_block - kept
     if compiled and (batch.world == 1 or zero_stage):
@@ -133,9 +133,9 @@ def remedies(config: Config, batch: Batch, **kind) -> str:
         ways[f"--micro_batch_size {smaller}"] = needs(
             of_batch={"micro": smaller * batch.devices, "accumulation": accumulation}
         )
-    ways["--recompute true (about a quarter slower)"] = needs({"recompute": True})
+    ways["--gradient_checkpointing true (about a quarter slower)"] = needs({"gradient_checkpointing": True})
     ways["--loss_chunk_size 1024"] = needs({"loss_chunk_size": 1024})
-    ways["--compile false"] = needs(compiled=False)
+    ways["--torch_compile false"] = needs(compiled=False)
     if not stage:
         world = max(batch.world, 8)
         ways[f"accelerate_configs/zero1.yaml over {world} processes"] = needs(of_batch={"world": world}, zero_stage=1)
@@ -143,8 +143,12 @@ def remedies(config: Config, batch: Batch, **kind) -> str:
         ways[f"accelerate_configs/zero{further}.yaml"] = needs(zero_stage=further)
     now, world, most = needs(), max(batch.world, 8), max(stage, 2)
     together = f"all of these, one sequence at once and zero{most}.yaml over {world} processes"
-    ways[together] = needs({"recompute": True, "loss_chunk_size": 1024}, {"micro": batch.devices, "world": world},
-                           zero_stage=most, compiled=False)  # fmt: skip
+    ways[together] = needs(
+        {"gradient_checkpointing": True, "loss_chunk_size": 1024},
+        {"micro": batch.devices, "world": world},
+        zero_stage=most,
+        compiled=False,
+    )
     helps = [f"{way}: {gb(then)}" for way, then in ways.items() if then < 0.99 * now]
     return f"What helps: {'; '.join(helps)}" if helps else "Only a smaller model would take less"
 

@@ -15,18 +15,31 @@ from pathlib import Path
 
 import torch
 
-from recipe.engine import device as hardware
 from recipe.checkpoint.format import checkpoints
 from recipe.cli import AUTO
+from recipe.components import build_model
 from recipe.config import Batch, Config, UserError, batch_arithmetic
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.estimate.memory import HEADROOM, gb, memory_estimate, plural, remedies, state_bytes
-from recipe.components import build_model
 
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
-_SAME = ("n_layer", "n_head", "n_embd", "n_positions", "dropout", "sequence_length", "total_batch_tokens", "precision",
-         "compile", "compile_mode", "recompute", "loss_chunk_size", "device_memory_gb")  # fmt: skip
+_SAME = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_positions",
+    "dropout",
+    "sequence_length",
+    "total_batch_tokens",
+    "precision",
+    "torch_compile",
+    "torch_compile_mode",
+    "gradient_checkpointing",
+    "loss_chunk_size",
+    "device_memory_gb",
+)
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ def engine_kind(config: Config, engine: Engine) -> dict:
     return {
         "precision": engine.precision,
         "zero_stage": engine.zero_stage,
-        "compiled": config.run.compile and not engine.no_compile,
+        "compiled": config.run.torch_compile and not engine.no_compile,
     }
 
 
@@ -145,7 +158,7 @@ def trials(config: Config, engine: Engine, closing: ExitStack) -> Callable[[int]
     out. Its model, a process's own and unprepared, is gone after `closing`."""
     closing.enter_context(hardware.same_random_numbers(engine.device))
     model = build_model(config, engine, resuming=True)
-    engine.place(model, compile=config.run.compile_mode if config.run.compile else "")
+    engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
     model.train()
     # The trial holds whole fp32 weights and gradients; what else the run will hold, or hold less of.
     later = state_bytes(config.model, engine.world, engine.zero_stage, engine.precision) - 2 * sum(

@@ -23,17 +23,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from recipe.hub import outbox
-from recipe.hub import upload
-from recipe.hub.model_card import CARD
-from recipe.data.catalog import license_error
 from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
 from recipe.config import UserError, check_repo_name
-from recipe.monitor.metrics import read_metrics
+from recipe.data.catalog import license_error
+from recipe.hub import outbox, upload
+from recipe.hub.model_card import CARD
 from recipe.hub.package import package, recorded_step, renew_card
 from recipe.hub.push import PATIENCE, check_push, describe, names, push_command
+from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redact
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -103,8 +102,10 @@ def best_valid(run: Path, say: Say = print) -> Path | None:
             return path
         say(f"skipping {path}: {problems[0]}")
     if found:
-        raise UserError(f"{run}: no checkpoint that is kept and whole was evaluated at its step (eval_every); leave "
-                        "--best out for the newest one")  # fmt: skip
+        raise UserError(
+            f"{run}: no checkpoint that is kept and whole was evaluated at its step (eval_steps); leave "
+            "--best out for the newest one"
+        )
     return None
 
 
@@ -176,11 +177,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser(**about) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, **about)
-    parser.add_argument("--best", action="store_true", help="of the checkpoints that are kept, the one with the lowest "
-                        "validation loss in metrics.jsonl, instead of the newest")  # fmt: skip
-    parser.add_argument("--license", default="", help="licence of the weights in the card, by the Hub's name for it, "
-                        "or other (default: the run's hub_license, which is mit, as of this project's code, unless "
-                        "you chose another; whether your data allow it is for you to know)")  # fmt: skip
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="of the checkpoints that are kept, the one with the lowest "
+        "validation loss in metrics.jsonl, instead of the newest",
+    )
+    parser.add_argument(
+        "--license",
+        default="",
+        help="licence of the weights in the card, by the Hub's name for it, "
+        "or other (default: the run's hub_license, which is mit, as of this project's code, unless "
+        "you chose another; whether your data allow it is for you to know)",
+    )
     return parser
 
 
@@ -196,8 +205,12 @@ def export_main(argv: list[str]) -> int:
     parser.add_argument("run", nargs="?", type=Path, help="run directory or checkpoint (default: newest run)")
     parser.add_argument("--run", dest="run_option", type=Path, metavar="RUN", help="the same, as an option")
     parser.add_argument("--out", type=Path, default=Path("model"), help="directory to make (default: model)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights, default float32, which is "
-                        "what a checkpoint holds")  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the weights, default float32, which is what a checkpoint holds",
+    )
     args = _parse(parser, argv)
     run = args.run_option or args.run or _newest_run()
     checkpoint = export(run, args.out, best=args.best, dtype=args.dtype, license=args.license)

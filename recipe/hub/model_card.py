@@ -14,19 +14,33 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from recipe.hub import scores
-from recipe.data.catalog import DATASETS
 from recipe.config import ModelConfig, UserError
-from recipe.monitor.metrics import read_metrics
+from recipe.data.catalog import DATASETS
 from recipe.estimate.memory import parameter_count, si
+from recipe.hub import scores
+from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redact, redacted
 
 CARD = "README.md"
 # What the Hub's pages of these data sets say of themselves, and the text that ships, recipe/data/tiny_shakespeare.txt.
 _ENGLISH = {source for source, _ in DATASETS.values()}
 _ENGLISH_FILES = {"86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}  # SHA-256
-_SHOWN = ("total_batch_tokens", "sequence_length", "micro_batch_size", "max_steps", "learning_rate", "min_lr_fraction",
-          "warmup_steps", "weight_decay", "beta1", "beta2", "adam_eps", "max_grad_norm", "dropout", "seed")  # fmt: skip
+_SHOWN = (
+    "total_batch_tokens",
+    "sequence_length",
+    "micro_batch_size",
+    "max_steps",
+    "learning_rate",
+    "min_lr_fraction",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "dropout",
+    "seed",
+)
 
 
 def card_of(checkpoint: Path, *, repo: str = "", license: str = "", dtype: str = "float32", tail: int = 0) -> str:
@@ -107,8 +121,12 @@ def data_set(state: dict) -> dict:
     options = {"options": source.get("options") or manifest.get("options") or {}}
     hub = source.get("source") or source.get("uri", "").removeprefix("hf://datasets/")
     if hub and source.get("commit"):
-        return {"id": "/".join(hub.split("@")[0].split("/")[:2]), "commit": source["commit"],
-                "subset": source.get("name"), "split": source.get("split")} | options  # fmt: skip
+        return {
+            "id": "/".join(hub.split("@")[0].split("/")[:2]),
+            "commit": source["commit"],
+            "subset": source.get("name"),
+            "split": source.get("split"),
+        } | options
     if files := source.get("files"):
         more = source.get("of", len(files)) - 1
         return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files} | options
@@ -136,8 +154,10 @@ def _introduction(state: dict, text: dict, init: str | None) -> str:
     config, tokens = state.get("config", {}), state.get("tokens")
     shape = ""
     if count := parameters(config):
-        shape = (f" with {si(count)} parameters ({config['n_layer']} layers, {config['n_head']} heads, "
-                 f"{config['n_embd']} wide, {config['n_positions']:,} positions)")  # fmt: skip
+        shape = (
+            f" with {si(count)} parameters ({config['n_layer']} layers, {config['n_head']} heads, "
+            f"{config['n_embd']} wide, {config['n_positions']:,} positions)"
+        )
     start = "from scratch" if init is None else f"on from {init}" if init else "on from other weights"
     trained = f", trained {start}" + (f" on {tokens:,} tokens" if tokens else "")
     of = f" of {_name(text)}" if text else ""

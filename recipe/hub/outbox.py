@@ -77,9 +77,15 @@ def entries(run: Path) -> list[Entry]:
 
 
 def enqueue(
-    run: Path, files: list[Path], made: dict[str, bytes], step: int, repo: str, private: bool, todo: list[str],
+    run: Path,
+    files: list[Path],
+    made: dict[str, bytes],
+    step: int,
+    repo: str,
+    private: bool,
+    todo: list[str],
     held: bool = False,
-) -> Entry:  # fmt: skip
+) -> Entry:
     """Puts `files`, and those `made` for it, into the queue, whole or not at all. Raises OSError."""
     queue = run / QUEUE
     queue.mkdir(parents=True, exist_ok=True)

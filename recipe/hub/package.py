@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.hub.model_card import CARD, card_of
 from recipe.checkpoint.format import model_only
 from recipe.data.tokenizer import END_OF_TEXT
-from recipe.monitor.metrics import read_metrics
+from recipe.hub.model_card import CARD, card_of
 from recipe.hub.outbox import Entry
 from recipe.hub.upload import judge
+from recipe.monitor.metrics import read_metrics
 
 
 def recorded_step(checkpoint: Path) -> int:
@@ -48,8 +48,10 @@ def renew_card(run: Path, entry: Entry, **options) -> str:
         if checkpoint.exists():
             entry.put(CARD, package(checkpoint, repo=entry.repo, **options)[1][CARD])
         elif license and f"\nlicense: {license}\n" not in (entry.path / CARD).read_text():
-            return (f"upload     {entry.path.name} keeps its card, without --license {license}: its checkpoint "
-                    f"is no longer in {run}; change the licence in the card on the Hub")  # fmt: skip
+            return (
+                f"upload     {entry.path.name} keeps its card, without --license {license}: its checkpoint "
+                f"is no longer in {run}; change the licence in the card on the Hub"
+            )
     except Exception as error:  # the weights are worth more than what is said of them
         return f"upload     {entry.path.name} has no new card: {judge(error)[1]}"
     return ""

@@ -21,10 +21,9 @@ from pathlib import Path
 import huggingface_hub.constants
 from huggingface_hub import HfApi
 
-from recipe.hub import outbox
-from recipe.hub import upload
 from recipe.checkpoint.format import model_only, step_of
 from recipe.config import ROOT, UserError
+from recipe.hub import outbox, upload
 from recipe.hub.package import evaluated, package, renew_card
 
 PATIENCE = 300  # seconds without anything new on the Hub after which nobody waits for it any more
@@ -76,8 +75,10 @@ def check_push(repo_id: str, private: bool, say: Say, field: str = "push_to_hub"
             failures += 1
             wait = max(after, 2 ** (failures - 1))
             if time.monotonic() - start + wait > _CHECK_PATIENCE:
-                say(f"push       the Hub cannot be reached ({reason}): checkpoints are queued, and tried again, at "
-                    "least every minute, while the run goes on")  # fmt: skip
+                say(
+                    f"push       the Hub cannot be reached ({reason}): checkpoints are queued, and tried again, at "
+                    "least every minute, while the run goes on"
+                )
                 return
             time.sleep(wait)
 
@@ -92,8 +93,10 @@ def _check_rights(me: dict, repo_id: str) -> None:
             f"the token is {me['name']}'s, who is no member of {namespace}; name a repository of {names}"
         )
     if roles.get(namespace.lower()) in ("read", "no_access"):
-        raise upload.Refused(f"{me['name']} may only read in {namespace}; ask there for the role write, or name "
-                             f"{me['name']}/{repo_id.split('/')[1]}")  # fmt: skip
+        raise upload.Refused(
+            f"{me['name']} may only read in {namespace}; ask there for the role write, or name "
+            f"{me['name']}/{repo_id.split('/')[1]}"
+        )
     token = me.get("auth", {}).get("accessToken", {})
     fine = token.get("fineGrained", {}).get("scoped")
     allowed = {
@@ -109,10 +112,10 @@ def _check_rights(me: dict, repo_id: str) -> None:
 class Uploads:
     """The uploads of a run; main process only. Nothing of it raises, nothing of it waits but `close`."""
 
-    def __init__(self, run: Path, repo: str, private: bool, say: Say, *, milestone_every: int, last_step: int):
-        """Checkpoints at multiples of `milestone_every` (0: none) and at `last_step` go up; the latter to main too."""
+    def __init__(self, run: Path, repo: str, private: bool, say: Say, *, milestone_steps: int, last_step: int):
+        """Checkpoints at multiples of `milestone_steps` (0: none) and at `last_step` go up; the latter to main too."""
         self.run, self.repo, self.private, self._say = run, repo, private, say
-        self._milestone_every, self._last_step = milestone_every, last_step
+        self._milestone_every, self._last_step = milestone_steps, last_step
         self._process: subprocess.Popen | None = None
         self._closed = False
         self._unread, self._deaths = b"", 0
@@ -182,10 +185,12 @@ class Uploads:
         with open(self.run / outbox.QUEUE / outbox.LOG, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "recipe.hub.upload", str(self.run)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
                 env=os.environ | quiet | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
-            )  # fmt: skip
+            )
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def _add(self, checkpoint: Path, again: bool) -> None:
@@ -259,8 +264,9 @@ class Uploads:
         self._process, self._unread = None, b""
         self._deaths += 1
         if self._deaths > _RESTARTS:
-            self._say(f"upload     the process that uploads died {self._deaths} times ({cause}), and is not started "
-                      "again")  # fmt: skip
+            self._say(
+                f"upload     the process that uploads died {self._deaths} times ({cause}), and is not started again"
+            )
             return
         self._say(f"upload     the process that uploads died ({cause}); started again")
         self._start()

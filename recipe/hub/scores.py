@@ -45,9 +45,14 @@ class Score:
         about = {f"dataset_{k}": v for k, v in self.dataset.items() if v}
         source = {"source_name": "lm-evaluation-harness", "source_url": self.source} if self.source else {}
         return EvalResult(
-            task_type="text-generation", **about, metric_type=self.type, metric_value=round(self.value, 6),
-            metric_name=self.name, metric_args=self.args or None, **source,
-        )  # fmt: skip
+            task_type="text-generation",
+            **about,
+            metric_type=self.type,
+            metric_value=round(self.value, 6),
+            metric_name=self.name,
+            metric_args=self.args or None,
+            **source,
+        )
 
 
 def of_run(lines: list[dict], config: dict, step: int, text: dict) -> Iterator[Score]:
@@ -80,8 +85,7 @@ def of_results(results: dict, config: dict, text: dict) -> Iterator[Score]:
     if found := _of(results, "hellaswag"):
         yield from _hellaswag(found)
     if found := _of(results, "perplexity"):
-        yield from _losses(_validation(found.get("data"), config, text), found,
-                           ("loss", "perplexity", "bits_per_byte"))  # fmt: skip
+        yield from _losses(_validation(found.get("data"), config, text), found, ("loss", "perplexity", "bits_per_byte"))
     if found := _of(results, "wikitext2"):
         yield from _losses(_named(found), found, ("perplexity", "word_perplexity", "bits_per_byte"))
     if found := _of(results, "lambada"):
@@ -134,16 +138,23 @@ def _lm_eval(found: dict) -> Iterator[Score]:
             yield Score({"type": task, "name": task}, type, name, value, how, args, half, _HARNESS)
 
 
-_NAMES = {"loss": ("loss", "loss, nats a token"), "perplexity": ("perplexity", "perplexity, of a token"),
-          "word_perplexity": ("perplexity", "perplexity, of a word"),
-          "bits_per_byte": ("bits_per_byte", "bits a byte")}  # fmt: skip
+_NAMES = {
+    "loss": ("loss", "loss, nats a token"),
+    "perplexity": ("perplexity", "perplexity, of a token"),
+    "word_perplexity": ("perplexity", "perplexity, of a word"),
+    "bits_per_byte": ("bits_per_byte", "bits a byte"),
+}
 
 
 def _losses(data: dict, found: dict, keys: tuple[str, ...]) -> Iterator[Score]:
     names = ("sequence_length", "stride", "tokens", "windows", "limit_windows")
     args = {k: found[k] for k in names if _number(found.get(k)) is not None}
-    words = {"sequence_length": "{:,} at once", "stride": "stride {:,}", "limit_windows": "the first {:,} windows",
-             "tokens": "{:,} tokens"}  # fmt: skip
+    words = {
+        "sequence_length": "{:,} at once",
+        "stride": "stride {:,}",
+        "limit_windows": "the first {:,} windows",
+        "tokens": "{:,} tokens",
+    }
     how = ", ".join(words[k].format(args[k]) for k in words if k in args) + _in(found)
     for key in keys:
         if (value := _number(found.get(key))) is not None:
@@ -158,8 +169,12 @@ def _validation(data: str | None, config: dict, text: dict) -> dict:
     name = text.get("id") or text.get("name") or "the run's own data"
     if "id" not in text:
         return _local(f"{name}, held out")
-    return {"type": text["id"], "name": f"{name}, held out", "config": text.get("subset"),
-            "revision": text.get("commit")}  # fmt: skip
+    return {
+        "type": text["id"],
+        "name": f"{name}, held out",
+        "config": text.get("subset"),
+        "revision": text.get("commit"),
+    }
 
 
 def _path(name: str | None) -> str | None:

@@ -136,8 +136,10 @@ def open_repo(api: HfApi, repo: str, private: bool) -> None:
     """Makes the repository, unless it is there. Raises Refused where it is public and must not be."""
     api.create_repo(repo, private=private or None, exist_ok=True)
     if private and not api.repo_info(repo).private:
-        raise Refused(f"{repo} is a public repository, and hub_private wants a private one; make it private in its "
-                      "settings on the Hub, or name another")  # fmt: skip
+        raise Refused(
+            f"{repo} is a public repository, and hub_private_repo wants a private one; make it private in its "
+            "settings on the Hub, or name another"
+        )
 
 
 class Uploader:

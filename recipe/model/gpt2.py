@@ -102,10 +102,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: GPT2Config, recompute: bool, attend: Callable, checkpoint: Callable):
+    def __init__(self, config: GPT2Config, gradient_checkpointing: bool, attend: Callable, checkpoint: Callable):
         super().__init__()
         self.embd_pdrop = config.embd_pdrop
-        self.recompute, self.checkpoint = recompute, checkpoint
+        self.gradient_checkpointing, self.checkpoint = gradient_checkpointing, checkpoint
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
             x = x.to(torch.bfloat16)
         x = F.dropout(x, self.embd_pdrop, self.training)
         for block in self.h:
-            if self.recompute and self.training:
+            if self.gradient_checkpointing and self.training:
                 x = self.checkpoint(block, x)
             else:
                 x = block(x, mask)
@@ -141,7 +141,7 @@ class GPT2LMHeadModel(nn.Module):
 
     Args:
         config: a transformers GPT2Config. UserError where it asks for what this module does not do.
-        recompute: recompute each block's activations in backward instead of keeping them.
+        gradient_checkpointing: recompute each block's activations in backward instead of keeping them.
         loss_chunk_size, pad_vocab_to: see `recipe.model.loss.next_token_loss`.
         seed: of the initial weights, drawn on the CPU: the same on every device.
         attention, checkpoint: a device's own (q, k, v, dropout) -> y over (B, H, T, K) and (block, x) -> block(x),
@@ -152,7 +152,7 @@ class GPT2LMHeadModel(nn.Module):
         self,
         config: GPT2Config,
         *,
-        recompute: bool = False,
+        gradient_checkpointing: bool = False,
         loss_chunk_size: int = 0,
         pad_vocab_to: int = 1,
         seed: int = 0,
@@ -166,7 +166,7 @@ class GPT2LMHeadModel(nn.Module):
         self.config = config
         self.loss_chunk_size, self.pad_vocab_to = loss_chunk_size, pad_vocab_to
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
-        self.transformer = Transformer(config, recompute, attention or causal_attention, checkpoint)
+        self.transformer = Transformer(config, gradient_checkpointing, attention or causal_attention, checkpoint)
         # A tied head is no second Parameter: moving a module to an XLA device would break the tie unnoticed.
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self._init_weights(torch.Generator().manual_seed(seed))

@@ -131,8 +131,9 @@ class Progress:
         self._bar = None
         if self.terminal:
             # A terminal that tells no rows (docker's) has none for tqdm, and TQDM_DISABLE would leave nothing at all.
-            self._bar = _TerminalBar(self.line, total=self.total, initial=self.done, leave=False, mininterval=0.25,
-                                     nrows=20, disable=False)  # fmt: skip
+            self._bar = _TerminalBar(
+                self.line, total=self.total, initial=self.done, leave=False, mininterval=0.25, nrows=20, disable=False
+            )
             self._thread = threading.Thread(target=self._keep_drawing, name="bar", daemon=True)
             self._thread.start()
 

@@ -12,8 +12,6 @@ from recipe.cli import emit
 from recipe.config import ROOT, Batch, Config
 from recipe.data.shards import Shard, unigram_loss
 from recipe.engine.base import Engine
-from recipe.estimate.micro_batch import engine_kind, memory_of
-from recipe.monitor.metrics import read_metrics
 from recipe.estimate.memory import (
     HEADROOM,
     MFU,
@@ -30,6 +28,8 @@ from recipe.estimate.memory import (
     si,
     training_seconds,
 )
+from recipe.estimate.micro_batch import engine_kind, memory_of
+from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redacted
 
 
@@ -53,13 +53,20 @@ class Result:
 def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], None], found: str) -> None:
     """The opening panel; `found` is the line that says where an automatic micro-batch is from, or empty."""
     say(f"run        {config.run.run_name} ({config.run.config})")
-    lines = describe(config, batch, device=engine.name, peak_flops=engine.peak_flops, memory=memory_of(config, engine),
-                     machines=-(-engine.world // engine.local_world), found=found,
-                     **engine_kind(config, engine))  # fmt: skip
+    lines = describe(
+        config,
+        batch,
+        device=engine.name,
+        peak_flops=engine.peak_flops,
+        memory=memory_of(config, engine),
+        machines=-(-engine.world // engine.local_world),
+        found=found,
+        **engine_kind(config, engine),
+    )
     say("\n".join(lines))
     if engine.idle_gpus:
         say(f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them")
-    if config.run.compile and engine.no_compile:
+    if config.run.torch_compile and engine.no_compile:
         say(f"note       not compiled: {engine.no_compile}")
     if engine.note:
         say(f"note       {engine.note}")
@@ -68,9 +75,18 @@ def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], 
 
 
 def describe(
-    config: Config, batch: Batch, *, device: str, precision: str, peak_flops: float | None, zero_stage: int = 0,
-    compiled: bool = False, memory: int | None = None, machines: int = 1, found: str = "",
-) -> list[str]:  # fmt: skip
+    config: Config,
+    batch: Batch,
+    *,
+    device: str,
+    precision: str,
+    peak_flops: float | None,
+    zero_stage: int = 0,
+    compiled: bool = False,
+    memory: int | None = None,
+    machines: int = 1,
+    found: str = "",
+) -> list[str]:
     """The panel's lines. `device` is the engine's name, `peak_flops` that of a process's devices, `memory` a device's
     in bytes; None where they are not known."""
     model, data, opt, run = config.model, config.data, config.optimizer, config.run
@@ -79,14 +95,14 @@ def describe(
     devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
     shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
     shares += plural(batch.micro // batch.devices, "sequence")
-    checkpoints = run.keep_last + (opt.max_steps // run.milestone_every if run.milestone_every else 0)
+    checkpoints = run.save_total_limit + (opt.max_steps // run.milestone_steps if run.milestone_steps else 0)
     kind = {"precision": precision, "zero_stage": zero_stage, "compiled": compiled}
     needed = memory_estimate(config, batch, **kind)
     streamed = data.streaming or data.source.startswith("hf://")
     shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
     device, _, engine = device.partition(", ")
     where = f" on {plural(machines, 'machine')}" if batch.world > 1 else ""
-    made = f", compiled ({run.compile_mode})" if compiled else ""
+    made = f", compiled ({run.torch_compile_mode})" if compiled else ""
     lines = [
         f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{flops / 1e6:,.1f} MFLOP a token",
@@ -99,8 +115,10 @@ def describe(
         f"memory     about {si(needed)}B a device (reckoned){f' of {gb(memory)}' if memory else ''}",
     ]
     if memory and needed > HEADROOM * memory:
-        lines.append(f"           which does not fit: {gb(HEADROOM * memory)} are left beside what a GPU holds for "
-                     f"itself. {remedies(config, batch, **kind)}")  # fmt: skip
+        lines.append(
+            f"           which does not fit: {gb(HEADROOM * memory)} are left beside what a GPU holds for "
+            f"itself. {remedies(config, batch, **kind)}"
+        )
     lines.append(
         f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
         f"{run.output_dir}; {shards}"
@@ -156,8 +174,10 @@ def outcome(
     if scores := [n for n in lines if n.get("hellaswag_A_acc_norm") is not None]:
         n = scores[-1]
         of = f"{run.hellaswag_limit:,} rows" if run.hellaswag_limit else "all rows"
-        said.append(f"HellaSwag  acc_norm {n['hellaswag_A_acc_norm']:.4f} (way A), {n['hellaswag_B_acc_norm']:.4f} "
-                    f"(way B) at step {n['step']:,}, {of}")  # fmt: skip
+        said.append(
+            f"HellaSwag  acc_norm {n['hellaswag_A_acc_norm']:.4f} (way A), {n['hellaswag_B_acc_norm']:.4f} "
+            f"(way B) at step {n['step']:,}, {of}"
+        )
     rate = tokens / max(result.seconds, 1e-9)
     flops = flops_per_token(config.model, config.data.sequence_length)
     mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world):.1f} %" if peak_flops else ""
@@ -166,8 +186,10 @@ def outcome(
     if run.price_per_hour:
         whole = result.seconds + result.pauses
         cost = price(whole, devices, run.price_per_hour)
-        said.append(f"price      {money(cost)}: {duration(whole)} x {plural(devices, 'device')} x "
-                    f"{money(run.price_per_hour)} an hour, without start-up")  # fmt: skip
+        said.append(
+            f"price      {money(cost)}: {duration(whole)} x {plural(devices, 'device')} x "
+            f"{money(run.price_per_hour)} an hour, without start-up"
+        )
     return said
 
 

@@ -35,10 +35,16 @@ _WANDB_INIT = 60.0  # seconds that wandb's server may take to answer
 _WANDB_END = 20.0  # seconds after which wandb gives up uploading; what it has on the disk stays
 _WAITING = 10_000  # records that wait for a tracker that does not take them
 _GROUPS = {
-    "val_loss": "val/loss", "tokens": "tokens", "tokens_per_second": "speed/tokens_per_second", "mfu": "speed/mfu",
-    "data_wait": "speed/data_wait", "save_wait": "speed/save_wait", "seconds": "speed/seconds",
-    "peak_memory_bytes": "device/peak_memory_bytes", "compilations": "device/compilations",
-}  # fmt: skip
+    "val_loss": "val/loss",
+    "tokens": "tokens",
+    "tokens_per_second": "speed/tokens_per_second",
+    "mfu": "speed/mfu",
+    "data_wait": "speed/data_wait",
+    "save_wait": "speed/save_wait",
+    "seconds": "speed/seconds",
+    "peak_memory_bytes": "device/peak_memory_bytes",
+    "compilations": "device/compilations",
+}
 
 
 def check_tracker(name: str) -> None:

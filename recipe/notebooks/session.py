@@ -32,9 +32,16 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
     print(f"$ {command}", flush=True)
     # In a process group of its own: an interrupted cell would reach the launcher alone, or all of them twice.
     process = subprocess.Popen(
-        command, shell=True, start_new_session=True, env=os.environ | _ENVIRONMENT, text=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        shell=True,
+        start_new_session=True,
+        env=os.environ | _ENVIRONMENT,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     told = threading.Event()
 
     def tell(number: int) -> None:
@@ -42,8 +49,14 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
-    timers = [threading.Timer(hours * 3600, tell, [signal.SIGTERM]),
-              threading.Timer(hours * 3600 + _GRACE, tell, [signal.SIGKILL])] if hours is not None else []  # fmt: skip
+    timers = (
+        [
+            threading.Timer(hours * 3600, tell, [signal.SIGTERM]),
+            threading.Timer(hours * 3600 + _GRACE, tell, [signal.SIGKILL]),
+        ]
+        if hours is not None
+        else []
+    )
     for timer in timers:
         timer.daemon = True
         timer.start()

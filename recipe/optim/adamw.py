@@ -31,16 +31,18 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, **options) -
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, **options)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, **options)
 
 
 def check_is_adamw(optimizer: torch.optim.Optimizer, where: str) -> None:
     """Raises UserError for an engine, `where`, that makes and shards AdamW's state by itself and would train another
     optimizer as something else, or resume it so."""
     if type(optimizer) is not torch.optim.AdamW:
-        raise UserError(f"{where} knows AdamW alone, not {type(optimizer).__name__}; launch with accelerate_configs/"
-                        "single.yaml or ddp.yaml")  # fmt: skip
+        raise UserError(
+            f"{where} knows AdamW alone, not {type(optimizer).__name__}; launch with accelerate_configs/"
+            "single.yaml or ddp.yaml"
+        )
 
 
 def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,8 +42,13 @@ def run_case(lab: Lab, case: Case, number: int) -> dict:
     except Exception:
         lost = traceback.format_exc()
     how = (directory / HOW).read_text().splitlines() if (directory / HOW).exists() else []
-    outcome = {"group": case.group, "name": case.name, "survived": lost is None,
-               "seconds": round(time.monotonic() - start, 2), "commands": how}  # fmt: skip
+    outcome = {
+        "group": case.group,
+        "name": case.name,
+        "survived": lost is None,
+        "seconds": round(time.monotonic() - start, 2),
+        "commands": how,
+    }
     if lost is None:
         shutil.rmtree(directory, ignore_errors=True)
         return outcome
@@ -124,8 +129,11 @@ def main() -> int:
                     seconds[group] = time.monotonic() - began
     finally:
         lab.close()
-    report = {"surroundings": surroundings() | {"jobs": options.jobs}, "seconds": round(time.monotonic() - start, 1),
-              "injections": outcomes}  # fmt: skip
+    report = {
+        "surroundings": surroundings() | {"jobs": options.jobs},
+        "seconds": round(time.monotonic() - start, 1),
+        "injections": outcomes,
+    }
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(outcomes, seconds, groups))
     lost = [o for o in outcomes if not o["survived"]]

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
 from recipe.config import UserError
-from recipe.data.shards import find_shards
 from recipe.data.dataset import LocalSource, check_data
+from recipe.data.shards import find_shards
 from recipe.faults import POINTS
 from tests import canary, faults_push
 from tests.conftest import ROOT, environment
@@ -94,7 +94,7 @@ def builder_killed(lab: Lab, directory: Path, engine: str, n: int, **changes) ->
     same_end(directory, lab.reference(engine, **changes).directory)
 
 
-PUSH = {"push_to_hub": faults_push.REPO, "milestone_every": 4}
+PUSH = {"push_to_hub": faults_push.REPO, "milestone_steps": 4}
 
 
 def uploader_killed(lab: Lab, directory: Path, engine: str, point: str, n: int, **changes) -> None:
@@ -125,9 +125,11 @@ def kill_cases() -> list[Case]:
         rank = i % processes(engine) if everywhere else 0
         n = _occurrences(point)[i]
         sample = (engine, point, seed) in {
-            ("one", "save.optimizer.safetensors.during", 2), ("one", "save.prune", 1),
-            ("ddp", "save.rename.before", 2), ("ddp", "step.micro", 2),
-        }  # fmt: skip
+            ("one", "save.optimizer.safetensors.during", 2),
+            ("one", "save.prune", 1),
+            ("ddp", "save.rename.before", 2),
+            ("ddp", "step.micro", 2),
+        }
         check = partial(killed, engine=engine, point=point, n=n, rank=rank, seed=seed)
         cases.append(Case("kill", f"kill@{point}:{n}/{rank} {engine} seed {seed}", check, quick=sample))
     for engine, (i, seed) in itertools.product(ENGINES, enumerate(SEEDS)):
@@ -183,7 +185,7 @@ def terminated_while_waiting(lab: Lab, directory: Path, engine: str, ranks: tupl
 
 def terminated_while_compiling(lab: Lab, directory: Path) -> None:
     """SIGTERM in the middle of the first, compiling call."""
-    run = lab.start(directory, compile=True)
+    run = lab.start(directory, torch_compile=True)
     run.until("data       ")
     time.sleep(2)
     os.kill(run.ranks[0].pid, signal.SIGTERM)
@@ -199,7 +201,7 @@ def terminated_while_compiling(lab: Lab, directory: Path) -> None:
 def terminated_while_uploading(lab: Lab, directory: Path, engine: str, ranks: tuple[int, ...]) -> None:
     """SIGTERM while an upload makes no progress: nobody waits for it, and the next run brings it up."""
     changes = LONG | {"max_steps": 400}
-    push = {"push_to_hub": faults_push.REPO, "milestone_every": 50}
+    push = {"push_to_hub": faults_push.REPO, "milestone_steps": 50}
     with PushHub(directory / "hub") as hub:
         env = faults_push.variables(hub)
         run = lab.start(directory, engine, "stall@upload.during:2", env=env, **push, **changes)
@@ -218,7 +220,7 @@ def terminated_while_uploading(lab: Lab, directory: Path, engine: str, ranks: tu
         expect(len(found["main"]) == 2 and len(found["step-000050"]) == 2, f"not uploaded: {sorted(found)}")
 
 
-LONG = {"max_steps": 150, "save_every": 50, "eval_every": 0, "hellaswag_every": 0}  # time to send a signal
+LONG = {"max_steps": 150, "save_steps": 50, "eval_steps": 0, "hellaswag_steps": 0}  # time to send a signal
 
 
 def launcher_terminated(lab: Lab, directory: Path, engine: str) -> None:
@@ -240,10 +242,14 @@ def launcher_terminated(lab: Lab, directory: Path, engine: str) -> None:
 def sigterm_cases() -> list[Case]:
     # point, occurrence on one process, on each of two, steps then done at least
     points = [
-        ("step.begin", 6, 6, 5), ("step.micro", 22, 12, 5), ("step.end", 6, 6, 5), ("evaluate.validation", 5, 3, 4),
-        ("evaluate.hellaswag", 1, 1, 6), *((f"save.{name}.during", 2, 2, 8) for name in FILES),
+        ("step.begin", 6, 6, 5),
+        ("step.micro", 22, 12, 5),
+        ("step.end", 6, 6, 5),
+        ("evaluate.validation", 5, 3, 4),
+        ("evaluate.hellaswag", 1, 1, 6),
+        *((f"save.{name}.during", 2, 2, 8) for name in FILES),
         ("save.rename.before", 2, 2, 8),
-    ]  # fmt: skip
+    ]
     cases = []
     for engine, (point, alone, each, finished) in itertools.product(ENGINES, points):
         n = alone if processes(engine) == 1 else each
@@ -254,8 +260,11 @@ def sigterm_cases() -> list[Case]:
         else:
             who = [f"term@{point}:{n}/0", f"term@{point}:{n}/1", f"term@{point}:{n}"]
         for fault in who:
-            sample = (engine, fault) in {("one", "term@evaluate.validation:5"), ("ddp", "term@step.micro:12/1"),
-                                         ("one", "term@save.model.safetensors.during:2")}  # fmt: skip
+            sample = (engine, fault) in {
+                ("one", "term@evaluate.validation:5"),
+                ("ddp", "term@step.micro:12/1"),
+                ("one", "term@save.model.safetensors.during:2"),
+            }
             check = partial(terminated, engine=engine, fault=fault, finished=finished)
             cases.append(Case("sigterm", f"{fault} {engine}", check, quick=sample))
     for engine in ENGINES:
@@ -284,7 +293,7 @@ WRITES = (*(f"save.{name}.during" for name in FILES), "save.rename.before", "log
 def disk_failed(lab: Lab, directory: Path, engine: str, error: str, point: str) -> None:
     """One write fails; the run goes on to its end, and says so."""
     fault = f"{error}@{point}:{5 if point == 'log.write' else 2}"
-    result = lab.run(directory, engine, fault, keep_last=3).expect(0)
+    result = lab.run(directory, engine, fault, save_total_limit=3).expect(0)
     _said(result, error)
     found = [step_of(p) for p in checkpoints(directory / "run")]
     expect(found == ([4, 8, 12] if point == "log.write" else [4, 12]), f"not injected? checkpoints of steps {found}")
@@ -377,8 +386,10 @@ def _damages(seed: str, flips: int, cuts: int) -> list[tuple[str, Callable[[Path
     rng = random.Random(seed)
     offsets = [0.0, 1 - 1e-12, *(rng.random() for _ in range(flips - 2))]
     shares = [0.0, 1.0, *(rng.random() for _ in range(cuts - 2))]
-    found = [(f"bit {bit} at {offset:.6f}", partial(_flip, offset, bit))
-             for offset, bit in ((o, rng.randrange(8)) for o in offsets)]  # fmt: skip
+    found = [
+        (f"bit {bit} at {offset:.6f}", partial(_flip, offset, bit))
+        for offset, bit in ((o, rng.randrange(8)) for o in offsets)
+    ]
     return [*found, *((f"cut to {share:.4f}", partial(_truncate, share)) for share in shares), ("deleted", _delete)]
 
 
@@ -389,7 +400,7 @@ def _linked(source: Path, into: Path) -> Path:
 
 def _two(lab: Lab) -> Path:
     """A run with checkpoints of steps 8 and 12."""
-    return lab.reference("one", keep_last=2).directory / "run"
+    return lab.reference("one", save_total_limit=2).directory / "run"
 
 
 def checkpoint_damaged(lab: Lab, directory: Path, name: str, damage: Callable[[Path], None]) -> None:
@@ -426,10 +437,10 @@ def shard_damaged(lab: Lab, directory: Path, name: str, damage: Callable[[Path],
 
 def run_with_damaged_checkpoint(lab: Lab, directory: Path, engine: str, name: str, damage) -> None:
     """A whole run over it: the one before is taken, and the end is the same."""
-    reference = lab.reference(engine, keep_last=2).directory
+    reference = lab.reference(engine, save_total_limit=2).directory
     _linked(reference / "run", directory / "run")
     damage(directory / "run" / "step_00000012" / name)
-    result = lab.run(directory, engine, keep_last=2).expect(0)
+    result = lab.run(directory, engine, save_total_limit=2).expect(0)
     expect("skipping" in result.output and "from step 8" in result.output, f"not skipped\n{result.output}")
     same_end(directory, reference)
 
@@ -453,9 +464,16 @@ def corruption_cases() -> list[Case]:
             )
             cases.append(case)
 
-    for name, flips in {"model.safetensors": 60, "optimizer.safetensors": 60, "trainer_state.json": 50,
-                        "manifest.json": 90, "config.json": 15, "generation_config.json": 15, "tokenizer.json": 15,
-                        "tokenizer_config.json": 15}.items():  # fmt: skip
+    for name, flips in {
+        "model.safetensors": 60,
+        "optimizer.safetensors": 60,
+        "trainer_state.json": 50,
+        "manifest.json": 90,
+        "config.json": 15,
+        "generation_config.json": 15,
+        "tokenizer.json": 15,
+        "tokenizer_config.json": 15,
+    }.items():
         add(checkpoint_damaged, "checkpoint", name, flips, max(2, flips // 5))
     for name in ("train_000000.bin", "train_000001.bin", "train_000003.bin", "val_000000.bin"):
         add(shard_damaged, "shard", name, 20, 5)
@@ -464,8 +482,11 @@ def corruption_cases() -> list[Case]:
         check = partial(run_with_damaged_checkpoint, engine=engine, name=name, damage=partial(_flip, rng.random(), 3))
         cases.append(Case("corruption", f"run over a flipped bit in {name} {engine}", check, quick=engine == "one"))
     first = "train_000000.bin"
-    damages = {"one": (first, partial(_flip, 0.7, 1)), "ddp": (first, partial(_truncate, 0.5)),
-               "zero1": ("val_000000.bin", _delete)}  # fmt: skip
+    damages = {
+        "one": (first, partial(_flip, 0.7, 1)),
+        "ddp": (first, partial(_truncate, 0.5)),
+        "zero1": ("val_000000.bin", _delete),
+    }
     for engine, (name, damage) in damages.items():
         check = partial(run_with_damaged_shard, engine=engine, name=name, damage=damage)
         cases.append(Case("corruption", f"run on a damaged {name} {engine}", check))
@@ -474,7 +495,7 @@ def corruption_cases() -> list[Case]:
 
 # 5. Values that are not finite
 
-SHORT = {"max_steps": 6, "save_every": 1, "keep_last": 10, "eval_every": 0, "hellaswag_every": 0}
+SHORT = {"max_steps": 6, "save_steps": 1, "save_total_limit": 10, "eval_steps": 0, "hellaswag_steps": 0}
 
 
 def _state(directory: Path, step: int) -> dict[str, torch.Tensor]:
@@ -501,11 +522,15 @@ def not_finite(lab: Lab, directory: Path, engine: str, value: str, where: str, r
     result = lab.run(directory, engine, f"{fault},term@step.begin:4", **SHORT)
     result.expect(STOPPED)
     before, after = _state(directory, 3), _state(directory, 4)
-    expect(before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before),
-           "weights or moments changed in the step that was to be left out")  # fmt: skip
+    expect(
+        before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before),
+        "weights or moments changed in the step that was to be left out",
+    )
     clean = lab.reference(engine, **SHORT).directory
-    expect(digests(directory / "run" / "step_00000003") == digests(clean / "run" / "step_00000003"),
-           "differs before the fault")  # fmt: skip
+    expect(
+        digests(directory / "run" / "step_00000003") == digests(clean / "run" / "step_00000003"),
+        "differs before the fault",
+    )
     lab.run(directory, engine, **SHORT).expect(0)
     counted = {line["step"]: line["skipped_steps"] for line in lines(directory)}
     expect([counted.get(step) for step in range(1, 7)] == [0, 0, 0, 1, 1, 1], f"counted as {counted}")
@@ -524,7 +549,7 @@ def too_many(lab: Lab, directory: Path, engine: str, value: str, where: str, ran
     """In every step from the fourth on: the run ends, and says why once."""
     first, _ = _fourth_step(engine)
     fault = f"{value}@step.{where}:{first}-" + ("" if rank is None else f"/{rank}")
-    changes = SHORT | {"max_steps": 12, "max_skipped_steps": 3, "save_every": 3}
+    changes = SHORT | {"max_steps": 12, "max_skipped_steps": 3, "save_steps": 3}
     result = lab.run(directory, engine, fault, **changes).expect(2)
     expect("Traceback" not in result.output, f"a traceback\n{result.output}")
     expect(result.output.count("error: ") == 1, f"not one error\n{result.output}")
@@ -582,11 +607,14 @@ def secret_found(lab: Lab, directory: Path, search: Callable[[Path], list[str]])
 
 def secret_cases() -> list[Case]:
     searches = {
-        **{f"a run with {tracker or 'no tracker'}": partial(_in_a_run, tracker=tracker)
-           for tracker in ("", "tensorboard", "wandb", "trackio") if not tracker or find_spec(tracker)},
+        **{
+            f"a run with {tracker or 'no tracker'}": partial(_in_a_run, tracker=tracker)
+            for tracker in ("", "tensorboard", "wandb", "trackio")
+            if not tracker or find_spec(tracker)
+        },
         "mistakes": lambda lab, directory: canary.in_a_mistake(directory),
         "a stream that fails": lambda lab, directory: canary.in_a_failing_stream(directory),
-    }  # fmt: skip
+    }
     # tests/test_secrets.py runs them too
     return [Case("secrets", name, partial(secret_found, search=search)) for name, search in searches.items()]
 

@@ -45,23 +45,46 @@ MARK = "RECIPE_FAULTS_CASE"  # in the environment of whatever a case starts: its
 # The smallest run with everything in it: accumulation with two processes too, dropout, three saves of which the first
 # two are pruned, validations, HellaSwag.
 TINY = {
-    "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64, "sequence_length": 16, "total_batch_tokens": 128,
-    "micro_batch_size": 2, "max_steps": 12, "learning_rate": 1e-2, "warmup_steps": 2, "dropout": 0.1, "seed": 1,
-    "precision": "fp32", "log_every": 1, "eval_every": 4, "eval_tokens": 128, "hellaswag_every": 6,
-    "hellaswag_limit": 2, "save_every": 4, "keep_last": 1,
-}  # fmt: skip
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "n_positions": 64,
+    "sequence_length": 16,
+    "total_batch_tokens": 128,
+    "micro_batch_size": 2,
+    "max_steps": 12,
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "dropout": 0.1,
+    "seed": 1,
+    "precision": "fp32",
+    "logging_steps": 1,
+    "eval_steps": 4,
+    "eval_tokens": 128,
+    "hellaswag_steps": 6,
+    "hellaswag_limit": 2,
+    "save_steps": 4,
+    "save_total_limit": 1,
+}
 DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 4000, "first_shard_tokens": 1000}
 
 _ENGINES = {
     # name: processes, Accelerate's file, what `accelerate launch` puts into the environment under it
     "one": (1, "single", {}),
     "ddp": (2, "ddp", {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "zero1": (2, "zero1", {
-        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero1.json", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
-    }),
-}  # fmt: skip
+    "zero1": (
+        2,
+        "zero1",
+        {
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "DS_ACCELERATOR": "cpu",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero1.json",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+        },
+    ),
+}
 ENGINES = tuple(_ENGINES)
 
 
@@ -190,8 +213,9 @@ class _Launcher:
 
     def __init__(self, command: list[str], env: dict, output: Path):
         with open(output, "ab") as file:
-            self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file,
-                                             stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         self.pid = self._process.pid
         self.sentinel = os.pidfd_open(self.pid)
 
@@ -220,8 +244,7 @@ def _rank(argv: list[str], variables: dict, output: str, cores: list[int]) -> No
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
-    from recipe import faults
-    from recipe import train
+    from recipe import faults, train
 
     importlib.reload(faults)  # RECIPE_FAULT is read when it is imported
     if "HF_ENDPOINT" in variables:  # as what huggingface_hub reads
@@ -247,8 +270,13 @@ class Lab:
     @cached_property
     def server(self):
         # What is read while modules are imported has to be there before the server starts.
-        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-                       "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}  # fmt: skip
+        os.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "DS_ACCELERATOR": "cpu",
+        }
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         # of the locks that a killed run leaves to be cleaned up, as it is
         os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
@@ -261,16 +289,27 @@ class Lab:
     def fields(self, directory: Path, **changes) -> dict:
         return TINY | DATA | {"data": self.data, "source": self.text, "output_dir": directory / "run"} | changes
 
-    def start(self, directory: Path, engine: str = "one", fault: str = "", env: dict | None = None,
-              cores: int | None = None, **changes) -> Run:  # fmt: skip
+    def start(
+        self,
+        directory: Path,
+        engine: str = "one",
+        fault: str = "",
+        env: dict | None = None,
+        cores: int | None = None,
+        **changes,
+    ) -> Run:
         """Forks the ranks of a run in `directory`, which may use `cores` (as many as it has processes, that is a thread
         each: threads of several runs side by side wait for each other for minutes)."""
         directory.mkdir(parents=True, exist_ok=True)
         argv, world = flags(**self.fields(directory, **changes)), processes(engine)
         variables = self._variables(directory, fault, env) | _ENGINES[engine][2]
         if world > 1:
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port()), "WORLD_SIZE": str(world),
-                          "LOCAL_WORLD_SIZE": str(world)}  # fmt: skip
+            variables |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._port()),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+            }
         self._note(directory, engine, fault, env, changes)
         output, ranks, pinned = self._output(directory), [], self._cores(cores or world)
         for rank in range(world):
@@ -281,8 +320,16 @@ class Lab:
             ranks.append(process)
         return self._watched(Run(directory, ranks, output))
 
-    def launch(self, directory: Path, engine: str = "one", fault: str = "", env: dict | None = None,
-               cores: int | None = None, launcher: bool = False, **changes) -> Run:  # fmt: skip
+    def launch(
+        self,
+        directory: Path,
+        engine: str = "one",
+        fault: str = "",
+        env: dict | None = None,
+        cores: int | None = None,
+        launcher: bool = False,
+        **changes,
+    ) -> Run:
         """Starts a run as a user does: plain python for one process unless `launcher`, else `accelerate launch`."""
         directory.mkdir(parents=True, exist_ok=True)
         self._note(directory, engine, fault, env, changes)
@@ -297,8 +344,15 @@ class Lab:
         world, file, _ = _ENGINES[engine]
         command = [sys.executable]
         if world > 1 or launcher:
-            command += ["-m", "accelerate.commands.launch", "--quiet", "--config_file",
-                        f"accelerate_configs/{file}.yaml", "--num_processes", str(world)]  # fmt: skip
+            command += [
+                "-m",
+                "accelerate.commands.launch",
+                "--quiet",
+                "--config_file",
+                f"accelerate_configs/{file}.yaml",
+                "--num_processes",
+                str(world),
+            ]
         if world > 1:
             command += ["--main_process_port", str(self._port())]
         return [*command, "recipe/train.py", *flags(**fields)]

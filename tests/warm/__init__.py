@@ -47,8 +47,16 @@ def start(env: dict[str, str]) -> None:
             return
         listening.listen(64)
         command = [sys.executable, HERE / "server.py", directory, str(listening.fileno())]
-        _server = subprocess.Popen(command, env=env, cwd="/", stdin=subprocess.PIPE, stdout=log, stderr=log,
-                                   pass_fds=[listening.fileno()], start_new_session=True)  # fmt: skip
+        _server = subprocess.Popen(
+            command,
+            env=env,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listening.fileno()],
+            start_new_session=True,
+        )
     os.environ[DIRECTORY] = str(directory)
 
 

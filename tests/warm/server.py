@@ -29,12 +29,35 @@ ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 6  # servers of the second generation, of some 200 MB each
 FIRST = ("numpy", "torch", "torch._dynamo", "matplotlib")
 # Imported lazily by what the recipe imports, and dear.
-LAZY = ("accelerate.commands.accelerate_cli", "accelerate.commands.launch", "torch.distributed.run",
-        "torch.distributed.elastic.multiprocessing", "torch._inductor.config")  # fmt: skip
+LAZY = (
+    "accelerate.commands.accelerate_cli",
+    "accelerate.commands.launch",
+    "torch.distributed.run",
+    "torch.distributed.elastic.multiprocessing",
+    "torch._inductor.config",
+)
 DEEPSPEED = ("deepspeed", "deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer")
 # Read by C libraries and the interpreter, when they are loaded, or by prefix.
-NATIVE = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "PYTHON",
-          "PYTORCH_", "ARROW_", "CUDA_", "FSSPEC_", "TQDM_", "NETWORKX_", "DS_")  # fmt: skip
+NATIVE = (
+    "LD_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "GLIBC_",
+    "LC_",
+    "LANG",
+    "PYTHON",
+    "PYTORCH_",
+    "ARROW_",
+    "CUDA_",
+    "FSSPEC_",
+    "TQDM_",
+    "NETWORKX_",
+    "DS_",
+)
 HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER"}  # by `become`
 # The one is read when torch is asked, not when it is imported. The other is set by libraries in whoever imports them,
 # the tests' own process too; only another OpenMP than torch's for Linux reads it.

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe.optim import adamw as optim
 from recipe.config import Batch, OptimizerConfig, UserError
+from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard
 from tests.conftest import EQUAL, by_step, flags
 
@@ -48,13 +48,20 @@ def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step
 def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumulation):
     """Through warm-up, where the rate is 1 (a number that torch_xla makes part of a program), and 0 at the end;
     AdamW's corrections approach 1 on the way. Weights equal those of a plain AdamW."""
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, max_steps=1000, max_grad_norm=1.0, beta2=0.999)
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, max_steps=1000, max_grad_norm=1.0, adam_beta2=0.999)
     rates = [optim.lr_at(step, config) for step in range(1001)]
     assert (rates[9], rates[-1]) == (1.0, 0.0)
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     counts = []
-    module, _ = steps(engine, Toy(), config, rows, accumulation=accumulation, rates=rates,
-                      each=lambda step: counts.append(compilations()))  # fmt: skip
+    module, _ = steps(
+        engine,
+        Toy(),
+        config,
+        rows,
+        accumulation=accumulation,
+        rates=rates,
+        each=lambda step: counts.append(compilations()),
+    )
     assert counts[0] > 0
     assert len(set(counts[1:])) == 1
 
@@ -172,9 +179,18 @@ def test_a_run_within_this_process_falls_back_nowhere(engine, shards, tmp_path):
     from recipe import train
 
     xla_metrics.clear_counters()
-    settings = EQUAL | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 6, "warmup_steps": 1,
-                        "eval_every": 2, "save_every": 2, "hellaswag_every": 2, "hellaswag_limit": 9,
-                        "sample_every": 2, "dropout": 0.1}  # fmt: skip
+    settings = EQUAL | {
+        "data": shards,
+        "output_dir": tmp_path / "run",
+        "max_steps": 6,
+        "warmup_steps": 1,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "hellaswag_steps": 2,
+        "hellaswag_limit": 9,
+        "sample_steps": 2,
+        "dropout": 0.1,
+    }
     assert train.main(flags(**settings)) == 0
     lines = by_step(tmp_path / "run")
     assert lines[4]["compilations"] == lines[6]["compilations"]  # the second evaluation has found all of its programs
@@ -195,10 +211,19 @@ def test_what_the_engine_says_of_itself(engine):
     assert engine.peak_memory() > 100e6
 
 
-@pytest.mark.parametrize(("kind", "generation", "peak"), [
-    ("v2", "v2", 22.5e12), ("v3", "v3", 61.5e12), ("v4", "v4", 275e12), ("v5litepod", "v5e", 197e12),
-    ("v5p", "v5p", 459e12), ("v6e", "v6e", 918e12), ("v9x", "v9x", None), (OSError(), "of unknown kind", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "generation", "peak"),
+    [
+        ("v2", "v2", 22.5e12),
+        ("v3", "v3", 61.5e12),
+        ("v4", "v4", 275e12),
+        ("v5litepod", "v5e", 197e12),
+        ("v5p", "v5p", 459e12),
+        ("v6e", "v6e", 918e12),
+        ("v9x", "v9x", None),
+        (OSError(), "of unknown kind", None),
+    ],
+)
 def test_generations(engine, monkeypatch, kind, generation, peak):
     from recipe.engine import xla
 
@@ -243,12 +268,15 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
     assert xla._FLASH == ("v5e", "v5p", "v6e")
 
 
-@pytest.mark.parametrize(("variables", "message"), [
-    ({"XLA_USE_BF16": "1"}, "unset XLA_USE_BF16: it keeps the weights and AdamW's moments in bf16"),
-    ({"XLA_DOWNCAST_BF16": "1"}, "unset XLA_DOWNCAST_BF16"),
-    ({"FORK_LAUNCHED": "1"}, "distributed_type XLA starts a process a core"),
-    ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"XLA_USE_BF16": "1"}, "unset XLA_USE_BF16: it keeps the weights and AdamW's moments in bf16"),
+        ({"XLA_DOWNCAST_BF16": "1"}, "unset XLA_DOWNCAST_BF16"),
+        ({"FORK_LAUNCHED": "1"}, "distributed_type XLA starts a process a core"),
+        ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
+    ],
+)
 def test_launches_that_are_refused(engine, monkeypatch, variables, message):
     from recipe.engine.xla import _check_launch
 

@@ -64,7 +64,7 @@ def assert_compiles_no_more(lines):
 
 @pytest.fixture(scope="module")
 def bf16(shards, once):
-    run, _ = once("bf16", lambda run: train(shards, run, devices=4, precision="bf16", recompute="true")[1])
+    run, _ = once("bf16", lambda run: train(shards, run, devices=4, precision="bf16", gradient_checkpointing="true")[1])
     return run, by_step(run)
 
 
@@ -86,8 +86,8 @@ def test_the_checkpoint_is_a_transformers_model(one_device):
     run, lines = one_device
     model, info = AutoModelForCausalLM.from_pretrained(run / "step_00000050", output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    from recipe.data.shards import find_shards
     from recipe.data.dataset import LocalSource
+    from recipe.data.shards import find_shards
     from tests.conftest import EQUAL, json
 
     settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]
@@ -101,8 +101,18 @@ def test_the_checkpoint_is_a_transformers_model(one_device):
 
 def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, tmp_path):
     """Dropout on, recomputed, four devices; HellaSwag and samples in between must not shift the masks."""
-    fields = {"devices": 4, "max_steps": 8, "save_every": 4, "eval_every": 4, "dropout": 0.1, "recompute": "true",
-              "warmup_steps": 2, "hellaswag_every": 4, "hellaswag_limit": 9, "sample_every": 4}  # fmt: skip
+    fields = {
+        "devices": 4,
+        "max_steps": 8,
+        "save_steps": 4,
+        "eval_steps": 4,
+        "dropout": 0.1,
+        "gradient_checkpointing": "true",
+        "warmup_steps": 2,
+        "hellaswag_steps": 4,
+        "hellaswag_limit": 9,
+        "sample_steps": 4,
+    }
     expected, run = tmp_path / "expected", tmp_path / "run"
     lines, output = train(shards, expected, **fields)
     assert "HellaSwag (9 rows)" in output
@@ -127,12 +137,19 @@ def base(shards, once):
     return run, by_step(run)
 
 
-MOVES = {"max_steps": 15, "save_every": 5, "keep_last": 9, "eval_every": 0}
+MOVES = {"max_steps": 15, "save_steps": 5, "save_total_limit": 9, "eval_steps": 0}
 
 
-@pytest.mark.parametrize(("config", "processes"), [
-    ("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "processes"),
+    [
+        ("single", 1),
+        ("ddp", 2),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+    ],
+)
 def test_checkpoints_move_to_and_from_the_other_engines(shards, base, tmp_path, capsys, config, processes):
     """Saved on XLA, five steps elsewhere, saved there, five steps on XLA: the losses of never having moved."""
     expected = column(base[1], "loss")

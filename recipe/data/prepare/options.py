@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipe.config import UserError
-from recipe.data.prepare.documents import Text, names_a_file, open_files
 from recipe.data.hub import HubText
+from recipe.data.prepare.documents import Text, names_a_file, open_files
 from recipe.data.shards import Manifest
 
 if TYPE_CHECKING:
@@ -84,8 +84,15 @@ class PrepareOptions:
 
     def fixed(self, text: Text) -> dict:
         """The options that decide what the shards hold, as the manifest keeps them."""
-        names = ("val_fraction", "max_documents", "shard_tokens", "first_shard_tokens", "seed", "dedup",
-                 "shuffle_buffer")  # fmt: skip
+        names = (
+            "val_fraction",
+            "max_documents",
+            "shard_tokens",
+            "first_shard_tokens",
+            "seed",
+            "dedup",
+            "shuffle_buffer",
+        )
         return {name: getattr(self, name) for name in names} | {"val_documents": self.held_out(text)}
 
     def command(self) -> str:

@@ -27,10 +27,10 @@ from recipe.config import UserError, parse_config
 from recipe.data.prepare.documents import Text, TextFiles
 from recipe.data.prepare.options import PrepareOptions, check_same, flags, options_of
 from recipe.data.prepare.select import HELD_OUT, SEEN
-from recipe.data.shards import DTYPE, START, Manifest
 from recipe.data.prepare.tokenize import Selection, tokenised
 from recipe.data.prepare.writer import ShardWriter
-from recipe.redaction import keep_secrets, redact
+from recipe.data.shards import DTYPE, START, Manifest
+from recipe.redaction import redact
 
 if TYPE_CHECKING:
     from recipe.config import DataConfig
@@ -217,8 +217,3 @@ def _write_single(text: Text, writer: ShardWriter, options: PrepareOptions, bar:
         for split, part in (("train", tokens[:train]), ("val", tokens[train:])):
             writer.append(split, part, START)
     path.unlink()
-
-
-if __name__ == "__main__":
-    keep_secrets()
-    sys.exit(main())

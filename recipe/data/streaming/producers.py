@@ -12,10 +12,10 @@ from recipe.config import DataConfig, UserError
 from recipe.data.hub import DOWNLOADS, HubShards, HubText
 from recipe.data.prepare.options import check_same, options_of
 from recipe.data.prepare.pipeline import open_manifest
-from recipe.data.shards import DTYPE, HEADER_BYTES, START, Manifest
-from recipe.data.streaming.status import EARLIER, POLL, Status, directory_bytes, read_json
 from recipe.data.prepare.tokenize import Selection
 from recipe.data.prepare.writer import OpenShard, shard_name, shard_sizes
+from recipe.data.shards import DTYPE, HEADER_BYTES, START, Manifest
+from recipe.data.streaming.status import EARLIER, POLL, Status, directory_bytes, read_json
 
 
 class Maker(Protocol):
@@ -53,7 +53,7 @@ def _adopt(out: Path, wanted: dict) -> None:
 
 
 class TextMaker:
-    """Tokenises a source; what it makes is what `recipe.data.prepare.pipeline` makes of it."""
+    """Tokenises a source; what it makes is what `recipe.data.prepare` makes of it."""
 
     def __init__(self, data: DataConfig, out: Path, commit: str | None, status: Status):
         self.options = options_of(data)
@@ -139,9 +139,14 @@ class TextMaker:
                 self._rest = (piece, tokens, done) if done < len(tokens) else None
                 position = piece.position(done)
                 self.status.set(
-                    now=False, state="tokenising", split=split, shard=number, tokens=shard.filled, of=size,
+                    now=False,
+                    state="tokenising",
+                    split=split,
+                    shard=number,
+                    tokens=shard.filled,
+                    of=size,
                     seconds=time.monotonic() - start,
-                )  # fmt: skip
+                )
             if split == "val" and shard.filled < size:
                 self.selection.held_out.save()
             if shard.filled:

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from recipe.config import ROOT, DataConfig, UserError
-from recipe.data.streaming.builder import FAILED
+from recipe.data.dataset import LocalSource, too_large
 from recipe.data.prepare.pipeline import alone_in
 from recipe.data.shards import MANIFEST, Manifest, Shard
-from recipe.data.dataset import LocalSource, too_large
+from recipe.data.streaming.builder import FAILED
 from recipe.data.streaming.status import EARLIER, POLL, STATUS, read_json, reader_path, write_json
 
 LOG = "builder.log"
@@ -61,10 +61,14 @@ class Builder:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with open(self.out / LOG, "ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path},
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
                 pass_fds=[self._lock_file],  # nobody else comes in while it is on its way out
-            )  # fmt: skip
+            )
 
     def _keep_alive(self) -> None:
         deaths, sign, since = 0, None, time.monotonic()
@@ -132,8 +136,9 @@ class Waiting:
             if status.get("error"):
                 raise UserError(status["error"])
             if time.time() - status.get("time", time.time()) > 2 * _STALLED:
-                raise UserError(f"the process that makes the shards in {self.out} gives no sign of life; see "
-                                f"{self.out / LOG}")  # fmt: skip
+                raise UserError(
+                    f"the process that makes the shards in {self.out} gives no sign of life; see {self.out / LOG}"
+                )
             if self.closed:
                 raise UserError("the run ended while it waited for data")
             if status.get("message_time", 0) > self._heard:
@@ -150,8 +155,10 @@ def _doing(status: dict) -> str:
     state = status.get("state", "the builder is starting")
     if state == "tokenising":
         rate = status["tokens"] / max(status["seconds"], 1e-9)
-        return (f"{status['tokens'] / 1e6:.1f} of {status['of'] / 1e6:.1f} M tokens of {status['split']} shard "
-                f"{status['shard']} made, {rate / 1e6:.2f} M tokens/s")  # fmt: skip
+        return (
+            f"{status['tokens'] / 1e6:.1f} of {status['of'] / 1e6:.1f} M tokens of {status['split']} shard "
+            f"{status['shard']} made, {rate / 1e6:.2f} M tokens/s"
+        )
     if state == "downloading":
         return f"{status['done'] / 1e6:.0f} of {status['of'] / 1e6:.0f} MB of {status['shard']} downloaded"
     return state
