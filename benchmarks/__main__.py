@@ -28,8 +28,8 @@ from benchmarks.scoreboard import ladder, scoreboard
 from benchmarks.scoreboard import lines as scoreboard_lines
 from benchmarks.variants import Variant
 from benchmarks.worker import make_step
-from recipe.config import UserError
 from recipe.engine import device as hardware
+from recipe.errors import UserError
 from recipe.estimate import cost
 from recipe.estimate.memory import MFU, flops_per_token
 

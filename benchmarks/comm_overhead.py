@@ -4,7 +4,7 @@ Two GPUs where there are as many, else two processes on the CPU. Without is, und
 like the others; under ZeRO-1 and 2, one whose collectives return at once. A step's other costs are the same, so the
 difference is what communication adds to it after whatever hides behind backward.
 
-Started by `measure_two` through `accelerate launch`, as `-m benchmarks.comm_overhead TASK`, this file is the process itself.
+`measure_two` starts this file through `accelerate launch`, as `-m benchmarks.comm_overhead TASK`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 
 from benchmarks.communication import collectives
 from recipe.components import build_model
-from recipe.config import ROOT, ModelConfig, UserError, batch_arithmetic, parse_config
+from recipe.config import ROOT, ModelConfig, batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import open_engine
+from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count, si
 from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard

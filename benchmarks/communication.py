@@ -9,8 +9,9 @@ nodes, and the two phases' times add up. Latency is not counted, which flatters 
 
 from dataclasses import dataclass
 
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
 
 # Bytes/s in one direction. A GPU's link within its node, and all network adapters of a node together.
@@ -45,7 +46,7 @@ class Collective:
 def collectives(strategy: str, model: ModelConfig, *, half: bool = True, accumulation: int = 1) -> list[Collective]:
     """What a step of `strategy` (ddp, zero1, zero2, zero3, or llm.c's ZeRO-1) communicates.
 
-    DDP sums gradients in fp32. DeepSpeed sends those of the blocks' linear layers in half precision (recipe/engine/deepspeed.py)
+    DDP sums gradients in fp32. DeepSpeed sends those of the blocks' linear layers in half precision
     and the others in fp32; it sums them everywhere, in stages 1 and 2 too (use_multi_rank_bucket_allreduce, on by
     default in 0.19), stage 2 in every micro-step, and gathers the updated weights in fp32. Stage 3 gathers weights
     before each micro-step's forward and again before its backward, and sums gradients in parts. llm.c holds weights

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config import ROOT, DataConfig, UserError
+from recipe.config import ROOT, DataConfig
 from recipe.data.dataset import LocalSource
 from recipe.data.prepare.documents import open_files
 from recipe.data.prepare.options import PrepareOptions, options_of
@@ -30,6 +30,7 @@ from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import find_shards
 from recipe.data.streaming.status import directory_bytes
 from recipe.data.streaming.stream import Builder, StreamedSource, Waiting
+from recipe.errors import UserError
 
 T = 1024
 

@@ -1,4 +1,6 @@
-"""How fast HellaSwag is scored beside lm-evaluation-harness: `python benchmarks/hellaswag.py [MODEL] [--rows N] [--rounds N]`.
+"""How fast HellaSwag is scored beside lm-evaluation-harness:
+
+    python benchmarks/hellaswag.py [MODEL] [--rows N] [--rounds N]
 
 The same weights, rows, batch and device; each is timed from rows in memory to accuracies. Turns go A B C C B A, so that
 a ratio is of neighbours in time. The harness has its own copy of the model, as transformers builds it. Without MODEL it

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.interleaved import Void, Worker, agree, compare
 from benchmarks.variants import Variant
-from recipe.config import UserError
+from recipe.errors import UserError
 
 
 def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:

@@ -25,10 +25,11 @@ from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
 from recipe.components import build_model
-from recipe.config import UserError, batch_arithmetic, parse_config
+from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import open_engine
+from recipe.errors import UserError
 from recipe.estimate.micro_batch import micro_batch
 from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard

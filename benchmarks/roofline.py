@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
+from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
 from recipe.model.attention import block_attention
 from recipe.model.gpt2 import causal_attention

@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.comm_overhead import lines as two_lines
 from benchmarks.comm_overhead import measure_two
 from benchmarks.communication import BUS_EFFICIENCY, LINKS, collectives, seconds
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
+from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token
 
 # Assumed share of a micro-step's time that is its backward pass: two of three products.

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from benchmarks.interleaved import Void, Worker, compare
 from benchmarks.variants import Variant
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
 from recipe.engine import device as hardware
+from recipe.errors import UserError
 
 
 @dataclass(frozen=True)

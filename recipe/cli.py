@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
+from recipe.errors import UserError
 from recipe.redaction import looks_secret
 
 _LABEL = 11  # columns of what stands before the text of most lines: "device     "
@@ -46,10 +47,6 @@ def emit(line: str, *, wrap: bool = True) -> None:
         os.dup2(nowhere, 1)
     except (OSError, ValueError):
         pass  # what could not be written waits in the buffer for the next line
-
-
-class UserError(ValueError):
-    """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
 
 
 AUTO = 0  # what a field of Sequences holds for `auto`

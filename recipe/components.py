@@ -16,7 +16,7 @@ from recipe.checkpoint.format import Checkpoint, check_same_run, load_checkpoint
 from recipe.checkpoint.lock import LOCK, RunLock
 from recipe.checkpoint.run_dir import refusal
 from recipe.cli import wrapped
-from recipe.config import ROOT, Batch, Config, DataConfig, UserError
+from recipe.config import ROOT, Batch, Config, DataConfig
 from recipe.data import tokenizer
 from recipe.data.dataset import LocalSource, check_data, check_disjoint
 from recipe.data.prepare.pipeline import prepare_for_training
@@ -25,6 +25,7 @@ from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import Builder, StreamedSource, Waiting
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
+from recipe.errors import UserError
 from recipe.hub.push import Uploads, check_push
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.redaction import redacted

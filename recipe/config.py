@@ -16,8 +16,9 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.cli import Parser, Sequences, UserError, yaml_flags
+from recipe.cli import Parser, Sequences, yaml_flags
 from recipe.data.catalog import DATASETS, license_error, names_a_data_set, resolve
+from recipe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"

@@ -23,11 +23,12 @@ from recipe.checkpoint.manager import Saver
 from recipe.checkpoint.provenance import about
 from recipe.cli import emit
 from recipe.components import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
-from recipe.config import Batch, Config, OptimizerConfig, UserError, batch_arithmetic, parse_config
+from recipe.config import Batch, Config, OptimizerConfig, batch_arithmetic, parse_config
 from recipe.data.dataset import LocalSource, check_same_data
 from recipe.engine.base import Engine, open_engine
 from recipe.engine.launch import AGAIN, fail, launcher_patience, speaks
 from recipe.engine.shutdown import Interrupted
+from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, price
 from recipe.estimate.micro_batch import micro_batch
 from recipe.evaluation import hellaswag, sample, validate

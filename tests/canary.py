@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests import warm
 from tests.conftest import ROOT, TINY, environment, flags, run_train
 from tests.hub import Fault, Hub
 
@@ -125,7 +125,7 @@ def in_a_mistake(directory: Path) -> list[str]:
         script += f"codes.append(prepare({['--source=x', f'--out={rest}', *line]!r}))\n"
     script += "sys.exit(0 if set(codes) == {2} else f'codes {codes}')"
     result = subprocess.run(
-        [warm.python(), "-"],
+        [sys.executable, "-"],
         input=script,
         cwd=ROOT,
         text=True,

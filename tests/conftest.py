@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests import processes as programs
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT.parent / "shared" / "assets"
@@ -21,18 +21,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests run side by side, with more threads than cores: one that waits for the others must not do so at full speed.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHAKESPEARE = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"
 
-# The tiny configuration: every run of a test starts from it. fp32, so that numbers mean the same everywhere.
+# The tiny configuration: every run of a test starts from it. fp32, so that numbers mean the same everywhere. The
+# vocabulary is GPT-2's, so that time goes with the tokens.
 TINY = {
     "n_layer": 2,
     "n_head": 2,
     "n_embd": 32,
     "n_positions": 64,
-    "sequence_length": 32,
-    "total_batch_tokens": 256,
-    "micro_batch_size": 8,
+    "sequence_length": 16,
+    "total_batch_tokens": 64,
+    "micro_batch_size": 4,
     "max_steps": 20,
     "learning_rate": 1e-2,
     "warmup_steps": 4,
@@ -40,7 +42,7 @@ TINY = {
     "logging_steps": 1,
     "eval_steps": 10,
     "save_steps": 10,
-    "eval_tokens": 1024,
+    "eval_tokens": 256,
 }
 
 # The same on every engine, accumulation and clipping at work. A rate of 1e-2 would blow up rounding itself.
@@ -93,15 +95,6 @@ def pytest_addoption(parser):
     parser.addoption("--update_golden", action="store_true", help="write tests/golden_loss.json anew")
 
 
-def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # one for all of pytest-xdist's workers
-        warm.start(environment())
-
-
-def pytest_unconfigure(config):
-    warm.stop()
-
-
 def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 
@@ -115,38 +108,52 @@ def environment(changes: dict | None = None) -> dict:
     return variables
 
 
+# What `accelerate launch` tells the processes of an engine; tests/engine/ holds the real launcher to the same results.
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none"}
+
+
 def launch(
     config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 600, real: bool = False
-):
-    """`accelerate launch` of a script with its arguments under a file of accelerate_configs/ (or another); `real`: by
-    processes that import all they need themselves, from the launcher on."""
-    config = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    python = sys.executable if real else warm.python()
-    launcher = [
-        python,
-        "-m",
-        "accelerate.commands.launch",
-        "--quiet",
-        "--config_file",
-        str(config),
-        "--num_processes",
-        str(processes),
-        "--main_process_port",
-        "0",
-    ]
-    if config.stem.startswith("zero") and find_spec("deepspeed") is None:
+) -> subprocess.CompletedProcess:
+    """A script under a file of accelerate_configs/ (or another), in `processes` processes; `real`: through the launcher
+    itself."""
+    path = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    if path.stem.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
-    return subprocess.run(
-        [*launcher, *command], cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout
-    )
+    variables = environment(env)
+    if real or path is config:
+        launcher = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--quiet",
+            "--config_file",
+            path,
+            "--num_processes",
+            str(processes),
+            "--main_process_port",
+            "0",
+        ]
+        return subprocess.run(
+            [*launcher, *command], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
+        )
+    if path.stem.startswith("zero"):
+        variables |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{path.stem}.json",
+            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        }
+    return programs.run_ranks(processes, *command, env=LAUNCHED | variables, timeout=timeout)
 
 
-def run_train(*arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600, real: bool = False):
-    """Runs recipe/train.py as a user would: plain python, or two and more CPU processes through accelerate."""
+def run_train(
+    *arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600, real: bool = False
+) -> subprocess.CompletedProcess:
+    """Runs recipe/train.py as a user would: plain python, or two and more CPU processes as accelerate starts them."""
     if processes > 1:
         return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout, real=real)
-    command = [sys.executable if real else warm.python(), "recipe/train.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
+    return programs.run("recipe/train.py", *arguments, env=environment(env), timeout=timeout, fresh=real)
 
 
 def metrics(run: Path) -> list[dict]:

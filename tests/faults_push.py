@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard
 from recipe.checkpoint.format import model_only
 from recipe.hub.outbox import entries
 from recipe.monitor.metrics import read_metrics
-from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
 from tests.hub import Fault
 from tests.hub_push import PushHub
@@ -67,7 +66,7 @@ def train(shards: Path, run: Path, env: dict[str, str], **fields) -> subprocess.
 
 
 def push(run: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:
-    command = [warm.python(), "-m", "recipe.hub.export", "push", str(run), *arguments]
+    command = [sys.executable, "-m", "recipe.hub.export", "push", str(run), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=120)
 
 
@@ -118,7 +117,7 @@ def inject(fault: str, mode: str, directory: Path, prepared: Prepared) -> str | 
     """Lets `fault` happen, in an empty directory; returns what is wrong with what came of it, or None.
 
     "training": a run that pushes; its losses must be those of the run that does not. "drained": a queue that
-    `recipe.hub.export push` empties. A fault that passes must leave nothing queued, one that does not must be met once a
+    the push command empties. A fault that passes must leave nothing queued, one that does not must be met once a
     checkpoint and leave all queued; then `push` brings up what is left.
     """
     run, permanent = directory / "run", fault in PERMANENT

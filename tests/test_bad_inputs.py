@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,6 @@ from safetensors.torch import load_file
 from recipe.checkpoint.format import checkpoints, verify
 from recipe.data.prepare.pipeline import PrepareOptions, prepare
 from recipe.data.shards import write_shard
-from tests import warm
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, run_train
 from tests.hub import Hub
 
@@ -347,7 +347,7 @@ TABLE = [
         "shard elsewhere",
         lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, source=""),
         [
-            "manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory); delete"
+            "manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory); delete"  # noqa: E501
         ],
     ),
 ]
@@ -414,7 +414,7 @@ def test_the_table_is_whole():
 def test_bad_input_as_a_user_makes_it(place, number, name, words, message):
     argv = list(map(str, words(place)))
     result = subprocess.run(
-        [warm.python(), "-m", main_of(argv), *argv],
+        [sys.executable, "-m", main_of(argv), *argv],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -469,7 +469,7 @@ def test_11_more_processes_than_windows(place):
             "mixed_precision: fp16\n",
             {},
             1,  # 19
-            "the Accelerate file says mixed_precision beside deepspeed_config_file {file}, and would be ignored; take it out",
+            "the Accelerate file says mixed_precision beside deepspeed_config_file {file}, and would be ignored; take it out",  # noqa: E501
         ),
         (
             "deepspeed_config:\n  gradient_accumulation_steps: 4\n  zero_stage: 3\n",
@@ -501,7 +501,7 @@ def test_10_a_hub_data_set_that_is_a_script(place):
     place.file("hub/a/texts/texts.py", LOADER)
     with Hub(place.path / "hub") as hub:
         result = subprocess.run(
-            [warm.python(), "-m", "recipe.data.prepare", *place.prepare("a/texts")],
+            [sys.executable, "-m", "recipe.data.prepare", *place.prepare("a/texts")],
             cwd=ROOT,
             env=environment(hub.environment),
             capture_output=True,

@@ -12,7 +12,8 @@ from benchmarks import peers, report
 from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
 from benchmarks.scoreboard import Row, applied, ladder, lines, scoreboard
 from benchmarks.variants import Variant
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
+from recipe.errors import UserError
 from tests.conftest import ROOT
 
 TINY = Variant(

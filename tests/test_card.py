@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from eval import harness, wikitext
 from recipe.checkpoint import provenance as about
 from recipe.checkpoint.format import checkpoints
-from recipe.config import UserError, parse_config
+from recipe.config import parse_config
 from recipe.data.catalog import LICENSES
+from recipe.errors import UserError
 from recipe.hub import export, package
 from recipe.hub.model_card import card_of, model_card
 from recipe.monitor.metrics import read_metrics

@@ -10,7 +10,7 @@ from safetensors.torch import save as save_tensors
 
 from recipe import faults
 from recipe.checkpoint import format as ckpt
-from recipe.config import UserError
+from recipe.errors import UserError
 from recipe.hub.export import export
 
 

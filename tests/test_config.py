@@ -8,7 +8,8 @@ import re
 import pytest
 import yaml
 
-from recipe.config import Batch, OptimizerConfig, UserError, batch_arithmetic, parse_config
+from recipe.config import Batch, OptimizerConfig, batch_arithmetic, parse_config
+from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.adamw import lr_at

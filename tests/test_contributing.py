@@ -5,11 +5,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.conftest import ROOT, TINY, environment, flags, metrics
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -49,7 +49,7 @@ class Copy:
             words += ["-p", "no:cacheprovider"]
         elif module:
             words[1:2] = ["--main_process_port", "0"]  # for the word launch
-        words[:1] = [warm.python(), "-m", module] if module else [warm.python()]
+        words[:1] = [sys.executable, "-m", module] if module else [sys.executable]
         own["PYTHONPATH"] = str(self.root)
         variables = environment() | own
         result = subprocess.run(words, cwd=self.root, env=variables, capture_output=True, text=True, timeout=300)

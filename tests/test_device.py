@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from recipe.config import UserError
 from recipe.engine import device
 from recipe.engine.base import Engine
+from recipe.errors import UserError
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.conftest import ROOT, SHAKESPEARE, TINY, flags
 
-BIN = Path(warm.python()).parent  # python and accelerate as they are, less their imports
+BIN = Path(sys.executable).parent  # python and accelerate as they are, less their imports
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.split(" #")[0].strip()

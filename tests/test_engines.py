@@ -174,7 +174,7 @@ def test_compiling_gives_one_graph_without_a_break(probe, config, processes):
 
 
 def test_zero_shards_the_optimizer_state_and_puts_it_together_again(probe):
-    """Also where nothing divides by the number of processes. DeepSpeed's privates are used in recipe/engine/deepspeed.py alone;
+    """Also where nothing divides by the number of processes. DeepSpeed's privates are used in its engine alone;
     where a new version moves them, this is the test that says so."""
     whole = probe("ddp", 2, "fp32", "compile")[0]
     for config, processes, mode in (("zero1", 2, "compile"), ("zero3", 3, "eager")):
@@ -464,8 +464,8 @@ def test_one_process_where_two_were_asked_for_is_refused(tmp_path):
 
 
 def test_a_model_without_its_wrapper_is_refused():
-    from recipe.config import UserError
     from recipe.engine.base import Engine
+    from recipe.errors import UserError
 
     engine = Engine.__new__(Engine)
     engine.world = 2
@@ -477,8 +477,8 @@ def test_a_model_without_its_wrapper_is_refused():
 def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
     import torch
 
-    from recipe.config import UserError
     from recipe.engine.deepspeed import ZeroEngine
+    from recipe.errors import UserError
 
     for kind in (torch.optim.RAdam, torch.optim.Adam):
         with pytest.raises(UserError, match=rf"ZeRO knows AdamW alone, not {kind.__name__}; launch with accelerate_"):
@@ -524,8 +524,8 @@ def test_zero_without_a_gpu_wants_to_be_told(tmp_path):
     ],
 )
 def test_a_sharding_file_that_decides_more_than_sharding_is_refused(change, message):
-    from recipe.config import UserError
     from recipe.engine.deepspeed import check_sharding_only
+    from recipe.errors import UserError
 
     ours = {
         "train_batch_size": 16,

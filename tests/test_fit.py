@@ -4,14 +4,15 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from safetensors.torch import load_file
 
-from recipe.config import UserError, batch_arithmetic, parse_config
+from recipe.config import batch_arithmetic, parse_config
+from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import Found, largest
-from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, launch
 
 SIZES = [1, 2, 4, 8, 16, 32]
@@ -96,7 +97,7 @@ def run(shards, directory, memory: str, processes: int = 1, fail: bool = False, 
     if processes > 1:
         result = launch("ddp", processes, "-m", "tests.probe_fit", *flags(**settings), env=variables)
     else:
-        command = [warm.python(), "-m", "tests.probe_fit", *flags(**settings)]
+        command = [sys.executable, "-m", "tests.probe_fit", *flags(**settings)]
         result = subprocess.run(
             command, cwd=ROOT, env=environment(variables), capture_output=True, text=True, timeout=600
         )
@@ -165,7 +166,7 @@ def test_a_dry_run_reckons_and_a_cpu_takes_a_fixed_number(shards, tmp_path):
     assert "trial" not in result.stderr
     assert "\nmicro_batch_size: 4\n" in result.stdout
     arguments = flags(**TINY | {"data": shards, "output_dir": tmp_path / "run", "micro_batch_size": "auto"})
-    plain = [warm.python(), "recipe/train.py", *arguments, "--dry_run", "--total_batch_tokens=768"]
+    plain = [sys.executable, "recipe/train.py", *arguments, "--dry_run", "--total_batch_tokens=768"]
     result = subprocess.run(plain, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert "micro      8 sequences a device: auto tries what fits on a GPU, and takes this elsewhere" in result.stdout
     result = subprocess.run(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.config import OptimizerConfig, UserError
+from recipe.config import OptimizerConfig
 from recipe.engine.base import Engine
+from recipe.errors import UserError
 from recipe.optim.spike_filter import Guard
 
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ import pytest
 
 from recipe import components as start
 from recipe.components import check_alike
-from recipe.config import UserError, parse_config
+from recipe.config import parse_config
 from recipe.engine.launch import check_launch, fail
+from recipe.errors import UserError
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -43,7 +44,7 @@ def test_one_process_alone_has_lost_no_other(monkeypatch):
             "(Timed out waiting 2400000ms for recv operation to complete)",
         ),
         (
-            "NCCL error in: nccl.cpp:1\nncclRemoteError: A call failed.\nLast error:\nConnection closed by remote peer n2<1>",
+            "NCCL error in: nccl.cpp:1\nncclRemoteError: A call failed.\nLast error:\nConnection closed by remote peer n2<1>",  # noqa: E501
             "(ncclRemoteError)",
         ),
     ],

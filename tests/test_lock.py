@@ -10,7 +10,7 @@ import pytest
 
 from recipe.checkpoint import lock as locks
 from recipe.checkpoint.lock import LOCK, RunLock
-from recipe.config import UserError
+from recipe.errors import UserError
 from tests.conftest import ROOT
 
 HOLD = """

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from recipe.config import OptimizerConfig, UserError
+from recipe.config import OptimizerConfig
+from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.model.gpt2 import GPT2LMHeadModel, causal_attention
 from recipe.model.loss import IGNORE_INDEX, next_token_loss

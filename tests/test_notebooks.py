@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment
 from tests.faults_push import REPO
 from tests.hub_push import PushHub
@@ -31,7 +30,7 @@ EXTRAS = re.compile(r" -e '?\.(?:\[([\w,]+)\])?")
 
 # pip and uv: nothing is installed, there is no network. What they were asked for is written down, and checked.
 INSTALLER = f"""\
-{warm.shebang(sys.executable)}
+#!{sys.executable}
 import sys
 from pathlib import Path
 
@@ -101,7 +100,7 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], only: set[str] | 
         notebook.cells = [cell for i, cell in enumerate(notebook.cells) if i <= at or cell.id in only]
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(lines))
     bin = programs(tmp_path / "bin")
-    path = os.pathsep.join([str(bin), str(Path(warm.python()).parent), str(BIN), os.environ["PATH"]])
+    path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), str(BIN), os.environ["PATH"]])
     own = {"PATH": path, "JUPYTER_PREFER_ENV_PATH": "1", "IPYTHONDIR": str(tmp_path / "ipython")}
     env = environment(own) | env
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.config import DataConfig, UserError
+from recipe.config import DataConfig
 from recipe.data import shards
 from recipe.data.hub import HubText
 from recipe.data.prepare import pipeline as module
@@ -29,7 +29,7 @@ from recipe.data.prepare.pipeline import main, prepare, prepare_for_training
 from recipe.data.prepare.select import Deduplicated, HeldOut
 from recipe.data.shards import Manifest, find_shards, read_shard, unigram_loss
 from recipe.data.tokenizer import END_OF_TEXT, encode
-from tests import warm
+from recipe.errors import UserError
 from tests.conftest import ASSETS, ROOT, SHAKESPEARE, environment
 
 PARQUET = ASSETS / "text" / "enwik8-articles.parquet"
@@ -374,7 +374,7 @@ def test_prepare_for_training(reference, tmp_path, capsys):
 
 
 def command_line(*arguments):
-    command = [warm.python(), "-m", "recipe.data.prepare", *map(str, arguments)]
+    command = [sys.executable, "-m", "recipe.data.prepare", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from eval import sample
 from recipe import cli
-from recipe.config import UserError, batch_arithmetic, parse_config
+from recipe.config import batch_arithmetic, parse_config
+from recipe.errors import UserError
 from recipe.estimate import memory as plan
 from recipe.monitor import summary as panel
 from recipe.monitor.progress import Progress, amount

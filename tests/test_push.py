@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 
-from recipe.config import UserError
+from recipe.errors import UserError
 from recipe.hub import export, push, upload
 from recipe.hub.outbox import QUEUE, Entry, alone, entries
 from tests import faults_push as faults

@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from recipe.config import UserError
 from recipe.data import shards
 from recipe.data.shards import (
     Manifest,
@@ -19,6 +18,7 @@ from recipe.data.shards import (
     verify,
     write_shard,
 )
+from recipe.errors import UserError
 
 
 def a_shard(path, tokens):

@@ -9,11 +9,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recipe.config import UserError
 from recipe.data import dataset as source_module
 from recipe.data import shards as shards_module
 from recipe.data.dataset import LocalSource, check_data, check_disjoint, check_same_data, permutation
 from recipe.data.shards import Shard, find_shards, write_shard
+from recipe.errors import UserError
 
 T = 8
 

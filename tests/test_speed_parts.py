@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from benchmarks import comm_overhead as two
 from benchmarks import communication, profile, scaling
 from benchmarks import roofline as floor
 from benchmarks.communication import LINKS, Collective, collectives
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
+from recipe.errors import UserError
 from recipe.estimate import cost
 from recipe.estimate.memory import flops_per_token, parameter_count
-from tests import warm
 from tests.conftest import ROOT, environment
 
 CPU = torch.device("cpu")
@@ -307,7 +308,7 @@ def profiled():
         "step, device = profile.recipe_step(sys.argv[1:]); print(json.dumps(profile.profile_step(step, device, 2)))"
     )
     ran = subprocess.run(
-        [warm.python(), "-c", code, *STEP], cwd=ROOT, env=environment(), capture_output=True, text=True
+        [sys.executable, "-c", code, *STEP], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])

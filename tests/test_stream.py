@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.config import DataConfig, UserError
+from recipe.config import DataConfig
 from recipe.data.dataset import LocalSource
 from recipe.data.prepare.options import options_of
 from recipe.data.prepare.pipeline import prepare
@@ -24,6 +24,7 @@ from recipe.data.shards import Manifest, find_shards, read_shard
 from recipe.data.streaming import stream as module
 from recipe.data.streaming.status import STATUS, directory_bytes, read_json, reader_path, write_json
 from recipe.data.streaming.stream import Builder, StreamedSource
+from recipe.errors import UserError
 from tests.conftest import ROOT, SHAKESPEARE
 
 T, BATCH = 32, 8
@@ -216,7 +217,7 @@ def test_a_builder_that_keeps_dying_is_an_error_with_its_cause(prepared, tmp_pat
 
 def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
     code = (
-        "import json, sys, time; from recipe.config import DataConfig; from recipe.data.streaming.stream import Builder\n"
+        "import json, sys, time; from recipe.config import DataConfig; from recipe.data.streaming.stream import Builder\n"  # noqa: E501
         "Builder(DataConfig(**json.loads(sys.argv[1])), 1, None, None); time.sleep(600)"
     )
     data = at(prepared, tmp_path / "s")

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.config import UserError
 from recipe.data.shards import Manifest
+from recipe.errors import UserError
 from tests.conftest import TINY, flags, metrics, run_train
 from tests.hub import Fault, Hub
 from tests.test_stream import BATCH, DOCUMENTS, at, budget, local, prepared, streaming  # noqa: F401

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from recipe.config import UserError, parse_config
+from recipe.config import parse_config
 from recipe.engine import base as engines
+from recipe.errors import UserError
 from recipe.monitor import trackers
 from recipe.monitor.trackers import Tracker, has_wandb_key, metric_names, tracker_run
 from tests.conftest import ROOT, TINY, environment, flags, metrics, run_train

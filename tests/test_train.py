@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
-from tests import warm
 from tests.conftest import ROOT, TINY, by_step, environment, flags, metrics, run_train, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
+GOLDEN_CONFIG = {"sequence_length": 32, "total_batch_tokens": 256, "micro_batch_size": 8, "eval_tokens": 1024}
 
 
 def losses(lines: dict) -> list[float]:
@@ -33,7 +33,7 @@ def tensors(checkpoint):
 def test_golden_loss_curve(shards, tmp_path, pytestconfig):
     """20 steps of the tiny configuration. A change of numerics updates the file and says so in its commit:
     python -m pytest tests/test_train.py -k golden --update_golden"""
-    lines, _ = train(shards, tmp_path / "run")
+    lines, _ = train(shards, tmp_path / "run", **GOLDEN_CONFIG)
     found = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
     if pytestconfig.getoption("update_golden"):
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
@@ -263,7 +263,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
     settings = TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
     settings |= {"eval_steps": 1, "save_steps": 1, "sample_steps": 2, "n_layer": 1, "save_total_limit": 9}
-    command = [warm.python(), "-c", code, *flags(**settings)]
+    command = [sys.executable, "-c", code, *flags(**settings)]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     steps = [f"step_{n:08}" for n in range(1, 5)]

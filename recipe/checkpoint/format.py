@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe import faults
-from recipe.config import UserError
+from recipe.errors import UserError
 
 _TRAINERS_OWN = {"optimizer.safetensors", "trainer_state.json"}  # and not the model's
 _NAME = re.compile(r"step_(\d{8,})")
@@ -139,7 +139,7 @@ def _check_room(run: Path, *tensors: dict[str, torch.Tensor]) -> None:
 
 
 def prune(run: Path, newest: int, save_total_limit: int, milestone_steps: int) -> list[Path]:
-    """Deletes all but the `save_total_limit` checkpoints up to step `newest`, which was just committed, and those at multiples
+    """Deletes all but the `save_total_limit` checkpoints up to step `newest`, just committed, and those at multiples
     of `milestone_steps` (0: none). What claims to be newer is damaged, or the run would have gone on from there: it
     stays, and does not count."""
     old = [p for p in checkpoints(run) if step_of(p) <= newest and not p.is_symlink()][:-save_total_limit]

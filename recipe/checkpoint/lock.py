@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from recipe.config import UserError
+from recipe.errors import UserError
 
 LOCK = ".lock"
 _BEAT = 5.0  # seconds between signs of life

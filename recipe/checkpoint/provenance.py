@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 
 import recipe
-from recipe.config import ROOT, Config, UserError
+from recipe.config import ROOT, Config
 from recipe.data.shards import Manifest
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
+from recipe.errors import UserError
 from recipe.redaction import redact, redacted
 
 _FILES = 10  # of a local text, whose names are kept

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-from recipe.config import UserError
 from recipe.data.shards import Shard, read_shard, verify
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.errors import UserError
 
 # Shapes: N rows asked for, T sequence_length.
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from recipe.config import UserError
 from recipe.data.prepare.documents import Document, text_chunks, text_of
 from recipe.data.shards import DTYPE, HEADER_BYTES, file_sha256, move
+from recipe.errors import UserError
 from recipe.redaction import redact
 
 PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run

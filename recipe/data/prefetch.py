@@ -8,8 +8,9 @@ from itertools import islice
 
 import torch
 
-from recipe.config import Batch, UserError
+from recipe.config import Batch
 from recipe.data.dataset import TokenSource
+from recipe.errors import UserError
 
 
 class Batches:

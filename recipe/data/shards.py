@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from recipe.config import UserError
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
+from recipe.errors import UserError
 
 MAGIC = 20240520
 LLAMA_MAGIC = 20240801

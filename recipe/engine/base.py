@@ -21,11 +21,12 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 
-from recipe.config import Batch, UserError
+from recipe.config import Batch
 from recipe.data.prefetch import Batches
 from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, check_launch, wants_cpu, wants_deepspeed, wants_xla
 from recipe.engine.shutdown import Interrupted, Stop
+from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.monitor.trackers import check_tracker
 from recipe.optim import adamw as optim

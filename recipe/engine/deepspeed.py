@@ -16,10 +16,11 @@ from unittest import mock
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from recipe.config import ROOT, Batch, UserError
+from recipe.config import ROOT, Batch
 from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine, Judge
 from recipe.engine.launch import wants_cpu
+from recipe.errors import UserError
 from recipe.optim.adamw import check_is_adamw
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"

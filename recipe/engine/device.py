@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from recipe.config import UserError
+from recipe.errors import UserError
 
 # Dense bf16 (fp16 where there is no bf16) peak in FLOP/s with sums in fp32, from the vendors' data sheets and, for
 # GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU, a

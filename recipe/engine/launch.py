@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from recipe.config import UserError
+from recipe.errors import UserError
 from recipe.redaction import redact
 
 MISTAKE = 2

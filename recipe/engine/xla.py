@@ -34,8 +34,9 @@ from torch_xla.debug import metrics as xla_metrics
 from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
-from recipe.config import Batch, UserError
+from recipe.config import Batch
 from recipe.engine.base import Engine, Judge
+from recipe.errors import UserError
 from recipe.optim.adamw import check_is_adamw
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

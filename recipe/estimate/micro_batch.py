@@ -18,10 +18,11 @@ import torch
 from recipe.checkpoint.format import checkpoints
 from recipe.cli import AUTO
 from recipe.components import build_model
-from recipe.config import Batch, Config, UserError, batch_arithmetic
+from recipe.config import Batch, Config, batch_arithmetic
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
+from recipe.errors import UserError
 from recipe.estimate.memory import HEADROOM, gb, memory_estimate, plural, remedies, state_bytes
 
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8

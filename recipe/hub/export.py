@@ -1,7 +1,7 @@
 """A run's checkpoint for others: as a directory, or on the Hugging Face Hub.
 
     python -m recipe.hub.export RUN --out my-model             the newest checkpoint as a directory for transformers
-    python -m recipe.hub.export RUN --best --dtype bfloat16    the one with the lowest validation loss, in half the bytes
+    python -m recipe.hub.export RUN --best --dtype bfloat16  the one with the lowest validation loss, in half the bytes
     python -m recipe.hub.export push RUN --repo ORG/NAME       uploaded; without --repo what the run has queued
 
 Such a directory holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a
@@ -26,8 +26,9 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
-from recipe.config import UserError, check_repo_name
+from recipe.config import check_repo_name
 from recipe.data.catalog import license_error
+from recipe.errors import UserError
 from recipe.hub import outbox, upload
 from recipe.hub.model_card import CARD
 from recipe.hub.package import package, recorded_step, renew_card

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from recipe.config import ModelConfig, UserError
+from recipe.config import ModelConfig
 from recipe.data.catalog import DATASETS
+from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count, si
 from recipe.hub import scores
 from recipe.monitor.metrics import read_metrics

@@ -22,7 +22,8 @@ import huggingface_hub.constants
 from huggingface_hub import HfApi
 
 from recipe.checkpoint.format import model_only, step_of
-from recipe.config import ROOT, UserError
+from recipe.config import ROOT
+from recipe.errors import UserError
 from recipe.hub import outbox, upload
 from recipe.hub.package import evaluated, package, renew_card
 

@@ -20,7 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 from transformers.utils import cached_file
 
-from recipe.config import UserError
+from recipe.errors import UserError
 from recipe.model.loss import next_token_loss
 
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from recipe import faults
-from recipe.cli import UserError
+from recipe.errors import UserError
 
 
 class Throughput:

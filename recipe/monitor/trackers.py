@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 from accelerate.tracking import GeneralTracker
 
-from recipe.config import Config, UserError
+from recipe.config import Config
+from recipe.errors import UserError
 from recipe.redaction import redact, redacted
 
 TRACKERS = ("tensorboard", "wandb", "trackio")

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-from recipe.config import OptimizerConfig, UserError
+from recipe.config import OptimizerConfig
+from recipe.errors import UserError
 
 
 def lr_at(step: int, config: OptimizerConfig) -> float:

@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from recipe.config import OptimizerConfig, UserError
+from recipe.config import OptimizerConfig
+from recipe.errors import UserError
 
 _WINDOW = 128  # values that a z-score is reckoned from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
-from recipe.config import UserError
 from recipe.data.dataset import LocalSource, check_data
 from recipe.data.shards import find_shards
+from recipe.errors import UserError
 from recipe.faults import POINTS
 from tests import canary, faults_push
 from tests.conftest import ROOT, environment

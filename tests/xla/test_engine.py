@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe.config import Batch, OptimizerConfig, UserError
+from recipe.config import Batch, OptimizerConfig
+from recipe.errors import UserError
 from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard
 from tests.conftest import EQUAL, by_step, flags

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.config import UserError
 from recipe.data.hub import HubText
 from recipe.data.prepare.documents import Text, names_a_file, open_files
 from recipe.data.shards import Manifest
+from recipe.errors import UserError
 
 if TYPE_CHECKING:
     from recipe.config import DataConfig

@@ -23,13 +23,14 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.cli import Parser
-from recipe.config import UserError, parse_config
+from recipe.config import parse_config
 from recipe.data.prepare.documents import Text, TextFiles
 from recipe.data.prepare.options import PrepareOptions, check_same, flags, options_of
 from recipe.data.prepare.select import HELD_OUT, SEEN
 from recipe.data.prepare.tokenize import Selection, tokenised
 from recipe.data.prepare.writer import ShardWriter
 from recipe.data.shards import DTYPE, START, Manifest
+from recipe.errors import UserError
 from recipe.redaction import redact
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config import UserError
 from recipe.data.dataset import permutation
 from recipe.data.prepare.documents import Document, Text
 from recipe.data.shards import replacing
+from recipe.errors import UserError
 
 SEEN = "seen.sqlite"
 HELD_OUT = "held_out.digests"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config import UserError
 from recipe.data.prepare.documents import Document, Text
 from recipe.data.prepare.options import PrepareOptions
 from recipe.data.prepare.select import SEEN, Deduplicated, HeldOut, Limited, Shuffled
 from recipe.data.shards import DTYPE
 from recipe.data.tokenizer import END_OF_TEXT, encode
+from recipe.errors import UserError
 
 BATCH = 1 << 17  # characters of documents that a worker takes at once, or one longer piece
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from recipe import faults
-from recipe.config import UserError
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest, finish_shard
+from recipe.errors import UserError
 
 
 def shard_sizes(number: int, shard_tokens: int, first_shard_tokens: int) -> int:

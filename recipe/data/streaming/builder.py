@@ -20,13 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config import DataConfig, UserError
+from recipe.config import DataConfig
 from recipe.data.hub import DOWNLOADS, PATIENCE
 from recipe.data.prepare.select import SEEN
 from recipe.data.prepare.writer import shard_name
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest
 from recipe.data.streaming.producers import HubMaker, Maker, TextMaker
 from recipe.data.streaming.status import POLL, Status, directory_bytes, read_json, reader_path
+from recipe.errors import UserError
 from recipe.redaction import keep_secrets
 
 _FULL = 5.0  # seconds between attempts on a full disk

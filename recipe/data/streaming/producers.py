@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from recipe.config import DataConfig, UserError
+from recipe.config import DataConfig
 from recipe.data.hub import DOWNLOADS, HubShards, HubText
 from recipe.data.prepare.options import check_same, options_of
 from recipe.data.prepare.pipeline import open_manifest
@@ -16,6 +16,7 @@ from recipe.data.prepare.tokenize import Selection
 from recipe.data.prepare.writer import OpenShard, shard_name, shard_sizes
 from recipe.data.shards import DTYPE, HEADER_BYTES, START, Manifest
 from recipe.data.streaming.status import EARLIER, POLL, Status, directory_bytes, read_json
+from recipe.errors import UserError
 
 
 class Maker(Protocol):

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config import ROOT, DataConfig, UserError
+from recipe.config import ROOT, DataConfig
 from recipe.data.dataset import LocalSource, too_large
 from recipe.data.prepare.pipeline import alone_in
 from recipe.data.shards import MANIFEST, Manifest, Shard
 from recipe.data.streaming.builder import FAILED
 from recipe.data.streaming.status import EARLIER, POLL, STATUS, read_json, reader_path, write_json
+from recipe.errors import UserError
 
 LOG = "builder.log"
 _RESTARTS = 3  # of a builder that died without having made a shard in between
