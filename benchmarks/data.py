@@ -190,8 +190,8 @@ def _stream(text: Path, directory: Path) -> dict:
     shard = tokens // 40
     budget = tokens * 2 // 4
     data = DataConfig(
-        data=str(out),
-        source=str(text),
+        dataset_name=str(out),
+        train_text=str(text),
         val_documents=20,
         shard_tokens=shard,
         first_shard_tokens=shard // 8,
@@ -244,7 +244,7 @@ def _data_wait(directory: Path, steps: int) -> float:
         str(ROOT / "recipe/train.py"),
         "--output_dir",
         str(run),
-        "--data",
+        "--dataset_name",
         f"{directory}/shards",
         "--max_steps",
         str(steps),

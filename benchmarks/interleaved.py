@@ -216,7 +216,7 @@ def prepared(fresh: bool = False) -> Iterator[Path]:
         return
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
-        options = PrepareOptions(source=str(text), out=f"{name}/shards", val_fraction=0.1)
+        options = PrepareOptions(train_text=str(text), out=f"{name}/shards", val_fraction=0.1)
         prepare(options, say=lambda line: None)
         _prepared.append(Path(name))
         try:

@@ -39,10 +39,10 @@ def dataset_of(config: dict, about: list | None = None) -> str:
     """Which of DATASETS a run trains and validates on; empty for any other, and where validation is on other data.
 
     `about` is trainer_state.json's: what the manifest says that the shards were made from, None where they have none.
-    The configuration's `source` says that only where `data` is the directory that the recipe would make of it: shards
-    that are there already, or that a glob names, are trained on as they are.
+    The configuration's `train_text` says that only where `dataset_name` is the directory that the recipe would make of
+    it: shards that are there already, or that a glob names, are trained on as they are.
     """
-    data, source = (str(config.get(key) or "") for key in ("data", "source"))
+    data, source = (str(config.get(key) or "") for key in ("dataset_name", "train_text"))
     parts = [part["data"] for part in about or [] if isinstance(part, dict) and "data" in part]
     if parts:
         names = {_of_manifest(part, data) for part in parts}
@@ -51,14 +51,14 @@ def dataset_of(config: dict, about: list | None = None) -> str:
         name = "tiny-shakespeare" if Path(data) == Path("data/shakespeare") else _of_path(data)
     else:
         repository = "".join(source.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
-        made = "-".join(filter(None, (f"data/{repository}", str(config.get("name") or ""))))
+        made = "-".join(filter(None, (f"data/{repository}", str(config.get("dataset_config") or ""))))
         name = _of_hub(source) if source and Path(data) == Path(made) else _of_path(data)
     return name if not config.get("val_data") or _of_path(str(config["val_data"])) == name else ""
 
 
 def _of_manifest(source: object, data: str) -> str:
     source = source if isinstance(source, dict) else {}
-    if hub := source.get("source") or source.get("uri"):
+    if hub := source.get("train_text") or source.get("uri"):
         return _of_hub(str(hub))
     files = source.get("files")
     if isinstance(files, list) and files:

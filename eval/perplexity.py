@@ -158,7 +158,7 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
         source, end_of_text = str(args.text), loaded.tokenizer.eos_token_id
         windows, files = text_windows(args.text, loaded.encode, end_of_text, sequence_length)
     else:
-        source = args.data or config.get("val_data") or config.get("data")
+        source = args.data or config.get("val_data") or config.get("dataset_name")
         if not source:
             raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR or --text FILE")
         windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home

@@ -175,7 +175,7 @@ def summary(runs: list[Run]) -> list[list[str]]:
             [
                 run.name,
                 f"{run.parameters / 1e6:,.4g} M" if run.parameters else "",
-                SHOWN.get(run.dataset, str(run.config.get("data", ""))),
+                SHOWN.get(run.dataset, str(run.config.get("dataset_name", ""))),
                 tokens(run.tokens),
                 _fixed(run.last("loss"), 4),
                 _fixed(run.last("val_loss"), 4),

@@ -31,7 +31,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.redaction import redacted
 
 # Of a machine rather than of the run: where things lie, and how much memory there is.
-_OF_A_MACHINE = {"config", "data", "val_data", "source", "init_from", "output_dir", "device_memory_gb"}
+_OF_A_MACHINE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir", "device_memory_gb"}
 
 
 def check_alike(config: Config, engine: Engine) -> None:
@@ -73,10 +73,10 @@ def open_data(
     """Training and validation data; a source on this disk is prepared now, if it was not before. What works in the
     background is ended by `closing`. Raises UserError."""
     data, cut = config.data, (config.data.sequence_length, batch.sequences, config.run.seed)
-    if (data.streaming or data.source.startswith("hf://")) and not _all_there(data):
+    if (data.streaming or data.train_text.startswith("hf://")) and not _all_there(data):
         train, val_shards = _open_stream(config, cut, engine, checkpoint, say, closing)
     else:
-        if not data.source.startswith("hf://"):
+        if not data.train_text.startswith("hf://"):
             error = ""
             with engine.main_first():
                 try:
@@ -85,11 +85,11 @@ def open_data(
                     error = str(e)
             if engine.anywhere(bool(error)):
                 raise UserError(error or "the data could not be prepared on another process, which says why")
-        train_shards = find_shards(data.data, "train")
-        val_shards = find_shards(data.val_data or data.data, "val")
+        train_shards = find_shards(data.dataset_name, "train")
+        val_shards = find_shards(data.val_data or data.dataset_name, "val")
         check_data(train_shards, val_shards, *cut[:2])
         train = LocalSource(train_shards, *cut)
-        say(f"data       {data.data}: {describe_shards(train_shards)}; held out {describe_shards(val_shards)}")
+        say(f"data       {data.dataset_name}: {describe_shards(train_shards)}; held out {describe_shards(val_shards)}")
     closing.callback(train.close)
     validation = LocalSource(val_shards, *cut)
     closing.callback(validation.close)
@@ -105,7 +105,7 @@ def _open_stream(
     closing: ExitStack,
 ) -> tuple[StreamedSource, list[Shard]]:
     """Starts this machine's builder and waits for its first shards."""
-    data, out = config.data, Path(config.data.data)
+    data, out = config.data, Path(config.data.dataset_name)
     earlier = checkpoint.state["data"].get("manifest") if checkpoint else None
     aloud = _above_the_bar if engine.local_rank == 0 else say  # each machine has a stream of its own
     waiting, error, version = Waiting(out, aloud), "", {}
@@ -113,7 +113,7 @@ def _open_stream(
     def start(commit: str | None) -> dict:
         builder = Builder(data, engine.local_world, commit, earlier)
         closing.callback(builder.close)
-        what = " ".join(filter(None, (data.source, data.name)))
+        what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         say(f"data       streaming {what} into {out}, at most {builder.budget / 1e9:.3g} GB")
         return waiting.until(lambda: read_json(out / STATUS).get("version"), "the data set's version")
 
@@ -137,7 +137,7 @@ def _open_stream(
     if data.val_data:
         val_shards = find_shards(data.val_data, "val")
     elif not manifest.of("val"):
-        raise UserError(f"{data.source} has no validation shards; name some with val_data")
+        raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
     else:
         val_shards = [Shard(out / e["file"], e["tokens"], e["sha256"]) for e in manifest.of("val")]
     first_step, steps = checkpoint.step if checkpoint else 0, config.optimizer.max_steps
@@ -148,8 +148,10 @@ def _open_stream(
 
 def _all_there(data: DataConfig) -> bool:
     """Whether all shards of what would be streamed are on this disk: prepared before, or small enough to stay."""
-    manifest = Manifest.load(Path(data.data))
-    return bool(manifest and manifest.complete) and all((Path(data.data) / e["file"]).exists() for e in manifest.shards)
+    manifest = Manifest.load(Path(data.dataset_name))
+    return bool(manifest and manifest.complete) and all(
+        (Path(data.dataset_name) / e["file"]).exists() for e in manifest.shards
+    )
 
 
 def _above_the_bar(line: str) -> None:

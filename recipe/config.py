@@ -40,16 +40,18 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    data: str = _opt(
+    dataset_name: str = _opt(
         "",
         f"{', '.join(DATASETS)}; a Hub data set of text; hf://datasets/ORG/NAME/*.bin; a directory of shards; or a "
         "glob of .bin files (then give val_data too)",
     )
-    val_data: str = _opt("", "directory or glob of validation shards (empty: the validation shards of `data`)")
-    source: str = _opt("", "text from which the shards in `data` are made: file, glob, directory or Hub data set")
-    name: str = _opt("", "subset of a Hub data set, such as sample-10BT")
-    split: str = _opt("train", "split of a Hub data set")
-    revision: str = _opt("", "branch, tag or commit of a Hub data set (empty: the newest commit; it is kept)")
+    val_data: str = _opt("", "directory or glob of validation shards (empty: the validation shards of `dataset_name`)")
+    train_text: str = _opt(
+        "", "text from which the shards in `dataset_name` are made: file, glob, directory or Hub data set"
+    )
+    dataset_config: str = _opt("", "subset of a Hub data set, such as sample-10BT")
+    dataset_split: str = _opt("train", "split of a Hub data set")
+    dataset_revision: str = _opt("", "branch, tag or commit of a Hub data set (empty: the newest commit; it is kept)")
     text_column: str = _opt("text", "column that holds the text")
     streaming: bool = _opt(False, "make the shards while the model trains, a few ahead, and delete those it has read")
     disk_budget_gb: float = _opt(10.0, "disk that streamed shards may take on each machine, in 10^9 bytes")
@@ -139,7 +141,7 @@ class Config:
         return {k: v for part in dataclasses.asdict(self).values() for k, v in part.items()}
 
 
-_PATHS = ("data", "val_data", "source", "init_from", "output_dir")
+_PATHS = ("dataset_name", "val_data", "train_text", "init_from", "output_dir")
 _PARTS = (ModelConfig, DataConfig, OptimizerConfig, RunConfig)
 FIELDS = {f.name: f for part in _PARTS for f in dataclasses.fields(part)}
 
@@ -155,9 +157,13 @@ def parse_config(argv: list[str] | None = None) -> Config:
     recipe = yaml_flags(path, FIELDS.keys() - {"config"})
     parser.parse(recipe, f"{path}: ")
     flags = {word.partition("=")[0] for word in argv}
-    if "--data" in flags and names_a_data_set(parser.parse_known_args(argv)[0].data):
+    if "--dataset_name" in flags and names_a_data_set(parser.parse_known_args(argv)[0].dataset_name):
         # another data set: what the recipe says of its own is not said of this one
-        recipe = [word for word in recipe if word.partition("=")[0] not in ("--source", "--name", "--revision")]
+        recipe = [
+            word
+            for word in recipe
+            if word.partition("=")[0] not in ("--train_text", "--dataset_config", "--dataset_revision")
+        ]
     parts = parser.parse([*recipe, *argv])
     return _validated(_with_defaults(Config(*parts), path))
 
@@ -176,16 +182,16 @@ def _with_defaults(config: Config, path: Path) -> Config:
     output_dir = config.run.output_dir or f"runs/{name}"
     run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
     data = config.data
-    if not data.source and names_a_data_set(data.data):
-        directory, source, subset = resolve(data.data, data.name)
-        data = dataclasses.replace(data, data=directory, source=source, name=subset)
-    if data.source and not Path(data.source).exists() and (ROOT / data.source).exists():
-        data = dataclasses.replace(data, source=str(ROOT / data.source))  # text that ships, from anywhere
+    if not data.train_text and names_a_data_set(data.dataset_name):
+        directory, source, subset = resolve(data.dataset_name, data.dataset_config)
+        data = dataclasses.replace(data, dataset_name=directory, train_text=source, dataset_config=subset)
+    if data.train_text and not Path(data.train_text).exists() and (ROOT / data.train_text).exists():
+        data = dataclasses.replace(data, train_text=str(ROOT / data.train_text))  # text that ships, from anywhere
     return Config(*map(_with_home, (config.model, data, config.optimizer, run)))
 
 
 def _with_home(part):
-    """~ as the shell writes it out, which in --data=~/shards it does not; what a run has written down holds it too."""
+    """Expands ~ in paths, which a shell does not do in --val_data=~/shards."""
     return dataclasses.replace(part, **{k: os.path.expanduser(v) for k, v in vars(part).items() if k in _PATHS})
 
 
@@ -256,12 +262,15 @@ def _validated(config: Config) -> Config:
     for name in _PATHS:  # a directory of that name would be made
         value = config.flat()[name]
         require(
-            "://" not in value or (name in ("data", "source") and value.startswith("hf://")),
+            "://" not in value or (name in ("dataset_name", "train_text") and value.startswith("hf://")),
             f"{name} {value} is a URL, which is not read; download it and give the path, or name a Hub repository",
         )
-    require(bool(data.data), "data is empty; give a directory of shards or a glob of .bin files")
-    names_text = bool(data.source) and not set("*?[") & set(data.data)
-    require(names_text or not data.streaming, f"streaming, but {data.data} names no text: give a data set or a source")
+    require(bool(data.dataset_name), "dataset_name is empty; give a directory of shards or a glob of .bin files")
+    names_text = bool(data.train_text) and not set("*?[") & set(data.dataset_name)
+    require(
+        names_text or not data.streaming,
+        f"streaming, but {data.dataset_name} names no text: give a data set, or train_text",
+    )
     require(
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",

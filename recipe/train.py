@@ -117,7 +117,7 @@ def train(
     run_dir = Path(run.output_dir)
     state = checkpoint.state if checkpoint else {}
     if checkpoint:
-        check_same_data(state["data"], source.state(), config.data.data)
+        check_same_data(state["data"], source.state(), config.data.dataset_name)
     step = first = checkpoint.step if checkpoint else 0  # optimizer steps done
 
     # Weights go in before prepare and moments after it: then every engine and world size can take them.

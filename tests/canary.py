@@ -55,7 +55,7 @@ def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list
     directory.mkdir(parents=True)
     recipe = directory / "aside" / "mine.yaml"
     recipe.parent.mkdir()
-    recipe.write_text(f"# hf_token: {CANARY}\ndata: {shards}\nsample_prompt: {ENVIRONMENT['MY_PASSWORD']}\n")
+    recipe.write_text(f"# hf_token: {CANARY}\ndataset_name: {shards}\nsample_prompt: {ENVIRONMENT['MY_PASSWORD']}\n")
     home = directory / "home"  # what the libraries keep there is the run's as well
     home.mkdir()
     settings = (
@@ -103,13 +103,13 @@ def mistakes(directory: Path) -> list[list[str]]:
         [f"-hf_token={CANARY}"],
         [f"--max_steps={HUB_TOKEN}"],
         [f"--tracker={HUB_TOKEN}", run],
-        [recipe("key.yaml", f"data: x\nhf_token: {CANARY}\n")],
+        [recipe("key.yaml", f"dataset_name: x\nhf_token: {CANARY}\n")],
         [recipe("nested.yaml", f"data:\n  password: {CANARY}\n")],
-        [recipe("tag.yaml", f"data: !{CANARY} x\n")],
-        [recipe("alias.yaml", f"data: *{CANARY}\n")],
-        [recipe("broken.yaml", f"data: x\nhf_token: '{CANARY}\n")],
-        [recipe("url.yaml", f"data: {URL}\n"), run],
-        [f"--data={directory / 'none'}", f"--source={URL}", run],
+        [recipe("tag.yaml", f"dataset_name: !{CANARY} x\n")],
+        [recipe("alias.yaml", f"dataset_name: *{CANARY}\n")],
+        [recipe("broken.yaml", f"dataset_name: x\nhf_token: '{CANARY}\n")],
+        [recipe("url.yaml", f"dataset_name: {URL}\n"), run],
+        [f"--dataset_name={directory / 'none'}", f"--train_text={URL}", run],
         [f"--init_from={URL}", run],
         [f"--output_dir={URL}"],
     ]
@@ -121,8 +121,8 @@ def in_a_mistake(directory: Path) -> list[str]:
     lines, prepare = mistakes(directory), "from recipe.data.prepare.pipeline import main as prepare"
     script = f"import sys; from recipe.train import main; {prepare}; lines = {lines!r}\n"
     script += "codes = [main(line) for line in lines]\n"
-    for line in ([f"--hf_token={CANARY}"], [f"--source={URL}", f"--out={rest}"], [f"--workers={HUB_TOKEN}"]):
-        script += f"codes.append(prepare({['--source=x', f'--out={rest}', *line]!r}))\n"
+    for line in ([f"--hf_token={CANARY}"], [f"--train_text={URL}", f"--out={rest}"], [f"--workers={HUB_TOKEN}"]):
+        script += f"codes.append(prepare({['--train_text=x', f'--out={rest}', *line]!r}))\n"
     script += "sys.exit(0 if set(codes) == {2} else f'codes {codes}')"
     result = subprocess.run(
         [sys.executable, "-"],

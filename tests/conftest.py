@@ -86,7 +86,7 @@ def shards(once) -> Path:
         directory.mkdir()
         text = directory / "text.txt"
         text.write_text(SHAKESPEARE.read_text()[:120_000])
-        prepare(PrepareOptions(source=str(text), out=str(directory / "shards"), val_fraction=0.1))
+        prepare(PrepareOptions(train_text=str(text), out=str(directory / "shards"), val_fraction=0.1))
 
     return once("data", make)[0] / "shards"
 
@@ -166,7 +166,7 @@ def by_step(run: Path) -> dict[int, dict]:
 
 def train(shards, run, processes=1, **fields):
     """A tiny run into `run`; its metrics by step."""
-    settings = TINY | {"data": shards, "output_dir": run} | fields
+    settings = TINY | {"dataset_name": shards, "output_dir": run} | fields
     result = run_train(*flags(**settings), processes=processes)
     assert result.returncode == 0, result.stdout + result.stderr
     return by_step(run), result.stdout

@@ -62,7 +62,7 @@ def variables(hub: PushHub) -> dict[str, str]:
 
 
 def train(shards: Path, run: Path, env: dict[str, str], **fields) -> subprocess.CompletedProcess:
-    return run_train(*flags(**(TINY | {"data": shards, "output_dir": run} | fields)), env=env, timeout=300)
+    return run_train(*flags(**(TINY | {"dataset_name": shards, "output_dir": run} | fields)), env=env, timeout=300)
 
 
 def push(run: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:

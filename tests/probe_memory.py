@@ -36,7 +36,7 @@ from recipe.model import loss
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim import adamw as optim
 
-OPTIONS = ["--config=gpt2", "--data=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
+OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
 
 def cudas_layer_norm(self, x: torch.Tensor) -> torch.Tensor:

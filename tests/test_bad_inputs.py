@@ -38,7 +38,7 @@ def refused(*arguments, processes=1, env=None) -> str:
 
 
 def tiny(shards, run, **fields):
-    return flags(**(TINY | {"data": shards, "output_dir": run, "max_steps": 6} | fields))
+    return flags(**(TINY | {"dataset_name": shards, "output_dir": run, "max_steps": 6} | fields))
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ class Place:
     def run(self) -> Path:
         return self.path / "run"
 
-    def train(self, data=None, **fields) -> list[str]:
+    def train(self, dataset_name=None, **fields) -> list[str]:
         """Flags of a run on `data`, by default the good shards."""
-        return tiny(data or self.shards, self.run, **fields)
+        return tiny(dataset_name or self.shards, self.run, **fields)
 
     def resume(self, **fields) -> list[str]:
         """Flags of a run that goes on from a copy of the finished one."""
@@ -92,7 +92,7 @@ class Place:
         return self.train(**({"dropout": 0.1, "max_steps": 24} | fields))
 
     def prepare(self, source, **fields) -> list[str]:
-        return flags(source=source, out=self.path / "out", **fields)
+        return flags(train_text=source, out=self.path / "out", **fields)
 
     def shard(self, tokens, val=None) -> Path:
         """A directory of a training shard, of tokens or of bytes, and a good validation shard or `val`."""
@@ -141,7 +141,7 @@ LOADER = "import datasets\n\nclass Texts(datasets.GeneratorBasedBuilder):\n    p
 # number, what is wrong, the command's words (those of recipe.data.prepare where they have --out), what the error says
 TABLE = [
     (1, "empty glob", lambda at: at.train(at.path / "*.bin"), ["*.bin: no such directory, and no .bin file", PREPARE]),
-    (1, "no directory", lambda at: at.train(at.path / "none", source=""), ["none: no such directory", PREPARE]),
+    (1, "no directory", lambda at: at.train(at.path / "none", train_text=""), ["none: no such directory", PREPARE]),
     (
         2,
         "wrong magic",
@@ -223,7 +223,7 @@ TABLE = [
     (
         9,
         "no column, training",
-        lambda at: at.train(at.path / "new", source=at.parquet()),
+        lambda at: at.train(at.path / "new", train_text=at.parquet()),
         ["a.parquet: no column 'text'; there are: title, body. Choose with --text_column"],
     ),
     (
@@ -248,7 +248,7 @@ TABLE = [
     (
         12,
         "unknown key",
-        lambda at: ["--config", at.file("my.yaml", "data: x\nlearning_rat: 1\n")],
+        lambda at: ["--config", at.file("my.yaml", "dataset_name: x\nlearning_rat: 1\n")],
         ["my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?"],
     ),
     (
@@ -260,7 +260,7 @@ TABLE = [
     (
         12,
         "YAML in another encoding",
-        lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")],
+        lambda at: ["--config", at.file("my.yaml", b"dataset_name: \xff\n")],
         ["my.yaml: not valid YAML in UTF-8"],
     ),
     (
@@ -345,7 +345,7 @@ TABLE = [
     (
         24,
         "shard elsewhere",
-        lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, source=""),
+        lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, train_text=""),
         [
             "manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory); delete"  # noqa: E501
         ],
@@ -541,7 +541,7 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(tmp_path):
     """The second of the shards is found out when it is reached; there is a checkpoint of the step before."""
     text, data, run = tmp_path / "text.txt", tmp_path / "data", tmp_path / "run"
     text.write_text(SHAKESPEARE.read_text()[:60_000])
-    prepare(PrepareOptions(source=str(text), out=str(data), val_fraction=0.2, first_shard_tokens=2000))
+    prepare(PrepareOptions(train_text=str(text), out=str(data), val_fraction=0.2, first_shard_tokens=2000))
     content = bytearray((data / "train_000001.bin").read_bytes())
     content[3000] ^= 1
     (data / "train_000001.bin").write_bytes(content)
@@ -558,10 +558,10 @@ def test_a_hub_data_set_that_is_not_prepared_names_the_command(tmp_path):
         "false",
         "--streaming",
         "false",
-        f"--data={tmp_path}/stories",
-        "--source=roneneldan/TinyStories",
+        f"--dataset_name={tmp_path}/stories",
+        "--train_text=roneneldan/TinyStories",
     )
-    assert "not prepared yet; first run: python -m recipe.data.prepare --source roneneldan/TinyStories" in message
+    assert "not prepared yet; first run: python -m recipe.data.prepare --train_text roneneldan/TinyStories" in message
 
 
 def test_resuming_with_another_architecture(shards, tmp_path):
@@ -582,7 +582,7 @@ def test_resuming_with_another_architecture(shards, tmp_path):
     shutil.rmtree(changed)
     text = tmp_path / "other.txt"
     text.write_text(SHAKESPEARE.read_text()[-100_000:])
-    prepare(PrepareOptions(source=str(text), out=str(changed), val_fraction=0.1))
+    prepare(PrepareOptions(train_text=str(text), out=str(changed), val_fraction=0.1))
     assert "no longer holds the shards" in refused(*tiny(changed, run2, max_steps=8))
 
     (run / "step_00000006" / "model.safetensors").write_bytes(b"")

@@ -214,7 +214,7 @@ def command(*words) -> int:
 def tiny_recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     path.write_text(
-        "data: data/none\nn_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\n"
+        "dataset_name: data/none\nn_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\n"
         "total_batch_tokens: 256\nmicro_batch_size: 4\n"
     )
     return path

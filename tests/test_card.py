@@ -31,10 +31,10 @@ from tests.card_spec import problems
 from tests.conftest import ROOT, SHAKESPEARE
 
 HUB_DATA = {
-    "source": "HuggingFaceFW/fineweb-edu",
-    "name": "sample-10BT",
-    "split": "train",
-    "revision": None,
+    "train_text": "HuggingFaceFW/fineweb-edu",
+    "dataset_config": "sample-10BT",
+    "dataset_split": "train",
+    "dataset_revision": None,
     "text_column": "text",
     "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
 }
@@ -69,8 +69,8 @@ STATE = {
         "learning_rate": 6e-4,
         "eval_tokens": 10_485_760,
         "hellaswag_limit": 0,
-        "source": "HuggingFaceFW/fineweb-edu",
-        "data": "~/shards",
+        "train_text": "HuggingFaceFW/fineweb-edu",
+        "dataset_name": "~/shards",
         "config": "~/mine/gpt2.yaml",
         "output_dir": "~/runs/gpt2",
     },
@@ -253,13 +253,13 @@ def test_what_was_not_measured_is_left_out():
         ),
         ({"about": [PART | {"data": {"files": [{"name": "a.txt"}], "of": 31}}]}, None, None, "a.txt and 30 more files"),
         (
-            {"about": [PART | {"data": None}], "config": {"data": "texts/mine", "source": ""}},
+            {"about": [PART | {"data": None}], "config": {"dataset_name": "texts/mine", "train_text": ""}},
             None,
             None,
             "tokens of mine:",
         ),
         (
-            {"about": None, "config": {"source": "roneneldan/TinyStories", "data": "data/mine/"}},
+            {"about": None, "config": {"train_text": "roneneldan/TinyStories", "dataset_name": "data/mine/"}},
             None,
             None,
             "tokens of mine:",
@@ -311,7 +311,7 @@ def test_neither_user_nor_machine_is_named(shards, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "host-of-the-tests")
     monkeypatch.setattr(platform, "node", lambda: "host-of-the-tests")
     assert getpass.getuser() == "ada-of-the-tests"
-    config = parse_config([f"--data={shards}", "--output_dir=/home/ada-of-the-tests/runs/x"])
+    config = parse_config([f"--dataset_name={shards}", "--output_dir=/home/ada-of-the-tests/runs/x"])
     parts = about.about(config, OneProcess, 0, None)
     state = STATE | {"about": parts, "config": redacted(config.flat())}
     text = model_card(state, LINES, RESULTS)
@@ -323,9 +323,9 @@ def test_no_secret_reaches_a_card(monkeypatch):
     for name, value in canary.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", "/home/ada")
-    config = STATE["config"] | {"source": canary.URL, "data": "/home/ada/x", "init_from": "/home/ada/w"}
+    config = STATE["config"] | {"train_text": canary.URL, "dataset_name": "/home/ada/x", "init_from": "/home/ada/w"}
     config |= {"run_name": canary.HUB_TOKEN, "config": f"/home/ada/{canary.ENVIRONMENT['MY_PASSWORD']}.yaml"}
-    data = HUB_DATA | {"name": canary.HUB_TOKEN, "split": canary.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]}
+    data = HUB_DATA | {"dataset_config": canary.HUB_TOKEN, "dataset_split": canary.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]}
     results = {"perplexity": RESULTS["perplexity"] | {"files": {canary.HUB_TOKEN: "x"}, "data": "/home/ada/shards"}}
     results["lm_eval"] = {"tasks": {canary.WANDB_KEY: {"acc,none": 0.5}}, "version": canary.HUB_TOKEN}
     for part in (PART | {"data": data, "engine": "/home/ada/gpu"}, PART | {"data": None}):
@@ -374,7 +374,8 @@ def test_other_texts_are_named_by_their_files_and_stay_apart():
     loss = RESULTS["perplexity"] | {"data": "~/mine/diary.txt", "files": {"diary.txt": "abc"}}
     results = {
         "perplexity": loss,
-        "wikitext2": RESULTS["wikitext2"] | {"data": "~/mine/wiki.txt", "data_set": "wiki.txt", "sha256": "abc"},
+        "wikitext2": RESULTS["wikitext2"]
+        | {"dataset_name": "~/mine/wiki.txt", "data_set": "wiki.txt", "sha256": "abc"},
         "lambada": {k: v for k, v in RESULTS["lambada"].items() if k != "data_set"} | {"rows": 20},  # as once written
     }
     part = PART | {"data": {"files": [{"name": "a.txt"}], "of": 1}}
@@ -398,13 +399,13 @@ def test_other_texts_are_named_by_their_files_and_stay_apart():
 @pytest.mark.parametrize(
     ("config", "measured", "validation", "evaluated"),
     [
-        ({"data": "~/shards/"}, "~/shards", "held out", "held out"),
-        ({"data": "~/shards", "val_data": "~/shards"}, "~/shards", "held out", "held out"),
-        ({"data": "~/shards"}, "~/elsewhere/of_news", "held out", "of_news"),
-        ({"data": "~/shards"}, "~/elsewhere/shards", "held out", "shards"),
-        ({"data": "~/shards"}, None, "held out", "a local text"),
-        ({"data": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, "~/x/val*.bin", "val*.bin", "val*.bin"),
-        ({"data": "~/shards", "val_data": "~/of_news/"}, "~/shards", "of_news", "shards"),
+        ({"dataset_name": "~/shards/"}, "~/shards", "held out", "held out"),
+        ({"dataset_name": "~/shards", "val_data": "~/shards"}, "~/shards", "held out", "held out"),
+        ({"dataset_name": "~/shards"}, "~/elsewhere/of_news", "held out", "of_news"),
+        ({"dataset_name": "~/shards"}, "~/elsewhere/shards", "held out", "shards"),
+        ({"dataset_name": "~/shards"}, None, "held out", "a local text"),
+        ({"dataset_name": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, "~/x/val*.bin", "val*.bin", "val*.bin"),
+        ({"dataset_name": "~/shards", "val_data": "~/of_news/"}, "~/shards", "of_news", "shards"),
     ],
 )
 def test_a_loss_is_of_what_it_was_measured_on(config, measured, validation, evaluated):
@@ -456,15 +457,15 @@ def test_shards_of_another_program_are_not_called_by_the_recipes_source(shards, 
         shutil.copy(path, mine)
     recipe = str(ROOT / "recipe" / "configs" / "shakespeare.yaml")
     for flags, name in (
-        ([f"--data={mine}"], "of_letters"),
-        ([f"--data={mine}/train*.bin", f"--val_data={mine}"], "train*.bin"),
+        ([f"--dataset_name={mine}"], "of_letters"),
+        ([f"--dataset_name={mine}/train*.bin", f"--val_data={mine}"], "train*.bin"),
     ):
         config = parse_config(["--config", recipe, *flags])
-        assert config.data.source.endswith("tiny_shakespeare.txt")
+        assert config.data.train_text.endswith("tiny_shakespeare.txt")
         parts = about.about(config, OneProcess, 0, None)
         assert parts[0]["data"] == {"shards": name}
         state = {"step": 5, "config": redacted(config.flat()), "about": parts}
-        for old in (state, state | {"about": [parts[0] | {"data": None}]}, state | {"about": None}):
+        for old in (state, state | {"about": [parts[0] | {"dataset_name": None}]}, state | {"about": None}):
             card = parsed(model_card(old, [], {}))
             assert f"| text | {name} |" in card.text
             assert "shakespeare.txt" not in card.content
@@ -488,7 +489,7 @@ def test_a_text_is_english_where_that_is_known():
 
 def test_what_was_left_out_is_what_the_manifest_says(shards):
     """And not what the recipe asks for: shards that are there are used, however they were made."""
-    config = parse_config([f"--data={shards}", "--dedup=true"])
+    config = parse_config([f"--dataset_name={shards}", "--dedup=true"])
     parts = about.about(config, OneProcess, 0, None)
     assert parts[0]["data"]["options"]["dedup"] is False
     state = {"step": 5, "config": redacted(config.flat()), "about": parts}
@@ -651,7 +652,7 @@ def test_a_run_that_goes_on_elsewhere_has_two_parts(shards, monkeypatch):
     class Engine(OneProcess):
         name, world, local_world = "GPU, DDP over 8 processes", 8, 4
 
-    config = parse_config([f"--data={shards}", "--init_from=openai-community/gpt2"])
+    config = parse_config([f"--dataset_name={shards}", "--init_from=openai-community/gpt2"])
     (first,) = about.about(config, Engine, 0, None)
     assert (first["from_step"], first["device"], first["machines"], first["processes"]) == (0, "GPU", 2, 8)
     assert first["data"]["files"][0]["name"] == "text.txt"
@@ -662,7 +663,9 @@ def test_a_run_that_goes_on_elsewhere_has_two_parts(shards, monkeypatch):
     assert [p["from_step"] for p in parts] == [0, 20]
     assert parts[0] == first
     assert "init_from" not in parts[1]
-    config = parse_config([f"--data={shards}/train*.bin", f"--val_data={shards}/val*.bin", f"--init_from={shards}"])
+    config = parse_config(
+        [f"--dataset_name={shards}/train*.bin", f"--val_data={shards}/val*.bin", f"--init_from={shards}"]
+    )
     (own,) = about.about(config, Engine, 0, None)
     assert (own["init_from"], own["data"]) == ("", {"shards": "train*.bin"})
     monkeypatch.setattr(about, "ROOT", Path("/nowhere"))

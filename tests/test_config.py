@@ -36,7 +36,7 @@ def refused(*argv: str) -> str:
 
 
 def test_yaml_then_command_line(recipe):
-    path = recipe("data: somewhere\nlearning_rate: 1e-3\ntorch_compile: true\nmax_steps: 100\nval_data:\n")
+    path = recipe("dataset_name: somewhere\nlearning_rate: 1e-3\ntorch_compile: true\nmax_steps: 100\nval_data:\n")
     config = parse_config(["--config", path, "--max_steps", "7", "--torch_compile", "false"])
     assert config.optimizer.learning_rate == 1e-3  # YAML 1.1 reads 1e-3 as a string
     assert config.optimizer.max_steps == 7
@@ -50,7 +50,7 @@ def test_yaml_then_command_line(recipe):
 
 
 def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
-    message = refused("--config", recipe("data: x\nlearning_rat: 1"))
+    message = refused("--config", recipe("dataset_name: x\nlearning_rat: 1"))
     assert "mine.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?" in message
     assert "unknown '--warmup_step'; did you mean 'warmup_steps'?" in refused("--warmup_step", "3")
     assert "unknown '--warmup_step'; did you mean 'warmup_steps'?" in refused("--warmup_step=3")
@@ -59,12 +59,12 @@ def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data: x\nmax_steps: many", "invalid int value: 'many'"),
-        ("data: x\nmax_steps: [1, 2]", "max_steps takes one value, found a list"),
+        ("dataset_name: x\nmax_steps: many", "invalid int value: 'many'"),
+        ("dataset_name: x\nmax_steps: [1, 2]", "max_steps takes one value, found a list"),
         ("- data", "expected `key: value` lines, found a list"),
-        ("data: [", "not valid YAML"),
-        ("data: x\nprecision: fp8", "invalid choice: 'fp8'"),
-        ("max_steps: 3", "data is empty"),
+        ("dataset_name: [", "not valid YAML"),
+        ("dataset_name: x\nprecision: fp8", "invalid choice: 'fp8'"),
+        ("max_steps: 3", "dataset_name is empty"),
     ],
 )
 def test_a_recipe_that_cannot_be_read(recipe, text, message):
@@ -179,14 +179,14 @@ def test_no_name_stands_in_two_kinds_of_file():
     [
         (["fineweb"], "data/fineweb-sample-10BT", "HuggingFaceFW/fineweb", "sample-10BT"),
         (
-            ["fineweb-edu", "--name=sample-100BT"],
+            ["fineweb-edu", "--dataset_config=sample-100BT"],
             "data/fineweb-edu-sample-100BT",
             "HuggingFaceFW/fineweb-edu",
             "sample-100BT",
         ),
         (["tinystories"], "data/TinyStories", "roneneldan/TinyStories", ""),
         (
-            ["HuggingFaceFW/fineweb-edu", "--name=sample-10BT"],
+            ["HuggingFaceFW/fineweb-edu", "--dataset_config=sample-10BT"],
             "data/fineweb-edu-sample-10BT",
             "HuggingFaceFW/fineweb-edu",
             "sample-10BT",
@@ -194,19 +194,19 @@ def test_no_name_stands_in_two_kinds_of_file():
         (["hf://datasets/a/b@v1/x/*.bin"], "data/b", "hf://datasets/a/b@v1/x/*.bin", ""),
         (["shards/*.bin"], "shards/*.bin", "", ""),
         (["/no/such"], "/no/such", "", ""),
-        (["mine", "--source=a/b"], "mine", "a/b", ""),
+        (["mine", "--train_text=a/b"], "mine", "a/b", ""),
     ],
 )
 def test_one_line_names_the_data(recipe, given, directory, source, name):
-    data = parse_config(["--config", recipe(""), f"--data={given[0]}", *given[1:]]).data
-    assert (data.data, data.source, data.name) == (directory, source, name)
+    data = parse_config(["--config", recipe(""), f"--dataset_name={given[0]}", *given[1:]]).data
+    assert (data.dataset_name, data.train_text, data.dataset_config) == (directory, source, name)
 
 
 def test_a_directory_of_that_name_is_meant(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "texts").mkdir(parents=True)
-    data = parse_config(["--config", recipe(""), "--data=org/texts"]).data
-    assert (data.data, data.source) == ("org/texts", "")
+    data = parse_config(["--config", recipe(""), "--dataset_name=org/texts"]).data
+    assert (data.dataset_name, data.train_text) == ("org/texts", "")
 
 
 def test_the_presets_that_stream():
@@ -220,19 +220,21 @@ def test_the_presets_that_stream():
 def test_streaming_needs_a_source(tmp_path):
     (tmp_path / "shards").mkdir()
     for data in (tmp_path / "shards", tmp_path / "*.bin"):
-        assert "names no text" in refused("--data", str(data), "--source", "", "--streaming", "true")
+        assert "names no text" in refused("--dataset_name", str(data), "--train_text", "", "--streaming", "true")
 
 
 def test_another_data_set_on_the_command_line_is_not_made_of_the_recipes_text(tmp_path):
-    data = parse_config(["--data=fineweb-edu"]).data  # the default recipe names its own source
-    assert (data.data, data.source) == ("data/fineweb-edu-sample-10BT", "HuggingFaceFW/fineweb-edu")
-    data = parse_config(["--data", "HuggingFaceFW/fineweb-edu", "--name", "sample-10BT", "--streaming", "true"]).data
-    assert (data.data, data.name) == ("data/fineweb-edu-sample-10BT", "sample-10BT")
-    data = parse_config(["--config", "gpt2-xl", "--data", "tinystories"]).data
-    assert (data.data, data.name) == ("data/TinyStories", "")
+    data = parse_config(["--dataset_name=fineweb-edu"]).data  # the default recipe names its own source
+    assert (data.dataset_name, data.train_text) == ("data/fineweb-edu-sample-10BT", "HuggingFaceFW/fineweb-edu")
+    data = parse_config(
+        ["--dataset_name", "HuggingFaceFW/fineweb-edu", "--dataset_config", "sample-10BT", "--streaming", "true"]
+    ).data
+    assert (data.dataset_name, data.dataset_config) == ("data/fineweb-edu-sample-10BT", "sample-10BT")
+    data = parse_config(["--config", "gpt2-xl", "--dataset_name", "tinystories"]).data
+    assert (data.dataset_name, data.dataset_config) == ("data/TinyStories", "")
     for directory in ("data/mine", str(tmp_path / "mine")):  # a directory: there the recipe's text is prepared
-        data = parse_config([f"--data={directory}"]).data
-        assert data.data == directory
-        assert data.source.endswith("tiny_shakespeare.txt")
-    data = parse_config(["--data=fineweb", "--source=a/b"]).data
-    assert (data.data, data.source) == ("fineweb", "a/b")
+        data = parse_config([f"--dataset_name={directory}"]).data
+        assert data.dataset_name == directory
+        assert data.train_text.endswith("tiny_shakespeare.txt")
+    data = parse_config(["--dataset_name=fineweb", "--train_text=a/b"]).data
+    assert (data.dataset_name, data.train_text) == ("fineweb", "a/b")

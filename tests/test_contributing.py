@@ -27,7 +27,7 @@ class Copy:
         self.root.mkdir()
         for name in ("recipe", "eval", "accelerate_configs", "tests"):
             shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
-        self.tiny = flags(**(TINY | {"data": shards, "output_dir": self.run, "max_steps": 6, "save_steps": 3}))
+        self.tiny = flags(**(TINY | {"dataset_name": shards, "output_dir": self.run, "max_steps": 6, "save_steps": 3}))
 
     def add(self, title: str) -> list[str]:
         """Applies a section's diff, runs its commands, and returns what they printed."""
@@ -84,8 +84,8 @@ def test_a_model_size(copy):
 
 def test_a_data_set(copy):
     (said,) = copy.add("A data set")
-    assert "source: 'Salesforce/wikitext'" in said
-    assert "name: 'wikitext-103-raw-v1'" in said
+    assert "train_text: 'Salesforce/wikitext'" in said
+    assert "dataset_config: 'wikitext-103-raw-v1'" in said
 
 
 def test_an_optimizer(copy, whole_run):

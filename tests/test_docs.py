@@ -35,7 +35,9 @@ def texts(directory: Path) -> Path:
 
 def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str]:
     """The command's words, with what makes it quick and keeps it out of the working tree."""
-    tiny = flags(**(TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 5, "precision": "fp32"}))
+    tiny = flags(
+        **(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5, "precision": "fp32"})
+    )
     words = shlex.split(command)
     options = {k: v for k, _, v in (word.partition("=") for word in words[1:]) if v and not k.startswith("-")}
     if words[0] == "make":
@@ -74,7 +76,7 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
     if "recipe.data.prepare" in words:
         assert words[:3] == ["python", "-m", "recipe.data.prepare"]
         if "recipe/data/tiny_shakespeare.txt" not in words:  # on the Hub
-            words[words.index("--source") + 1] = str(texts(tmp_path))
+            words[words.index("--train_text") + 1] = str(texts(tmp_path))
             words += ["--val_documents", "3"]
         words[words.index("--out") + 1] = str(tmp_path / "out")
         if "--processes" in words:

@@ -39,7 +39,7 @@ MATRIX = ["single", "ddp", "zero1", "zero2", "zero3"]
 
 
 def settings(name: str, shards, **fields) -> list[str]:
-    return flags(**(EQUAL | {"data": shards, "save_steps": 20} | ENGINES[name][2] | fields))
+    return flags(**(EQUAL | {"dataset_name": shards, "save_steps": 20} | ENGINES[name][2] | fields))
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,9 @@ def test_perplexity_takes_data_and_length_from_the_checkpoint(model_dir, tmp_pat
         (run_dir / file.name).symlink_to(file)
     write_shard(tmp_path / "val_000000.bin", np.arange(200))
     (run_dir / "trainer_state.json").write_text(
-        json.dumps({"config": {"data": str(tmp_path), "val_data": "", "sequence_length": 40, "eval_tokens": 130}})
+        json.dumps(
+            {"config": {"dataset_name": str(tmp_path), "val_data": "", "sequence_length": 40, "eval_tokens": 130}}
+        )
     )
     (run_dir / "results.json").write_text('{"hellaswag": {"rows": 7}}')
     main_of(perplexity, monkeypatch, run_dir, "--device", "cpu")

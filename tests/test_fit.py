@@ -72,7 +72,7 @@ def test_nothing_fits():
 @pytest.mark.parametrize("word", ["automatic", "0", "-3", "1.5", ""])
 def test_what_is_neither_a_size_nor_auto_is_refused(word, tmp_path):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"data: x\nmicro_batch_size: '{word}'\n")
+    recipe.write_text(f"dataset_name: x\nmicro_batch_size: '{word}'\n")
     for arguments in ([f"--micro_batch_size={word}"], ["--micro_batch_size", word], ["--config", str(recipe)]):
         with pytest.raises(
             UserError, match=f"micro_batch_size.*'{word}' is not a whole number of at least 1, nor auto"
@@ -82,7 +82,9 @@ def test_what_is_neither_a_size_nor_auto_is_refused(word, tmp_path):
 
 def test_auto_is_a_field_like_any_other(tmp_path):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("data: x\nmicro_batch_size: auto\ntotal_batch_tokens: 4096\nn_positions: 32\nsequence_length: 32")
+    recipe.write_text(
+        "dataset_name: x\nmicro_batch_size: auto\ntotal_batch_tokens: 4096\nn_positions: 32\nsequence_length: 32"
+    )
     config = parse_config(["--config", str(recipe)])
     assert json.dumps(config.optimizer.micro_batch_size) == "0"
     assert parse_config(["--config", str(recipe), "--micro_batch_size", "4"]).optimizer.micro_batch_size == 4
@@ -91,7 +93,9 @@ def test_auto_is_a_field_like_any_other(tmp_path):
 
 
 def run(shards, directory, memory: str, processes: int = 1, fail: bool = False, out: float = 0, **fields):
-    settings = TINY | {"data": shards, "output_dir": directory, "dropout": 0.1, "micro_batch_size": "auto"} | fields
+    settings = (
+        TINY | {"dataset_name": shards, "output_dir": directory, "dropout": 0.1, "micro_batch_size": "auto"} | fields
+    )
     parameters = parameter_count(parse_config(flags(**settings)).model)
     variables = {"FIT_MEMORY": memory, "FIT_PARAMETERS": str(parameters)} | ({"FIT_OUT": str(out)} if out else {})
     if processes > 1:
@@ -165,7 +169,7 @@ def test_a_dry_run_reckons_and_a_cpu_takes_a_fixed_number(shards, tmp_path):
     assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, reckoned; the run itself tries it (8" in result.stdout
     assert "trial" not in result.stderr
     assert "\nmicro_batch_size: 4\n" in result.stdout
-    arguments = flags(**TINY | {"data": shards, "output_dir": tmp_path / "run", "micro_batch_size": "auto"})
+    arguments = flags(**TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "micro_batch_size": "auto"})
     plain = [sys.executable, "recipe/train.py", *arguments, "--dry_run", "--total_batch_tokens=768"]
     result = subprocess.run(plain, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert "micro      8 sequences a device: auto tries what fits on a GPU, and takes this elsewhere" in result.stdout

@@ -120,7 +120,7 @@ SIZED = {
 def test_gpu_holds_what_was_reckoned(shards, tmp_path, changes):
     settings = SIZED | {"micro_batch_size": 8, "precision": "auto"} | changes
     curve(shards, tmp_path / "run", "single", cpu=False, **settings)
-    config = parse_config(flags(**TINY | settings | {"data": shards}))
+    config = parse_config(flags(**TINY | settings | {"dataset_name": shards}))
     precision = config.run.precision if config.run.precision != "auto" else "bf16" if BF16 else "fp16"
     estimate = memory_estimate(
         config, batch_arithmetic(config, 1), precision=precision, compiled="torch_compile" in changes
@@ -133,7 +133,7 @@ def test_gpu_holds_what_was_reckoned(shards, tmp_path, changes):
 def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     """With 3 GB to itself the run takes at most 92 % of it, and the next larger micro-batch would not have fitted."""
     total = 3.0
-    settings = TINY | SIZED | {"data": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
+    settings = TINY | SIZED | {"dataset_name": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
     settings |= {
         "device_memory_gb": total,
         "torch_compile": compiled,

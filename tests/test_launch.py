@@ -133,8 +133,8 @@ def test_a_machine_that_is_launched_with_other_settings_is_refused(flags, named)
 
 
 def test_what_may_differ_from_machine_to_machine_does():
-    theirs = parse_config(["--data=/a/shards", "--output_dir=/mnt/a", "--device_memory_gb=80"])
-    check_alike(parse_config(["--data=/b/shards", "--val_data=/c", "--output_dir=/mnt/b"]), TwoMachines(theirs))
+    theirs = parse_config(["--dataset_name=/a/shards", "--output_dir=/mnt/a", "--device_memory_gb=80"])
+    check_alike(parse_config(["--dataset_name=/b/shards", "--val_data=/c", "--output_dir=/mnt/b"]), TwoMachines(theirs))
 
 
 def test_other_code_or_another_precision_is_refused(monkeypatch):

@@ -59,7 +59,7 @@ def test_the_estimate_is_within_a_tenth_of_what_is_allocated(measured, options):
 
 def panel(*arguments: str, world: int = 1, memory: float, **kind) -> tuple[float, list[str]]:
     """The reckoned gigabytes of a device, and the lines of the opening panel from the one that names them on."""
-    config = parse_config(["--data=x", *arguments])
+    config = parse_config(["--dataset_name=x", *arguments])
     batch = batch_arithmetic(config, world)
     kind = {"precision": "bf16", "zero_stage": 0, "compiled": config.run.torch_compile} | kind
     lines = describe(config, batch, device="a GPU", peak_flops=None, memory=int(memory * 1e9), **kind)

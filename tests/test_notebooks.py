@@ -172,7 +172,7 @@ def test_two_t4s(shards, whole_run, earlier, tmp_path):
             """
         env = {k: v for k, v in hub.environment.items() if k != "HF_TOKEN"}
         env |= {"PYTHONPATH": str(modules(tmp_path / "modules", kaggle_secrets=secrets))}
-        config = recipe(tmp_path / "configs", **TINY, data=shards, dropout=0.1)
+        config = recipe(tmp_path / "configs", **TINY, dataset_name=shards, dropout=0.1)
         printed = execute("kaggle-t4x2", tmp_path, env=env, CONFIG=config, EARLIER=str(tmp_path / "input"), HUB=REPO)
         run = tmp_path / "runs" / "shakespeare"
         pushed = hub.files(REPO, "main")
@@ -198,7 +198,7 @@ def test_colab(shards, whole_run, tmp_path):
     env = {
         "PYTHONPATH": str(modules(tmp_path / "modules", google__colab__drive=drive, google__colab__userdata=userdata))
     }
-    config = recipe(tmp_path / "configs", **TINY, data=shards, dropout=0.1)
+    config = recipe(tmp_path / "configs", **TINY, dataset_name=shards, dropout=0.1)
     same = {"loss", "hellaswag", "sample", "report"}
     theirs, ours = code(read("kaggle-t4x2")), code(read("colab"))
     assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "install", "push", "token"}

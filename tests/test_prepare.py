@@ -52,7 +52,7 @@ def write_jsonl(path, texts=DOCUMENTS, opener=open):
 
 
 def options(source, out, **changes):
-    return PrepareOptions(**({"source": str(source), "out": str(out), "val_fraction": 0.1, "workers": 2} | changes))
+    return PrepareOptions(**({"train_text": str(source), "out": str(out), "val_fraction": 0.1, "workers": 2} | changes))
 
 
 def stream(out, split):
@@ -272,7 +272,7 @@ def hub(reference, monkeypatch):
 
 def test_a_hub_data_set_streams_from_one_commit_and_goes_on_mid_stream(reference, hub, tmp_path, monkeypatch):
     local = prepare(options(reference.source, tmp_path / "local", val_documents=30, shard_tokens=3000), quiet)
-    opts = options("someone/texts", tmp_path, name="sub", val_documents=30, shard_tokens=3000)
+    opts = options("someone/texts", tmp_path, dataset_config="sub", val_documents=30, shard_tokens=3000)
     interrupted_at(monkeypatch, opts, len(local.shards))
     position = Manifest.load(tmp_path).shards[-1]["next"]
     assert position["stream"]["document"] == 256 <= position["document"]
@@ -358,19 +358,25 @@ def test_options_out_of_range(tmp_path):
 
 
 def test_prepare_for_training(reference, tmp_path, capsys):
-    data = DataConfig(data=str(tmp_path / "out"), source=str(reference.source), val_fraction=0.1)
+    data = DataConfig(dataset_name=str(tmp_path / "out"), train_text=str(reference.source), val_fraction=0.1)
     prepare_for_training(data)
     assert "done: 2 shards" in capsys.readouterr().out
     prepare_for_training(data)
     assert capsys.readouterr().out == ""
-    prepare_for_training(DataConfig(data=str(tmp_path / "out"), source=str(tmp_path / "gone.txt")))
+    prepare_for_training(DataConfig(dataset_name=str(tmp_path / "out"), train_text=str(tmp_path / "gone.txt")))
     with pytest.raises(UserError, match=r"gone\.txt: no file matches"):
-        prepare_for_training(DataConfig(data=str(tmp_path / "new"), source=str(tmp_path / "gone.txt")))
-    command = r"first run: python -m recipe\.data\.prepare --source a/b --out \S+new --name sub --val_fraction 0\.5\n"
+        prepare_for_training(DataConfig(dataset_name=str(tmp_path / "new"), train_text=str(tmp_path / "gone.txt")))
+    command = (
+        r"first run: python -m recipe\.data\.prepare --train_text a/b .* --dataset_config sub --val_fraction 0\.5\n"
+    )
     with pytest.raises(UserError, match=command):
-        prepare_for_training(DataConfig(data=str(tmp_path / "new"), source="a/b", name="sub", val_fraction=0.5))
-    prepare_for_training(DataConfig(data=str(tmp_path / "out"), source="a/b"))  # prepared: no network is needed
-    prepare_for_training(DataConfig(data=str(tmp_path / "none")))
+        prepare_for_training(
+            DataConfig(dataset_name=str(tmp_path / "new"), train_text="a/b", dataset_config="sub", val_fraction=0.5)
+        )
+    prepare_for_training(
+        DataConfig(dataset_name=str(tmp_path / "out"), train_text="a/b")
+    )  # prepared: no network is needed
+    prepare_for_training(DataConfig(dataset_name=str(tmp_path / "none")))
 
 
 def command_line(*arguments):
@@ -380,7 +386,7 @@ def command_line(*arguments):
 
 def test_the_command(reference, tmp_path):
     ran = command_line(
-        "--source", reference.source, "--out", tmp_path / "out", "--val_fraction", "0.1", "--shard_tokens", 3000
+        "--train_text", reference.source, "--out", tmp_path / "out", "--val_fraction", "0.1", "--shard_tokens", 3000
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     first, last = ran.stdout.splitlines()
@@ -391,9 +397,9 @@ def test_the_command(reference, tmp_path):
 
 
 def test_the_command_refuses_without_a_traceback(tmp_path):
-    ran = command_line("--source", "no/such-data-set", "--out", tmp_path / "out")  # the tests have no network
+    ran = command_line("--train_text", "no/such-data-set", "--out", tmp_path / "out")  # the tests have no network
     assert ran.returncode == 2
-    assert ran.stderr.startswith("error: --source no/such-data-set: no such local file, and the Hub says")
+    assert ran.stderr.startswith("error: --train_text no/such-data-set: no such local file, and the Hub says")
     assert "or give local .txt" in ran.stderr
     assert "Traceback" not in ran.stderr
 
@@ -402,14 +408,14 @@ def test_the_command_in_this_process(tmp_path, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "d.parquet").write_bytes(b"nonsense")
     for source, out, message in (
-        (tmp_path / "*.txt", tmp_path / "out", "error: --source"),  # 1
+        (tmp_path / "*.txt", tmp_path / "out", "error: --train_text"),  # 1
         (tmp_path / "d.parquet", tmp_path / "out", "error: .*not a parquet file"),
         (SHAKESPEARE, tmp_path / "file", "error: .*Not a directory|error: .*File exists"),
     ):
-        assert main(["--source", str(source), "--out", str(out)]) == 2
+        assert main(["--train_text", str(source), "--out", str(out)]) == 2
         err = capsys.readouterr().err
         assert re.search(message, err)
-    assert main(["--source", "x", "--out", "y", "--shard_token", "5"]) == 2
+    assert main(["--train_text", "x", "--out", "y", "--shard_token", "5"]) == 2
     assert "error: unknown '--shard_token'; did you mean 'shard_tokens'?" in capsys.readouterr().err
 
 
@@ -501,7 +507,15 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             "assert main(sys.argv[1:]) == 0\n"
             "print(open('/proc/self/status').read())"
         )
-        command = [sys.executable, "-c", code, "--source", str(tmp_path / name), "--out", str(tmp_path / f"{name}.out")]
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "--train_text",
+            str(tmp_path / name),
+            "--out",
+            str(tmp_path / f"{name}.out"),
+        ]
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert ran.returncode == 0, ran.stderr
         kilobytes = int(re.search(r"VmHWM:\s+(\d+) kB", ran.stdout).group(1))
@@ -544,7 +558,7 @@ def test_a_broken_stream_gives_each_document_once(monkeypatch):
     text = Failing([100, 0, 0, 70, 5], ConnectionError("gone"), said.append)
     assert [d.index for d in text.documents()] == list(range(300))
     assert waits == [1, 2, 4, 1, 1]  # longer while nothing comes
-    assert said[0] == "--source a/b: ConnectionError: gone; trying again in 1 s from where it stopped"
+    assert said[0] == "--train_text a/b: ConnectionError: gone; trying again in 1 s from where it stopped"
     assert [d.index for d in Failing([100, 3], ConnectionError()).documents(90)] == list(range(90, 300))
 
 
@@ -554,7 +568,7 @@ def test_patience_ends(monkeypatch, error, attempts):
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     text = Failing([0] * 10_000, error)
-    with pytest.raises(UserError, match=rf"--source a/b: .*{type(error).__name__}: {error}"):
+    with pytest.raises(UserError, match=rf"--train_text a/b: .*{type(error).__name__}: {error}"):
         next(text.documents())
     assert clock[0] <= 960
     assert 10_000 - len(text.breaks) <= attempts

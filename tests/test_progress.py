@@ -177,7 +177,7 @@ def test_long_lines_are_aligned_on_a_terminal_and_left_whole_in_a_log(monkeypatc
 
 def describe(*arguments: str, world: int = 1, **options) -> dict[str, str]:
     """The opening panel's lines by their labels."""
-    config = parse_config(["--data=x", *arguments])
+    config = parse_config(["--dataset_name=x", *arguments])
     known = {"device": "GPU", "precision": "bf16", "peak_flops": 312e12} | options
     lines = panel.describe(config, batch_arithmetic(config, world), **known)
     return {line[:11].strip(): line[11:] for line in lines}
@@ -186,7 +186,7 @@ def describe(*arguments: str, world: int = 1, **options) -> dict[str, str]:
 def test_the_forecast_is_llm_cs_published_run_at_its_mfu():
     """10 B tokens of the 124M model on 8 A100s: 18,865 steps of 300 ms, 94 minutes, which the author calls about 90
     minutes and $20 (karpathy/llm.c, discussion 481). By flops_per_token that is 60 % MFU."""
-    model = parse_config(["--data=x", "--config=gpt2"]).model
+    model = parse_config(["--dataset_name=x", "--config=gpt2"]).model
     flops = plan.flops_per_token(model, 1024)
     assert flops == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024 == 855_166_464
     seconds = plan.training_seconds(18_865 * 2**19, flops, 8 * 312e12, mfu=0.6)
@@ -211,7 +211,7 @@ def test_the_opening_panel_tells_time_and_price_where_the_peak_is_known():
     assert one["price"] == "about $26.36: $1.75 an hour of the device"  # an eighth of the devices, eight times as long
     assert "price" not in describe(*run[:-1])
     # A TPU's process has 8 devices, whose peaks come added up.
-    cores = parse_config(["--data=x", *run])
+    cores = parse_config(["--dataset_name=x", *run])
     lines = panel.describe(
         cores,
         batch_arithmetic(cores, 1, 8),
@@ -229,13 +229,13 @@ def test_the_opening_panel_says_where_it_cannot_know():
     assert "its peak in fp32 is not known" in describe("--precision=fp32", precision="fp32")["time"]
     assert describe(precision="fp32")["time"].startswith("about ")  # the best that the device has
     with pytest.raises(UserError, match=r"price_per_hour is -1\.0; it must not be negative"):
-        parse_config(["--data=x", "--price_per_hour=-1"])
+        parse_config(["--dataset_name=x", "--price_per_hour=-1"])
 
 
 def test_the_closing_panel():
     config = parse_config(
         [
-            "--data=x",
+            "--dataset_name=x",
             "--config=gpt2",
             "--max_steps=19073",
             "--total_batch_tokens=524288",
@@ -260,7 +260,7 @@ def test_the_closing_panel():
         "the like",
         "price      $23.33: 1 h 40 min x 8 devices x $1.75 an hour, without start-up",  # 6,000 s: 1.6667 h x 8 x 1.75
     ]
-    plain = parse_config(["--data=x", "--config=gpt2"])
+    plain = parse_config(["--dataset_name=x", "--config=gpt2"])
     lines[1]["val_loss"] = 3.2
     said = panel.outcome(plain, batch_arithmetic(plain, 1), result, 7.5, lines[:2], None)
     assert [line.split()[0] for line in said] == ["done", "took"]  # nothing else is known, or worth a line
@@ -341,7 +341,13 @@ class Screen:
 
 def test_a_run_on_a_terminal_is_resized_and_stopped_and_leaves_it_clean(shards, tmp_path):
     run = tmp_path / "run"
-    settings = TINY | {"data": shards, "output_dir": run, "max_steps": 100_000, "save_steps": 0, "eval_steps": 4}
+    settings = TINY | {
+        "dataset_name": shards,
+        "output_dir": run,
+        "max_steps": 100_000,
+        "save_steps": 0,
+        "eval_steps": 4,
+    }
     child, main = pty.fork()
     if child == 0:
         try:

@@ -141,7 +141,7 @@ def test_a_trainer_killed_in_the_middle_of_an_upload_takes_the_upload_with_it(pr
             TINY
             | PUSH
             | {
-                "data": prepared.shards,
+                "dataset_name": prepared.shards,
                 "output_dir": run,
                 "max_steps": 100_000,
                 "save_steps": 10,

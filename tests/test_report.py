@@ -21,7 +21,7 @@ from recipe.config import FIELDS, parse_config
 from recipe.data.catalog import DATASETS
 from tests.conftest import SHAKESPEARE, metrics
 
-FINEWEB = {"source": "HuggingFaceFW/fineweb", "data": "data/fineweb-sample-10BT"}
+FINEWEB = {"train_text": "HuggingFaceFW/fineweb", "dataset_name": "data/fineweb-sample-10BT"}
 REFERENCES = {reference.presets[0]: reference for reference in curves.load_references()}
 
 
@@ -45,7 +45,9 @@ def lines_of(preset: str, upto: float = math.inf) -> list[dict]:
 
 def config_of(preset: str, **changes) -> dict:
     return (
-        parse_config(["--config", preset]).flat() | {"source": parse_config(["--config", preset]).data.source} | changes
+        parse_config(["--config", preset]).flat()
+        | {"train_text": parse_config(["--config", preset]).data.train_text}
+        | changes
     )
 
 
@@ -178,8 +180,8 @@ def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
     [
         ("gpt2", {}, 3.2924),
         ("gpt2-fineweb", {}, 3.424958),
-        ("gpt2", {"source": "", "data": "hf://datasets/kjj0/fineweb10B-gpt2/*.bin"}, 3.424958),
-        ("gpt2", {"source": "texts/*.jsonl", "data": "data/mine"}, None),
+        ("gpt2", {"train_text": "", "dataset_name": "hf://datasets/kjj0/fineweb10B-gpt2/*.bin"}, 3.424958),
+        ("gpt2", {"train_text": "texts/*.jsonl", "dataset_name": "data/mine"}, None),
         ("gpt2", {"val_data": "data/other"}, None),
         ("gpt2-medium", {}, None),
         ("shakespeare", {}, None),
@@ -347,7 +349,7 @@ def test_other_settings_are_named_and_make_it_a_guide(tmp_path):
     ("changes", "sentence"),
     [
         ({"n_layer": 5}, "No reference curve ships for tiny Shakespeare and this model (5 layers of 128)"),
-        ({"source": "mine.txt"}, "No reference curve ships for these data"),
+        ({"train_text": "mine.txt"}, "No reference curve ships for these data"),
         ({"init_from": "openai-community/gpt2"}, "goes on from other weights"),
         ({"val_data": "elsewhere"}, "No reference curve ships for these data"),
     ],
@@ -530,7 +532,14 @@ NONSENSE = {
 @pytest.mark.parametrize("lines", NONSENSE.values(), ids=NONSENSE)
 @pytest.mark.filterwarnings("error")
 def test_nonsense_is_drawn_as_far_as_it_goes(lines, tmp_path):
-    odd = {"n_layer": [1], "n_embd": "x", "max_grad_norm": "y", "max_steps": {}, "hellaswag_limit": "all", "source": 3}
+    odd = {
+        "n_layer": [1],
+        "n_embd": "x",
+        "max_grad_norm": "y",
+        "max_steps": {},
+        "hellaswag_limit": "all",
+        "train_text": 3,
+    }
     results = {"hellaswag": {"rows": 0, "A": {"acc_norm": 0.3}, "B": 3}, "perplexity": None}
     directory = write_run(tmp_path / "run", lines, odd, results)
     report.write_report([curves.read_run(directory)], tmp_path, dpi=20)
@@ -672,9 +681,12 @@ SHIPPED = {"files": [{"name": "tiny_shakespeare.txt", "sha256": known_data.SHAKE
     ],
 )
 def test_shards_are_known_by_their_names(data, dataset):
-    assert known_data.dataset_of({"data": data, "source": ""}) == dataset
+    assert known_data.dataset_of({"dataset_name": data, "train_text": ""}) == dataset
     about = [{"data": None}]  # made by another program: it is all that is known, whatever the recipe's source
-    assert known_data.dataset_of({"data": data, "source": "recipe/data/tiny_shakespeare.txt"}, about) == dataset
+    assert (
+        known_data.dataset_of({"dataset_name": data, "train_text": "recipe/data/tiny_shakespeare.txt"}, about)
+        == dataset
+    )
 
 
 @pytest.mark.parametrize(
@@ -694,14 +706,16 @@ def test_shards_are_known_by_their_names(data, dataset):
 )
 def test_a_data_set_on_the_hub_is_known_by_its_whole_name(source, dataset):
     at = "hf://" in source
-    config = parse_config(["--config", "gpt2", "--data", source, *([] if at else ["--name", ""])]).flat()
-    manifest = {"uri": source} if at else {"source": source, "name": "", "split": "train"}
-    for data in (config["data"], "data/mine"):
-        assert known_data.dataset_of(config | {"data": data}, [{"data": manifest}]) == dataset
+    config = parse_config(
+        ["--config", "gpt2", "--dataset_name", source, *([] if at else ["--dataset_config", ""])]
+    ).flat()
+    manifest = {"uri": source} if at else {"train_text": source, "dataset_config": "", "dataset_split": "train"}
+    for data in (config["dataset_name"], "data/mine"):
+        assert known_data.dataset_of(config | {"dataset_name": data}, [{"data": manifest}]) == dataset
     if dataset:  # of a checkpoint that does not say: where the recipe makes it, else by the directory's name
         assert known_data.dataset_of(config) == dataset
-    assert known_data.dataset_of(config | {"data": "data/mine"}) == ""
-    assert known_data.dataset_of({"data": "data/x", "source": "~/fineweb-tools/books.txt"}) == ""
+    assert known_data.dataset_of(config | {"dataset_name": "data/mine"}) == ""
+    assert known_data.dataset_of({"dataset_name": "data/x", "train_text": "~/fineweb-tools/books.txt"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -710,18 +724,18 @@ def test_a_data_set_on_the_hub_is_known_by_its_whole_name(source, dataset):
         ({}, None, "tiny-shakespeare"),
         ({}, [{"engine": "CPU"}], "tiny-shakespeare"),  # of a version that did not write it down
         ({}, [{"data": SHIPPED}], "tiny-shakespeare"),
-        ({"data": "data/x"}, [{"data": SHIPPED}, {"data": SHIPPED}], "tiny-shakespeare"),
-        ({"data": "data/x", "source": "~/another/name.txt"}, [{"data": SHIPPED}], "tiny-shakespeare"),
-        ({"data": "data/x"}, None, ""),
-        ({"data": "data/x/train*.bin"}, None, ""),
-        ({"data": "data/x/train*.bin", "val_data": "data/x/val*.bin"}, [{"data": None}], ""),
-        ({"data": "data/fineweb10B"}, None, "fineweb"),
+        ({"dataset_name": "data/x"}, [{"data": SHIPPED}, {"data": SHIPPED}], "tiny-shakespeare"),
+        ({"dataset_name": "data/x", "train_text": "~/another/name.txt"}, [{"data": SHIPPED}], "tiny-shakespeare"),
+        ({"dataset_name": "data/x"}, None, ""),
+        ({"dataset_name": "data/x/train*.bin"}, None, ""),
+        ({"dataset_name": "data/x/train*.bin", "val_data": "data/x/val*.bin"}, [{"data": None}], ""),
+        ({"dataset_name": "data/fineweb10B"}, None, "fineweb"),
         ({}, [{"data": None}], ""),
         ({}, [{"data": {"files": [{"name": "tiny_shakespeare.txt", "sha256": "0" * 64}]}}], ""),
         ({}, [{"data": {"files": SHIPPED["files"] * 2}}], ""),
         ({}, [{"data": {"files": "x"}}], ""),
-        ({}, [{"data": SHIPPED}, {"data": {"source": "HuggingFaceFW/fineweb"}}], ""),
-        ({}, ["x", {"data": {"source": "HuggingFaceFW/fineweb"}}], "fineweb"),
+        ({}, [{"data": SHIPPED}, {"data": {"train_text": "HuggingFaceFW/fineweb"}}], ""),
+        ({}, ["x", {"data": {"train_text": "HuggingFaceFW/fineweb"}}], "fineweb"),
     ],
 )
 def test_the_default_recipe_on_other_shards_is_not_tiny_shakespeare(changes, about, dataset, tmp_path):

@@ -65,8 +65,8 @@ def test_a_run_in_the_home_directory_goes_on(secrets):
     from recipe.checkpoint.format import check_same_run
     from recipe.config import parse_config
 
-    config = parse_config(["--data=~/shards", "--output_dir=/home/ada/run"])
-    assert config.data.data == "/home/ada/shards"
+    config = parse_config(["--dataset_name=~/shards", "--output_dir=/home/ada/run"])
+    assert config.data.dataset_name == "/home/ada/shards"
     saved = json.loads(json.dumps(redacted(config.flat())))
     assert (saved["data"], saved["output_dir"]) == ("~/shards", "~/run")
     assert check_same_run({"config": saved}, redacted(config.flat()), Path("run")) == []

@@ -45,7 +45,11 @@ def prepared(tmp_path_factory):
     source = directory / "d.parquet"
     pq.write_table(pa.table({"text": DOCUMENTS}), source, row_group_size=60)
     data = DataConfig(
-        data=str(directory / "out"), source=str(source), val_documents=20, shard_tokens=8000, first_shard_tokens=1000
+        dataset_name=str(directory / "out"),
+        train_text=str(source),
+        val_documents=20,
+        shard_tokens=8000,
+        first_shard_tokens=1000,
     )
     manifest = prepare(options_of(data), quiet)
     return SimpleNamespace(data=data, manifest=manifest, source=source, out=directory / "out")
@@ -81,7 +85,7 @@ def budget(prepared, shards):
 
 
 def at(prepared, out, **changes):
-    return dataclasses.replace(prepared.data, data=str(out), streaming=True, **changes)
+    return dataclasses.replace(prepared.data, dataset_name=str(out), streaming=True, **changes)
 
 
 def pid_of(out):
@@ -148,7 +152,9 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
         state = s.sources[0].state()
     (tmp_path / "s" / "train_000005.bin").unlink()
     for out, earlier in ((tmp_path / "s", None), (tmp_path / "other", state["manifest"])):
-        with streaming(dataclasses.replace(data, data=str(out)), earlier=earlier, first=middle, steps=middle + 3) as s:
+        with streaming(
+            dataclasses.replace(data, dataset_name=str(out)), earlier=earlier, first=middle, steps=middle + 3
+        ) as s:
             for step in range(middle, middle + 3):
                 assert np.array_equal(s.sources[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH))
             time.sleep(0.5)
@@ -300,7 +306,7 @@ def test_two_streams_cannot_share_a_directory(prepared, tmp_path):
 def test_selected_documents_stream_as_they_are_prepared(prepared, tmp_path, dedup, shuffle_buffer):
     """Also when the stream begins in the middle, on a disk that has seen none of the documents before."""
     changes = {"dedup": dedup, "shuffle_buffer": shuffle_buffer}
-    whole = prepare(options_of(dataclasses.replace(prepared.data, data=str(tmp_path / "p"), **changes)), quiet)
+    whole = prepare(options_of(dataclasses.replace(prepared.data, dataset_name=str(tmp_path / "p"), **changes)), quiet)
     expected = LocalSource(find_shards(str(tmp_path / "p"), "train"), T, BATCH, seed=1)
     step = int(expected._starts[6]) // BATCH
     data = at(prepared, tmp_path / "s", **changes)

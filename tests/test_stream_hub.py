@@ -45,11 +45,11 @@ def hub(prepared, tmp_path, monkeypatch):  # noqa: F811
 
 
 def from_hub(prepared, out, **changes):  # noqa: F811
-    return at(prepared, out, source="a/text", name="sample-10BT", **changes)
+    return at(prepared, out, train_text="a/text", dataset_config="sample-10BT", **changes)
 
 
 def shards_from_hub(prepared, out, **changes):  # noqa: F811
-    return at(prepared, out, source="hf://datasets/a/shards/v1/*.bin", **changes)
+    return at(prepared, out, train_text="hf://datasets/a/shards/v1/*.bin", **changes)
 
 
 FAULTS = [
@@ -76,7 +76,7 @@ def test_text_from_a_hub_that_fails(prepared, hub, tmp_path):  # noqa: F811
     ]
     assert manifest.source["commit"] == hub.commit  # pinned
     assert all("/main/" not in r.path for r in hub.requests if ".parquet" in r.path)
-    assert sum("data       --source a/text: " in line and "trying again in " in line for line in said) >= 2, said
+    assert sum("data       --train_text a/text: " in line and "trying again in " in line for line in said) >= 2, said
     for path in [p for p in (tmp_path / "s").rglob("*") if p.is_file()]:
         assert b"canary" not in path.read_bytes(), path
 
@@ -112,7 +112,7 @@ def test_shards_from_a_hub_that_fails(prepared, hub, tmp_path):  # noqa: F811
     assert hub.faults == []
     manifest = Manifest.load(tmp_path / "s")
     assert [e["sha256"] for e in manifest.of("train")] == [e["sha256"] for e in prepared.manifest.of("train")]
-    assert manifest.source == {"uri": data.source, "commit": hub.commit}
+    assert manifest.source == {"uri": data.train_text, "commit": hub.commit}
 
 
 def test_a_shard_that_comes_changed_is_refused(prepared, hub, tmp_path, monkeypatch):  # noqa: F811
@@ -134,14 +134,17 @@ def test_a_shard_that_comes_changed_is_refused(prepared, hub, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "a/none"}, r"--source a/none: .*the Hub says .*RepositoryNotFound"),
-        ({"source": "a/text", "name": "sample-1BT"}, r"--source a/text: .*sample-1BT.*(?s:.*)check the name"),
-        ({"source": "a/text", "revision": "v9"}, r"--source a/text: .*the Hub says .*RevisionNotFound"),
-        ({"source": "a/text", "text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
-        ({"source": "a/script"}, r"--source a/script: this data set is a script .* refused"),
-        ({"source": "hf://datasets/a/shards/v2/*.bin"}, r"no file of the data set matches v2/\*\.bin"),
-        ({"source": "hf://datasets/a/shards/v1/val*.bin"}, "only validation files match"),
-        ({"source": "hf://datasets/shards"}, "expected hf://datasets/ORG/NAME/PATTERN"),
+        ({"train_text": "a/none"}, r"--train_text a/none: .*the Hub says .*RepositoryNotFound"),
+        (
+            {"train_text": "a/text", "dataset_config": "sample-1BT"},
+            r"--train_text a/text: .*sample-1BT.*(?s:.*)check the name",
+        ),
+        ({"train_text": "a/text", "dataset_revision": "v9"}, r"--train_text a/text: .*the Hub says .*RevisionNotFound"),
+        ({"train_text": "a/text", "text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
+        ({"train_text": "a/script"}, r"--train_text a/script: this data set is a script .* refused"),
+        ({"train_text": "hf://datasets/a/shards/v2/*.bin"}, r"no file of the data set matches v2/\*\.bin"),
+        ({"train_text": "hf://datasets/a/shards/v1/val*.bin"}, "only validation files match"),
+        ({"train_text": "hf://datasets/shards"}, "expected hf://datasets/ORG/NAME/PATTERN"),
     ],
 )
 def test_what_the_hub_does_not_have_is_said_at_once(prepared, hub, tmp_path, changes, message):  # noqa: F811
@@ -154,7 +157,7 @@ def test_what_the_hub_does_not_have_is_said_at_once(prepared, hub, tmp_path, cha
 def test_without_a_token(prepared, hub, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("HF_TOKEN", "canary-wrong")
     with (
-        pytest.raises(UserError, match=r"--source a/text: .*401") as error,
+        pytest.raises(UserError, match=r"--train_text a/text: .*401") as error,
         streaming(from_hub(prepared, tmp_path / "s")),
     ):
         pass
@@ -182,23 +185,23 @@ def test_training_does_not_notice(prepared, hub, tmp_path):  # noqa: F811
 
     sizes = {"val_documents": 20, "shard_tokens": 8000, "first_shard_tokens": 1000}
     text = sizes | {
-        "source": "a/text",
+        "train_text": "a/text",
         "name": "sample-10BT",
         "streaming": "true",
         "disk_budget_gb": budget(prepared, 2),
     }
-    train("prepared", data=prepared.out, source=prepared.source, **sizes)
+    train("prepared", dataset_name=prepared.out, train_text=prepared.source, **sizes)
     expected = losses(tmp_path / "prepared")
-    output = train("streamed", data=tmp_path / "s", **text)
+    output = train("streamed", dataset_name=tmp_path / "s", **text)
     assert "data       streaming a/text sample-10BT into" in output
     assert losses(tmp_path / "streamed") == expected
     assert not (tmp_path / "s" / "train_000000.bin").exists()  # passed, and gone
     downloaded = {
-        "data": tmp_path / "d",
-        "source": "hf://datasets/a/shards/v1/*.bin",
+        "dataset_name": tmp_path / "d",
+        "train_text": "hf://datasets/a/shards/v1/*.bin",
         "disk_budget_gb": budget(prepared, 3),
     }
-    for name, processes, data in (("two", 2, text | {"data": tmp_path / "e"}), ("downloaded", 1, downloaded)):
+    for name, processes, data in (("two", 2, text | {"dataset_name": tmp_path / "e"}), ("downloaded", 1, downloaded)):
         shutil.copytree(tmp_path / "streamed", tmp_path / name)
         shutil.rmtree(tmp_path / name / f"step_{steps:08d}")
         output = train(name, processes, **data)
@@ -219,7 +222,11 @@ def test_7_a_training_shard_that_is_a_validation_shard(prepared, hub, tmp_path):
     for name in ("a_train_0.bin", "a_val_0.bin"):
         shutil.copy(prepared.out / "train_000003.bin", same / name)
     env = {name: os.environ[name] for name in (*hub.environment, "HF_TOKEN")}
-    settings = TINY | {"data": tmp_path / "s", "source": "hf://datasets/a/same/*.bin", "output_dir": tmp_path / "run"}
+    settings = TINY | {
+        "dataset_name": tmp_path / "s",
+        "train_text": "hf://datasets/a/same/*.bin",
+        "output_dir": tmp_path / "run",
+    }
     result = run_train(*flags(**settings), env=env)
     assert result.returncode == 2
     assert re.search(

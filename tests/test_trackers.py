@@ -349,7 +349,7 @@ from recipe.monitor import trackers
 from recipe.config import parse_config
 from recipe.engine.base import Engine
 trackers._END = 1.0
-config = parse_config(["--data=x", "--tracker=wandb", "--output_dir={tmp_path}"])
+config = parse_config(["--dataset_name=x", "--tracker=wandb", "--output_dir={tmp_path}"])
 engine = SimpleNamespace(accelerator=Accelerator(cpu=True, log_with="wandb"), _tracker="wandb")
 with trackers.Tracker(config, 0, lambda *a, **k: Engine.begin_tracker(engine, *a, **k), print) as tracker:
     (core,) = [child for child in psutil.Process().children() if "wandb-core" in " ".join(child.cmdline())]
@@ -421,7 +421,7 @@ def test_a_tracker_that_cannot_begin(home, tmp_path, monkeypatch, fault):
             release.wait(60)
         raise RuntimeError(f"no luck with {SECRET}\nand a second line")
 
-    config = parse_config(["--data=x", "--tracker=tensorboard", f"--output_dir={tmp_path}"])
+    config = parse_config(["--dataset_name=x", "--tracker=tensorboard", f"--output_dir={tmp_path}"])
     with Tracker(config, 0, begin, said.append) as tracker:
         log(tracker, *range(10))
     assert tracker._thread.is_alive() == (fault == "hangs")
@@ -437,7 +437,7 @@ def test_a_tracker_that_cannot_begin(home, tmp_path, monkeypatch, fault):
 def test_other_processes_and_other_runs_have_none(home, tmp_path, begin):
     """`begin` is called by nobody, and nothing is written."""
     name = "tensorboard" if begin is False else ""
-    config = parse_config(["--data=x", f"--tracker={name}", f"--output_dir={tmp_path}"])
+    config = parse_config(["--dataset_name=x", f"--tracker={name}", f"--output_dir={tmp_path}"])
     with Tracker(config, 0, begin if begin is False else lambda *a, **k: 1 / 0, print) as tracker:
         log(tracker, 0)
     assert [p for p in tmp_path.iterdir() if p != home] == []
@@ -460,7 +460,7 @@ def test_what_is_not_installed_is_said_before_anything_begins(monkeypatch):
 def test_ctrl_c_and_the_same_command_again(shards, tmp_path, home):
     """Each logged step is once in the two parts of the one run, the one that was saved last among them."""
     run, outputs = tmp_path / "run", []
-    settings = TINY | {"data": shards, "output_dir": run, "tracker": "wandb", "max_steps": 6, "eval_steps": 0}
+    settings = TINY | {"dataset_name": shards, "output_dir": run, "tracker": "wandb", "max_steps": 6, "eval_steps": 0}
     for code, fault in ((75, "int@step.end:3"), (0, "")):
         result = run_train(*flags(**settings), env={"HOME": str(home), "RECIPE_FAULT": fault})
         outputs.append(result.stdout + result.stderr)

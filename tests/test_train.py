@@ -80,7 +80,7 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     from recipe.data.shards import find_shards
 
     settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
-    source = LocalSource(find_shards(settings["data"], "val"), 32, 8, 1337)
+    source = LocalSource(find_shards(settings["dataset_name"], "val"), 32, 8, 1337)
     rows = torch.from_numpy(source.validation_rows(0, 1024 // 32))
     with torch.no_grad():
         loss = model.eval()(rows, labels=rows).loss.item()
@@ -112,7 +112,7 @@ def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, whole_run, tm
 def test_a_signal_stops_with_a_checkpoint_and_the_run_ends_as_if_it_had_not(shards, whole_run, tmp_path):
     expected, lines, _ = whole_run
     run = tmp_path / "run"
-    settings = TINY | {"data": shards, "output_dir": run, "dropout": 0.1}
+    settings = TINY | {"dataset_name": shards, "output_dir": run, "dropout": 0.1}
     process = subprocess.Popen(
         [sys.executable, "recipe/train.py", *flags(**settings)],
         cwd=ROOT,
@@ -208,7 +208,7 @@ def test_bf16_recomputation_and_chunks_follow_the_fp32_curve(shards, whole_run, 
 def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path):
     settings = {"max_steps": 4, "warmup_steps": 1, "eval_steps": 2, "n_layer": 1}
     plain, _ = train(shards, tmp_path / "plain", **settings)
-    whole = TINY | settings | {"data": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
+    whole = TINY | settings | {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
     whole |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
     result = run_train(*flags(**whole), env={"TORCH_LOGS": "recompiles"})
     assert result.returncode == 0, result.stdout + result.stderr
@@ -261,7 +261,7 @@ saver.save_checkpoint = slowly
 train.validate, train.sample = telling("validation", validate), telling("sample", sample)
 sys.exit(train.main(sys.argv[1:]))
 """
-    settings = TINY | {"data": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
+    settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 4, "warmup_steps": 1}
     settings |= {"eval_steps": 1, "save_steps": 1, "sample_steps": 2, "n_layer": 1, "save_total_limit": 9}
     command = [sys.executable, "-c", code, *flags(**settings)]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)

@@ -61,7 +61,7 @@ def _git(*arguments: str) -> str | None:
 def _data(config: Config) -> dict:
     """What the manifest of the shards says of the text that they were made from, and the options. Where there is none
     of ours, {"shards": the last name of where they lie}: `source` may then be another text's."""
-    data = config.data.data
+    data = config.data.dataset_name
     try:
         manifest = None if glob.has_magic(data) else Manifest.load(Path(data))
     except (UserError, OSError):

@@ -33,7 +33,11 @@ def refusal(config: Config) -> str:
             "read. Choose another output_dir; to go on from weights that you trust, save them as safetensors with "
             "transformers (model.save_pretrained) and give that directory as init_from"
         )
-    own = [Path(name).resolve() for name in (config.data.data, config.data.val_data, config.data.source) if name]
+    own = [
+        Path(name).resolve()
+        for name in (config.data.dataset_name, config.data.val_data, config.data.train_text)
+        if name
+    ]
     if others := sorted(p for p in directory.iterdir() if not _may_stay(p, own)):
         return f"output_dir {directory} is not a run's: it holds {_some(others)}. Choose one that is new or empty"
     return ""

@@ -94,14 +94,19 @@ class HubText(_Pinned):
         self.source, self.name, self.split, self.revision, self.text_column = source, name, split, revision, text_column
         self.repo = source
         self._files: list[Callable] | None = None
-        self._retries = Retries(f"--source {source}", say)
+        self._retries = Retries(f"--train_text {source}", say)
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.source, self.name, self.split))) + " on the Hub"
 
     def identity(self) -> dict:
-        fields = ("source", "name", "split", "revision", "text_column")
-        return {field: getattr(self, field) for field in fields}
+        return {
+            "train_text": self.source,
+            "dataset_config": self.name,
+            "dataset_split": self.split,
+            "dataset_revision": self.revision,
+            "text_column": self.text_column,
+        }
 
     def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
         """Each document once, whatever happens to the connection."""
@@ -279,7 +284,7 @@ def _user_error(source: str, error: Exception, worked: bool = False) -> UserErro
     if "scripts are no longer supported" in str(error):
         return UserError(
             f"{source}: this data set is a script that wants to run on your machine, which is refused; "
-            "look for its parquet version (often --revision refs/convert/parquet), or give local files"
+            "look for its parquet version (often --dataset_revision refs/convert/parquet), or give local files"
         )
     return UserError(
         f"{source}: no such local file, and the Hub says {_reason(error)}; check the name and the network, or give "

@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 START = {"document": 0, "piece": 0, "tokens": 0, "stream": None}  # the position before the first document
 
-_PREPARE = "python -m recipe.data.prepare --source TEXT --out DIRECTORY"
+_PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
 _CHUNK = 1 << 24  # tokens looked at together, so that their widened copies stay small
 _LOOKED_AT = 1 << 28  # tokens of a file without a checksum that are read before its first use; later ones when used
 

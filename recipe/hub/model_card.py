@@ -115,23 +115,23 @@ def model_card(
 def data_set(state: dict) -> dict:
     """{"id", "commit", "subset", "split"} of a data set on the Hub, {"name", "files"} of local text, {"name"} of shards
     of which nobody wrote down what they were made from, {} if unknown; "options" of those that are known. Never what
-    the configuration calls `source`: shards that are there are used, whatever they were made from."""
+    the configuration calls `train_text`: shards that are there are used, whatever they were made from."""
     config = state.get("config", {})
     manifest = state.get("data", {}).get("manifest", {})
     source = _part(state, -1).get("data") or manifest.get("source") or {}
     options = {"options": source.get("options") or manifest.get("options") or {}}
-    hub = source.get("source") or source.get("uri", "").removeprefix("hf://datasets/")
+    hub = source.get("train_text") or source.get("uri", "").removeprefix("hf://datasets/")
     if hub and source.get("commit"):
         return {
             "id": "/".join(hub.split("@")[0].split("/")[:2]),
             "commit": source["commit"],
-            "subset": source.get("name"),
-            "split": source.get("split"),
+            "subset": source.get("dataset_config"),
+            "split": source.get("dataset_split"),
         } | options
     if files := source.get("files"):
         more = source.get("of", len(files)) - 1
         return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files} | options
-    local = source.get("shards") or Path(config.get("data") or "").name
+    local = source.get("shards") or Path(config.get("dataset_name") or "").name
     return {"name": local} if local else {}
 
 

@@ -62,7 +62,9 @@ def of_run(lines: list[dict], config: dict, step: int, text: dict) -> Iterator[S
     if (loss := own.get("val_loss")) is not None:
         tokens = config.get("eval_tokens")
         most = f", at most {tokens:,} tokens" if tokens else ""
-        data = _validation(config.get("val_data") or config.get("data") or "the run's validation data", config, text)
+        data = _validation(
+            config.get("val_data") or config.get("dataset_name") or "the run's validation data", config, text
+        )
         yield Score(data, "loss", "validation loss, nats a token", loss, f"by the run, in its precision{most}")
     rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
     for way, title in _WAYS.items():
@@ -164,7 +166,9 @@ def _losses(data: dict, found: dict, keys: tuple[str, ...]) -> Iterator[Score]:
 def _validation(data: str | None, config: dict, text: dict) -> dict:
     """Shards or a text that a loss is of: a directory, a glob or a file. Only the run's own directory holds what was
     held out of the text that it was trained on, and only where the run validated on that."""
-    if not data or any(_path(own) != _path(data) for own in (config.get("data"), config.get("val_data") or data)):
+    if not data or any(
+        _path(own) != _path(data) for own in (config.get("dataset_name"), config.get("val_data") or data)
+    ):
         return _local(data)
     name = text.get("id") or text.get("name") or "the run's own data"
     if "id" not in text:

@@ -98,7 +98,7 @@ def describe(
     checkpoints = run.save_total_limit + (opt.max_steps // run.milestone_steps if run.milestone_steps else 0)
     kind = {"precision": precision, "zero_stage": zero_stage, "compiled": compiled}
     needed = memory_estimate(config, batch, **kind)
-    streamed = data.streaming or data.source.startswith("hf://")
+    streamed = data.streaming or data.train_text.startswith("hf://")
     shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
     device, _, engine = device.partition(", ")
     where = f" on {plural(machines, 'machine')}" if batch.world > 1 else ""

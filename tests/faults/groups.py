@@ -69,7 +69,7 @@ def _occurrences(point: str) -> tuple[int, ...]:
 
 def killed(lab: Lab, directory: Path, engine: str, point: str, n: int, rank: int, *, real=False, **changes) -> None:
     """A process dies in the middle; the same command again ends as if it had not."""
-    data = {"data": directory / "shards"} if point == "data.shard" else {}  # to be made by the run itself
+    data = {"dataset_name": directory / "shards"} if point == "data.shard" else {}  # to be made by the run itself
     fault = f"kill@{point}:{n}/{rank}"
     result = lab.run(directory, engine, fault, real=real, **data, **changes)
     expect(not result.hung, f"hung\n{result.tail}")
@@ -88,7 +88,9 @@ def killed(lab: Lab, directory: Path, engine: str, point: str, n: int, rank: int
 
 def builder_killed(lab: Lab, directory: Path, engine: str, n: int, **changes) -> None:
     """The process that makes a stream's shards dies, and its successors too; the run goes on by itself."""
-    result = lab.run(directory, engine, f"kill@data.shard:{n}", streaming=True, data=directory / "shards", **changes)
+    result = lab.run(
+        directory, engine, f"kill@data.shard:{n}", streaming=True, dataset_name=directory / "shards", **changes
+    )
     result.expect(0)
     expect("died (killed by signal 9); started again" in result.output, f"not injected\n{result.output}")
     same_end(directory, lab.reference(engine, **changes).directory)
@@ -156,7 +158,7 @@ def stopped(lab: Lab, directory: Path, result: Result, engine: str, finished: in
     newest = whole(directory, at_least=int(finished > 1))
     expect(newest >= finished - 1, f"the newest checkpoint is of step {newest}, {finished} steps were done")
     lab.run(directory, engine, **changes).expect(0)
-    changes = {k: v for k, v in changes.items() if k not in ("data", "streaming")}
+    changes = {k: v for k, v in changes.items() if k not in ("dataset_name", "streaming")}
     same_end(directory, lab.reference(engine, **changes).directory)
     no_temporaries(directory)
 
@@ -172,7 +174,7 @@ def terminated(lab: Lab, directory: Path, engine: str, fault: str, finished: int
 
 def terminated_while_waiting(lab: Lab, directory: Path, engine: str, ranks: tuple[int, ...], **changes) -> None:
     """SIGTERM while the builder of a stream takes for ever."""
-    changes |= {"streaming": True, "data": directory / "shards"}
+    changes |= {"streaming": True, "dataset_name": directory / "shards"}
     run = lab.start(directory, engine, "stall@data.shard:3", **changes)
     run.until("s for shard 1")
     for rank in ranks:
@@ -449,7 +451,7 @@ def run_with_damaged_shard(lab: Lab, directory: Path, engine: str, name: str, da
     """Exit code 2 before a step is taken."""
     data = _linked(lab.data, directory / "shards")
     damage(data / name)
-    result = lab.run(directory, engine, data=data).expect(2)
+    result = lab.run(directory, engine, dataset_name=data).expect(2)
     expect(name in result.output, f"{name} is not named\n{result.output}")
     expect(not any(result.steps), f"steps were taken: {result.steps}")
 

@@ -287,7 +287,12 @@ class Lab:
     # Runs
 
     def fields(self, directory: Path, **changes) -> dict:
-        return TINY | DATA | {"data": self.data, "source": self.text, "output_dir": directory / "run"} | changes
+        return (
+            TINY
+            | DATA
+            | {"dataset_name": self.data, "train_text": self.text, "output_dir": directory / "run"}
+            | changes
+        )
 
     def start(
         self,
@@ -435,7 +440,7 @@ class Lab:
         """Its shards."""
         with self.once("data") as (directory, empty):
             if empty:
-                prepare(PrepareOptions(source=str(self.text), out=str(directory), **DATA), lambda line: None)
+                prepare(PrepareOptions(train_text=str(self.text), out=str(directory), **DATA), lambda line: None)
         return directory
 
     def reference(self, engine: str, fault: str = "", real: bool = False, **changes) -> Result:

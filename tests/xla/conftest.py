@@ -40,7 +40,7 @@ def launch(config: str | Path, processes: int, *command, devices: int = 1):
 
 def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, processes: int = 1, **fields):
     """A run of EQUAL's settings into `run`; its metrics by step, and its output."""
-    settings = EQUAL | {"data": shards, "output_dir": run} | fields
+    settings = EQUAL | {"dataset_name": shards, "output_dir": run} | fields
     result = launch(config, processes, *flags(**settings), devices=devices)
     assert result.returncode == 0, result.stdout + result.stderr
     return by_step(run), result.stdout
@@ -50,7 +50,7 @@ def train_here(shards, run: Path, **fields):
     """The same within this process, on four devices: quicker, for programs are compiled once for all its runs."""
     from recipe import train
 
-    settings = EQUAL | {"data": shards, "output_dir": run} | fields
+    settings = EQUAL | {"dataset_name": shards, "output_dir": run} | fields
     assert train.main(flags(**settings)) == 0
     return by_step(run)
 

@@ -181,7 +181,7 @@ def test_a_run_within_this_process_falls_back_nowhere(engine, shards, tmp_path):
 
     xla_metrics.clear_counters()
     settings = EQUAL | {
-        "data": shards,
+        "dataset_name": shards,
         "output_dir": tmp_path / "run",
         "max_steps": 6,
         "warmup_steps": 1,

@@ -9,7 +9,7 @@ from tests.test_notebooks import check_installed, code, execute, read, recipe
 def test_a_kaggle_tpu(shards, tmp_path):
     """All devices behind one process, from no earlier run to no push. What it shares with the T4s' notebook, to the
     letter, is executed by tests/test_notebooks.py."""
-    config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, data=shards)
+    config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, dataset_name=shards)
     env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_USE_SPMD": "0", "ACCELERATE_USE_CPU": "false"}
     same, theirs, ours = {"hellaswag", "sample", "report"}, code(read("kaggle-t4x2")), code(read("kaggle-tpu"))
     assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "loss", "clone", "token", "push"}

@@ -92,7 +92,7 @@ def test_the_checkpoint_is_a_transformers_model(one_device):
 
     settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]
     length = settings["sequence_length"]
-    source = LocalSource(find_shards(settings["data"], "val"), length, 8, settings["seed"])
+    source = LocalSource(find_shards(settings["dataset_name"], "val"), length, 8, settings["seed"])
     rows = torch.from_numpy(source.validation_rows(0, EQUAL["eval_tokens"] // length))
     with torch.no_grad():
         loss = model.eval()(rows, labels=rows).loss.item()

@@ -100,18 +100,18 @@ def open_files(source: str, text_column: str) -> TextFiles | None:
         paths = [p for p in paths if p.is_file() and _suffix(p) in _SUFFIXES]
         if not paths:
             if scripts := sorted(path.glob("*.py")):
-                raise UserError(_script(f"--source {source}: {scripts[0].name}"))
+                raise UserError(_script(f"--train_text {source}: {scripts[0].name}"))
             raise UserError(
-                f"--source {source}: no {', '.join(_SUFFIXES)} file (or .gz, .bz2 of them) in this directory"
+                f"--train_text {source}: no {', '.join(_SUFFIXES)} file (or .gz, .bz2 of them) in this directory"
             )
         return TextFiles(paths, text_column)
     paths = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(source)) if Path(p).is_file()]
     for p in paths:
         if p.suffix == ".py":
-            raise UserError(_script(f"--source {source}"))
+            raise UserError(_script(f"--train_text {source}"))
         if _suffix(p) not in _SUFFIXES:
             raise UserError(
-                f"--source: {p} is not {', '.join(_SUFFIXES)}, nor .gz or .bz2 of them; convert it or leave it out"
+                f"--train_text: {p} is not {', '.join(_SUFFIXES)}, nor .gz or .bz2 of them; convert it or leave it out"
             )
     return TextFiles(paths, text_column) if paths else None
 

@@ -28,13 +28,13 @@ def _opt(default, help: str):
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    source: str = _opt(
+    train_text: str = _opt(
         dataclasses.MISSING, "file, quoted glob or directory of .txt, .jsonl[.gz|.bz2], .parquet; or Hub id"
     )
     out: str = _opt(dataclasses.MISSING, "directory of the shards")
-    name: str | None = _opt(None, "subset of a Hub data set, such as sample-10BT")
-    split: str = _opt("train", "split of a Hub data set")
-    revision: str | None = _opt(None, "branch, tag or commit of a Hub data set")
+    dataset_config: str | None = _opt(None, "subset of a Hub data set, such as sample-10BT")
+    dataset_split: str = _opt("train", "split of a Hub data set")
+    dataset_revision: str | None = _opt(None, "branch, tag or commit of a Hub data set")
     text_column: str = _opt("text", "column, or key of the JSON objects, that holds the text")
     val_fraction: float = _opt(
         0.01, "share of local documents held out for validation, by their text; of a single document, its last tokens"
@@ -69,12 +69,15 @@ class PrepareOptions:
 
     def open_text(self, say: Callable[[str], None] = print) -> Text:
         """The source. Raises UserError if it cannot be one."""
-        if files := open_files(self.source, self.text_column):
+        if files := open_files(self.train_text, self.text_column):
             return files
-        if not names_a_file(self.source) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", self.source):
-            return HubText(self.source, self.name, self.split, self.revision, self.text_column, say)
+        if not names_a_file(self.train_text) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", self.train_text):
+            return HubText(
+                self.train_text, self.dataset_config, self.dataset_split, self.dataset_revision, self.text_column, say
+            )
         raise UserError(
-            f"--source {self.source}: no file matches; give a file, a quoted glob, a directory or a Hub data set id"
+            f"--train_text {self.train_text}: no file matches; give a file, a quoted glob, a directory or "
+            "a Hub data set id"
         )
 
     def held_out(self, text: Text) -> int | None:
@@ -108,11 +111,11 @@ def flags(values: dict) -> list[str]:
 def options_of(data: DataConfig) -> PrepareOptions:
     """What a recipe asks to be prepared."""
     return PrepareOptions(
-        source=data.source,
-        out=data.data,
-        name=data.name or None,
-        split=data.split,
-        revision=data.revision or None,
+        train_text=data.train_text,
+        out=data.dataset_name,
+        dataset_config=data.dataset_config or None,
+        dataset_split=data.dataset_split,
+        dataset_revision=data.dataset_revision or None,
         text_column=data.text_column,
         val_fraction=data.val_fraction,
         val_documents=data.val_documents or None,

@@ -1,7 +1,7 @@
 """Command: text files or a Hub data set -> token shards with a manifest.
 
-    python -m recipe.data.prepare --source recipe/data/tiny_shakespeare.txt --out data/shakespeare --val_fraction 0.1
-    python -m recipe.data.prepare --source HuggingFaceFW/fineweb-edu --name sample-10BT --out data/fineweb-edu
+    python -m recipe.data.prepare --train_text mine.jsonl --out data/mine
+    python -m recipe.data.prepare --train_text HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --out data/edu
 
 Killed at any moment, the same command goes on after the last finished shard and makes the same bytes.
 """
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> Manifest:
-    """Make the shards of `options.source` in `options.out`, or finish making them; returns the manifest.
+    """Make the shards of `options.train_text` in `options.out`, or finish making them; returns the manifest.
 
     End-of-text stands before each document; empty documents are left out. Raises UserError.
     """
@@ -107,12 +107,12 @@ def open_manifest(options: PrepareOptions, text: Text, out: Path) -> Manifest:
 
 
 def prepare_for_training(data: DataConfig, say: Callable[[str], None] = print) -> None:
-    """Prepare `data.source`, if its files are here, into `data.data`, where there are no shards yet.
+    """Prepare `data.train_text`, if its files are here, into `data.dataset_name`, where there are no shards yet.
 
     Shards that are there are used, and differences from what `data` asks for are said. Raises UserError for a Hub
     data set that is not prepared: hours of work, which no other process should wait for.
     """
-    if not data.source or glob.has_magic(data.data):
+    if not data.train_text or glob.has_magic(data.dataset_name):
         return
     options = options_of(data)
     manifest = Manifest.load(Path(options.out))

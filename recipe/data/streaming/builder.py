@@ -101,11 +101,11 @@ class Room:
 
 def build(data: DataConfig, readers: int, budget: int, commit: str | None, status: Status) -> None:
     """Make shards until the process is ended. Raises UserError."""
-    out = Path(data.data)
+    out = Path(data.dataset_name)
     status.set(state="starting", pid=os.getpid(), error=None)
     if Manifest.load(out) is None and list(out.glob("*.bin")):
         raise UserError(f"{out} holds shards of another program; stream into another directory")
-    maker_type = HubMaker if data.source.startswith("hf://") else TextMaker
+    maker_type = HubMaker if data.train_text.startswith("hf://") else TextMaker
     maker = maker_type(data, out, commit, status)
     status.set(version=maker.manifest.source)
     _sweep(out, maker.manifest)
@@ -157,7 +157,7 @@ def main() -> int:
     with suppress(OSError):
         os.nice(10)  # the step comes first
     data = DataConfig(**job["data"])
-    status = Status(Path(data.data))
+    status = Status(Path(data.dataset_name))
     full_since = None
     while True:
         try:
@@ -170,10 +170,10 @@ def main() -> int:
             now = time.monotonic()
             full_since = now if status.made or full_since is None else full_since
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or now - full_since > PATIENCE:
-                status.set(error=f"{data.data}: {error}")
+                status.set(error=f"{data.dataset_name}: {error}")
                 return FAILED
             with suppress(OSError):
-                status.say(f"{data.data}: {error.strerror}; trying again in {_FULL:.0f} s, free some disk")
+                status.say(f"{data.dataset_name}: {error.strerror}; trying again in {_FULL:.0f} s, free some disk")
             time.sleep(_FULL)
 
 

@@ -191,7 +191,7 @@ class HubMaker:
     """Downloads shards that somebody else has prepared."""
 
     def __init__(self, data: DataConfig, out: Path, commit: str | None, status: Status):
-        self.shards, self.out, self.status = HubShards(data.source, status.say), out, status
+        self.shards, self.out, self.status = HubShards(data.train_text, status.say), out, status
         self.shards.commit = commit
         _adopt(out, self.shards.identity())
         manifest = Manifest.load(out)

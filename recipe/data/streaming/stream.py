@@ -41,7 +41,7 @@ class Builder:
     def __init__(self, data: DataConfig, readers: int, commit: str | None, earlier: dict | None):
         """`readers` processes of this machine will read; `earlier` is the manifest that a checkpoint kept. Raises
         UserError where another process uses the directory."""
-        self.out = Path(data.data)
+        self.out = Path(data.dataset_name)
         self.out.mkdir(parents=True, exist_ok=True)
         self._closing, self._lock = threading.Event(), ExitStack()
         self._lock_file = self._lock.enter_context(alone_in(self.out))
