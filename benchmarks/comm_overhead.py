@@ -22,13 +22,13 @@ from functools import partial
 import torch
 
 from benchmarks.communication import collectives
-from recipe.components import build_model
 from recipe.config import ROOT, ModelConfig, batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import open_engine
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count, si
+from recipe.model.build import build_model
 from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard
 
@@ -135,7 +135,7 @@ def work(task: dict) -> dict:
     config = parse_config(task["flags"])
     engine = open_engine(config.run.precision)
     batch = batch_arithmetic(config, engine.world)
-    model = build_model(config, engine, resuming=False)
+    model = build_model(config, **engine.model_options)
     engine.place(model, compile="")
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     max_norm = config.optimizer.max_grad_norm

@@ -24,13 +24,13 @@ import torch._inductor.config
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
-from recipe.components import build_model
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import open_engine
 from recipe.errors import UserError
 from recipe.estimate.micro_batch import micro_batch
+from recipe.model.build import build_model
 from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import Guard
 
@@ -214,7 +214,7 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
     engine = open_engine(config.run.precision)
     config, _ = micro_batch(config, engine, lambda line: None)
     batch = batch_arithmetic(config, engine.world, engine.devices)
-    model = build_model(config, engine, resuming=False)
+    model = build_model(config, **engine.model_options)
     if config.run.torch_compile:
         name_compiled_kernels()
     engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")

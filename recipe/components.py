@@ -1,6 +1,5 @@
 """What stands before the first step: the data opened, the checkpoint found, the model built."""
 
-import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
-from transformers import GPT2Config
 
 from recipe.checkpoint.format import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid, sweep
 from recipe.checkpoint.lock import LOCK, RunLock
@@ -225,30 +223,6 @@ def find_checkpoint(
     if checkpoint.step < config.optimizer.max_steps:
         say(f"resume     from step {checkpoint.step} ({chosen})")
     return checkpoint
-
-
-def build_model(config: Config, engine: Engine, *, resuming: bool) -> GPT2LMHeadModel:
-    """The recipe's model with its first weights, random or `init_from`'s; `resuming`, others will replace them."""
-    m = config.model
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), m.dropout)
-    options = {
-        "gradient_checkpointing": config.run.gradient_checkpointing,
-        "loss_chunk_size": config.run.loss_chunk_size,
-        "pad_vocab_to": engine.pad_vocab_to,
-        "seed": config.run.seed,
-        "attention": engine.attention,
-        "checkpoint": engine.checkpoint,
-    }
-    sizes = {k: v for k, v in dataclasses.asdict(m).items() if k.startswith("n_")}
-    wanted = GPT2Config(vocab_size=tokenizer.VOCAB_SIZE, **sizes, **dropout)
-    model = GPT2LMHeadModel(wanted, **options)
-    if m.init_from and not resuming:
-        pretrained = GPT2LMHeadModel.from_pretrained(m.init_from)
-        found = {k: getattr(pretrained.config, k) for k in (*sizes, "vocab_size")}
-        if wrong := [f"{k} {v} (recipe: {getattr(wanted, k)})" for k, v in found.items() if v != getattr(wanted, k)]:
-            raise UserError(f"init_from {m.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
-        model.load_weights(pretrained.state_dict(), m.init_from)
-    return model
 
 
 def model_files(model: GPT2LMHeadModel) -> dict[str, bytes]:

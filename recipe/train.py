@@ -22,7 +22,7 @@ from recipe.checkpoint.format import Checkpoint
 from recipe.checkpoint.manager import Saver
 from recipe.checkpoint.provenance import about
 from recipe.cli import emit
-from recipe.components import build_model, check_alike, find_checkpoint, model_files, open_data, open_uploads
+from recipe.components import check_alike, find_checkpoint, model_files, open_data, open_uploads
 from recipe.config import Batch, Config, OptimizerConfig, batch_arithmetic, parse_config
 from recipe.data.dataset import LocalSource, check_same_data
 from recipe.engine.base import Engine, open_engine
@@ -33,6 +33,7 @@ from recipe.estimate.memory import flops_per_token, price
 from recipe.estimate.micro_batch import micro_batch
 from recipe.evaluation import hellaswag, sample, validate
 from recipe.hub.push import Uploads
+from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
 from recipe.monitor.progress import Progress
@@ -83,7 +84,7 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
             return 0
         source, validation = open_data(config, batch, engine, checkpoint, say, closing)
         faults.at("start.model")
-        model = build_model(config, engine, resuming=checkpoint is not None)
+        model = build_model(config, load_init_from=checkpoint is None, **engine.model_options)
         result = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
         if uploads and result.saved and result.val_loss is not None:
             uploads.close(wait=True, stop=lambda: engine.stop.requested)

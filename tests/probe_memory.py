@@ -27,12 +27,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe.components import build_model
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine.base import open_engine
 from recipe.estimate.memory import memory_estimate, state_bytes
 from recipe.model import loss
+from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim import adamw as optim
 
@@ -116,7 +116,7 @@ def measure(words: str, fake: bool) -> dict:
         if fake:  # the weights are drawn with a generator, which fakes do not take
             GPT2LMHeadModel._init_weights = lambda self, generator: None
             engine.accelerator.device_placement = False  # they are where they belong, and cannot be moved
-        model = build_model(config, engine, resuming=True)
+        model = build_model(config, load_init_from=False, **engine.model_options)
         if not fake:
             engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         optimizer = optim.make_optimizer(model, opt, **engine.optimizer_options)

@@ -140,6 +140,11 @@ class Engine:
         """Rows of the head's product are rounded up to a multiple of this."""
         return hardware.pad_vocab_to(self.device)
 
+    @property
+    def model_options(self) -> dict:
+        """Arguments of the model that depend on the device."""
+        return {"attention": self.attention, "checkpoint": self.checkpoint, "pad_vocab_to": self.pad_vocab_to}
+
     def peak_memory(self) -> int:
         """Bytes: the most the device's allocator has held, or the process's largest resident set on a CPU."""
         return hardware.peak_memory(self.device)

@@ -17,13 +17,13 @@ import torch
 
 from recipe.checkpoint.format import checkpoints
 from recipe.cli import AUTO
-from recipe.components import build_model
 from recipe.config import Batch, Config, batch_arithmetic
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.errors import UserError
 from recipe.estimate.memory import HEADROOM, gb, memory_estimate, plural, remedies, state_bytes
+from recipe.model.build import build_model
 
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
 _SAME = (
@@ -158,7 +158,7 @@ def trials(config: Config, engine: Engine, closing: ExitStack) -> Callable[[int]
     """A function of the micro-batch: peak bytes of a step with it on this process's device, or None where memory ran
     out. Its model, a process's own and unprepared, is gone after `closing`."""
     closing.enter_context(hardware.same_random_numbers(engine.device))
-    model = build_model(config, engine, resuming=True)
+    model = build_model(config, load_init_from=False, **engine.model_options)
     engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
     model.train()
     # The trial holds whole fp32 weights and gradients; what else the run will hold, or hold less of.
