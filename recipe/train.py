@@ -131,7 +131,9 @@ def train(
         engine.load_moments(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
         engine.load_scaler_state(state["grad_scaler"])
 
-    running_loss = RunningLoss(engine.device, state.get("running_loss"), engine.sum_dtype)
+    running_loss = RunningLoss(engine.device, engine.sum_dtype)
+    if checkpoint:
+        running_loss.load_state_dict(state["running_loss"])
     guard = Guard(engine.device, opt, state.get("guard"))
     throughput = Throughput(state.get("seconds", 0.0), state.get("pauses", 0.0))
     progress = Progress(
@@ -142,7 +144,7 @@ def train(
         price=price(1, batch.world * batch.devices, run.price_per_hour),
     )
     closing.callback(progress.close)
-    log = MetricsLog(run_dir / "metrics.jsonl", step, progress.say) if engine.is_main else None
+    log = MetricsLog(run_dir / "metrics.jsonl", step) if engine.is_main else None
     saver = None
     if engine.is_main:
         add = uploads.add if uploads else lambda path: None
@@ -216,7 +218,7 @@ def train(
                     "seconds": throughput.seconds,
                     "pauses": throughput.pauses,
                     "record": record,
-                    "running_loss": running_loss.state(engine.mean),
+                    "running_loss": running_loss.state_dict(engine.mean),
                     "guard": guard.state(),
                     "optimizer_steps": optim.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),

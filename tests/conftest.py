@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -89,6 +90,15 @@ def shards(once) -> Path:
         prepare(PrepareOptions(train_text=str(text), out=str(directory / "shards"), val_fraction=0.1))
 
     return once("data", make)[0] / "shards"
+
+
+@pytest.fixture(autouse=True)
+def messages_reach_caplog():
+    """Also after a test that has called a command's main(), which sends them to standard output."""
+    yield
+    logger = logging.getLogger("recipe")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.INFO)
 
 
 def pytest_addoption(parser):

@@ -1,21 +1,158 @@
-"""What a run measures and writes: running loss without host syncs, throughput, metrics.jsonl."""
+"""What a run measures and records: its loss without waiting for the device, its throughput, metrics.jsonl."""
+
+from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from recipe import faults
+from recipe.config import Config
+from recipe.data.prefetch import Batches
+from recipe.engine.base import Engine
 from recipe.errors import UserError
+from recipe.files import append_to, replace_file
+from recipe.monitor.progress import Progress
+from recipe.monitor.trackers import Tracker
+from recipe.optim.adamw import lr_at
+from recipe.optim.spike_filter import Guard
+
+if TYPE_CHECKING:
+    from recipe.checkpoint.manager import CheckpointManager
+
+logger = logging.getLogger(__name__)
+Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
+
+# Columns that are null where a step did not measure them.
+_MEASURED = ("loss", "val_loss", "grad_norm", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a record goes: the file on the main process, the terminal, an experiment tracker."""
+
+    log: MetricsLog | None
+    progress: Progress
+    tracker: Tracker
+
+
+class Metrics:
+    """The figures of a run. At each boundary between two steps the loop may call `read`, `add` and `write`, in this
+    order; in a step it calls `loss.add` for each micro-batch and then `end_step`.
+
+    Attributes:
+        loss: the RunningLoss.
+        throughput: the Throughput; its `seconds` and `pauses` are those of the whole run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        batches: Batches,
+        spike_filter: Guard,
+        checkpoints: CheckpointManager | None,
+        outputs: Outputs,
+        flops_per_token: float,
+    ):
+        """`checkpoints` is None on all processes but the main one; `flops_per_token` is for MFU."""
+        self._config, self._engine, self._batches = config, engine, batches
+        self._spike_filter, self._checkpoints, self._outputs = spike_filter, checkpoints, outputs
+        self._flops_per_token = flops_per_token
+        self.loss = RunningLoss(engine.device, engine.sum_dtype)
+        self.throughput = Throughput()
+        self._read_at = 0  # the step of the last reading
+        self._record: dict | None = None  # of this step, until it is written
+        self._grad_norm: torch.Tensor | None = None
+        self._first_step_shown = False
+
+    def read(self, step: int) -> None:
+        """Reads what the device has gathered since the last reading. A collective call, and the only one of the loop
+        that waits for the device. Raises UserError after too many skipped steps in a row."""
+        self._record = self._record or {}
+        if step <= self._read_at:  # the step that the run began with
+            return
+        engine, seconds = self._engine, self.throughput.window()
+        rate = (step - self._read_at) * self._config.optimizer.total_batch_tokens / seconds
+        self._record |= {
+            "loss": self.loss.read(engine.mean),
+            "grad_norm": self._grad_norm.item(),
+            "learning_rate": lr_at(step - 1, self._config.optimizer),
+            "tokens_per_second": rate,
+            "data_wait": self._batches.waited() / seconds,
+            "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.world) if engine.peak_flops else None,
+            "skipped_steps": self._spike_filter.check(step),
+        }
+        self._read_at = step
+
+    def add(self, **values) -> None:
+        """Adds columns to this step's record."""
+        self._record = (self._record or {}) | values
+
+    def write(self, step: int) -> None:
+        """Writes this step's record, if there is one, to all outputs. Raises UserError where the run's directory has
+        gone."""
+        values, self._record = self._record, None
+        if values is None:
+            return
+        optimizer, checkpoints = self._config.optimizer, self._checkpoints
+        record = {"step": step, "tokens": step * optimizer.total_batch_tokens}
+        record |= dict.fromkeys(_MEASURED) | {"learning_rate": lr_at(step, optimizer)} | values
+        record["seconds"] = round(self.throughput.seconds, 3)
+        record["save_wait"] = self.throughput.share(checkpoints.save_wait) if checkpoints else None
+        record["peak_memory_bytes"] = self._engine.peak_memory()
+        record |= self._engine.counters()
+        if self._outputs.log:
+            self._outputs.log.write(record)
+        failed = checkpoints.failed if checkpoints else ""
+        self._outputs.progress.report(record, failed, self.throughput.pauses)
+        self._outputs.tracker.log(record)
+
+    def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Takes a step into the figures: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing
+        waits for them. After the process's first step the loss is read and shown, a sign of life long before the first
+        line; that is a collective call."""
+        self.loss.end_step(skipped)
+        self._grad_norm = grad_norm
+        self._outputs.progress.advance()
+        if not self._first_step_shown and self._config.run.logging_steps > 1:
+            self._outputs.progress.first(self.loss.mean(self._engine.mean))
+        self._first_step_shown = True
+
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """A context for what is no training, such as "validating": its seconds do not count as training, and the
+        progress bar shows what the run is doing."""
+        with self.throughput.paused(), self._engine.stop.patient(), self._outputs.progress.during(what):
+            yield
+
+    def state_dict(self) -> dict:
+        """For the checkpoint, as JSON. A collective call, and waits for the device."""
+        return {
+            "seconds": self.throughput.seconds,
+            "pauses": self.throughput.pauses,
+            "record": self._record,  # its line is written after the step's evaluations
+            "running_loss": self.loss.state_dict(self._engine.mean),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes over the figures of a checkpoint: its trainer state, with the keys of `state_dict` and "step"."""
+        self.throughput = Throughput(state["seconds"], state["pauses"])
+        self.loss.load_state_dict(state["running_loss"])
+        self._read_at, self._record = state["step"], state["record"]
 
 
 class Throughput:
-    """Seconds spent training, with pauses (validation, saving) left out.
+    """Seconds spent on training; pauses, such as validation, are counted apart.
 
     Attributes:
         seconds, pauses: of the whole run, earlier processes included.
@@ -32,8 +169,9 @@ class Throughput:
         self._last = now
 
     @contextmanager
-    def paused(self):
-        """The device must be idle at the start, or its backlog is counted as pause."""
+    def paused(self) -> Iterator[None]:
+        """A context whose seconds are a pause. The device must be idle at its beginning, or the work still queued there
+        counts as pause."""
         self._advance()
         try:
             yield
@@ -48,102 +186,147 @@ class Throughput:
         self.seconds += seconds
         return seconds
 
+    def share(self, waited: float) -> float:
+        """The fraction of the time that `waited` seconds are, where training took the rest."""
+        return waited / max(waited + self.seconds, 1e-9)
+
 
 class RunningLoss:
     """Mean of the losses since the last reading, kept on the device: adding to it never waits for the device.
 
     Attributes:
-        step: loss of the step that is being taken, (), as far as its micro-batches are done.
+        step: (), loss of the current step over the micro-batches done so far.
     """
 
-    def __init__(self, device: torch.device, state: dict | None = None, dtype: torch.dtype = torch.float64):
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float64):
         """`dtype`: float64 where the device has it."""
-        state = state or {"sum": 0.0, "count": 0}
-        # A resumed run begins with the mean of what the processes had: in float64, to the same last digit of float32.
-        self._dtype = dtype
-        self.step = torch.zeros((), dtype=self._dtype, device=device)
-        self._sum = torch.full((), state["sum"], dtype=self._dtype, device=device)
-        self._count = torch.full((), float(state["count"]), dtype=torch.float32, device=device)
+        # A resumed run begins with the mean over the processes; in float64 it is equal to the last digit of a float32.
+        self.step, self._sum = (torch.zeros((), dtype=dtype, device=device) for _ in range(2))
+        self._count = torch.zeros((), dtype=torch.float32, device=device)
 
     def add(self, loss: torch.Tensor) -> None:
         """Adds a micro-batch's share of its step's loss."""
         self.step += loss
 
     def end_step(self, skipped: torch.Tensor) -> None:
-        """Takes the step's loss into the mean, unless the step was left out: `skipped` is 1.0 or 0.0, on the device."""
+        """Takes the step's loss into the mean, unless the step was skipped: `skipped` is 1.0 or 0.0, on the device."""
         skipped = skipped.to(self._sum.device)
         self._sum += torch.where(skipped > 0, torch.zeros_like(self.step), self.step)
         self._count += 1 - skipped
         self.step.zero_()
 
-    def state(self, reduce) -> dict:
-        """For the checkpoint; `reduce` averages a tensor over processes (collective; waits for the device)."""
-        return {"sum": reduce(self._sum).item(), "count": int(self._count.item())}
-
-    def mean(self, reduce) -> float:
-        """Since the last reading; collective, and waits for the device."""
-        state = self.state(reduce)
+    def mean(self, mean: Mean) -> float:
+        """The mean since the last reading, NaN where no step counts; collective, and waits for the device."""
+        state = self.state_dict(mean)
         return state["sum"] / state["count"] if state["count"] else math.nan
 
-    def read(self, reduce) -> float:
-        mean = self.mean(reduce)
+    def read(self, mean: Mean) -> float:
+        """`mean`, after which the next one begins."""
+        value = self.mean(mean)
         self._sum.zero_()
         self._count.zero_()
-        return mean
+        return value
+
+    def state_dict(self, mean: Mean) -> dict:
+        """For the checkpoint; `mean` averages a tensor over processes. Collective, and waits for the device."""
+        return {"sum": mean(self._sum).item(), "count": int(self._count.item())}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._sum.fill_(state["sum"])
+        self._count.fill_(float(state["count"]))
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a logged step, flushed line by line; main process only.
+    """metrics.jsonl: one JSON object a logged step, written at once; of the main process only, a context manager.
 
     A resumed run drops the lines from `first_step` on, which it is about to write again. A line that cannot be written,
-    on a full disk, waits for the next one.
+    on a full disk, waits in memory for the next one, or for the next checkpoint.
+
+    Attributes:
+        val_losses: {step: validation loss} of the lines so far, where it was measured and is finite.
     """
 
-    def __init__(self, path: Path, first_step: int, say: Callable[[str], None] = print):
-        self._say, self._unwritten = say, b""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(path) if line["step"] < first_step]
-        temporary = path.with_suffix(".tmp")
+    def __init__(self, path: Path, first_step: int):
+        """Raises UserError where the file cannot be written, or is a link: it may belong to somebody else."""
+        self._path, self._unwritten = path, b""
+        self._lock = threading.Lock()  # `sync` is called by the thread that writes checkpoints
         try:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            temporary.replace(path)
-            self._file = path.open("ab", buffering=0)
+            if path.is_symlink():
+                raise OSError(None, "it is a link")
+            kept = [line for line in read_metrics(path) if line["step"] < first_step]
+            replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            self._file = os.fdopen(append_to(path), "ab", buffering=0)
         except OSError as error:
             raise UserError(
-                f"{path} cannot be written: {error.strerror}; mend that, or choose another output_dir"
+                f"{path} cannot be written: {error.strerror}; move it away, or choose another output_dir"
             ) from None
+        self.val_losses: dict[int, float] = {}
+        for line in kept:
+            self._remember(line)
+
+    def _remember(self, record: dict) -> None:
+        loss = record.get("val_loss")
+        if isinstance(loss, float) and math.isfinite(loss):
+            self.val_losses[record["step"]] = loss
 
     def write(self, record: dict) -> None:
+        """Writes a line. Raises UserError where the run's directory was deleted or renamed."""
         # JSON has no NaN; a reader of the file must not need a special case for it.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        waiting, self._unwritten = self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
-        try:
-            faults.at("log.write")
-            while self._unwritten:  # a nearly full disk takes a part of it
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            if not waiting:
-                self._say(
-                    f"WARNING    {self._file.name} cannot be written ({error.strerror}); its lines wait in memory"
-                )
+        self._check_place()
+        self._remember(clean)
+        with self._lock:
+            waiting, self._unwritten = self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
+            try:
+                self._write_waiting()
+            except OSError as error:
+                if not waiting:
+                    logger.warning(
+                        "WARNING    %s cannot be written (%s); its lines wait in memory", self._path, error.strerror
+                    )
+
+    def _write_waiting(self) -> None:
+        while self._unwritten:  # a nearly full disk takes a part of it
+            self._unwritten = self._unwritten[append_line(self._file, self._unwritten) :]
+
+    def _check_place(self) -> None:
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return
+        raise UserError(
+            f"{self._path} was deleted, renamed or replaced while the run was writing to it, so the run ends. If "
+            f"{self._path.parent} was renamed, rename it back: the same command continues from its last checkpoint"
+        )
 
     def sync(self) -> None:
-        """Brings the lines to the disk: before a checkpoint, from which a resumed run will not write them again."""
-        with suppress(OSError):
+        """Writes what waits, and brings the file to the disk: before a checkpoint is committed, from which a resumed
+        run will not write these lines again. A disk that takes no lines must not cost the checkpoint."""
+        with self._lock, suppress(OSError):
+            self._write_waiting()
             os.fsync(self._file.fileno())
 
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Tries once more what waits; says what is lost."""
-        with suppress(OSError):
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        """Writes what waits, or warns that it is lost."""
+        self.sync()
         if lost := self._unwritten.count(b"\n"):
-            self._say(f"WARNING    {lost} lines of {self._file.name} could not be written, and are lost")
+            logger.warning("WARNING    %d lines of %s could not be written, and are lost", lost, self._path)
         self._file.close()
 
 
+def append_line(file, data: bytes) -> int:
+    """Appends to an unbuffered file; returns how many bytes it took. Raises OSError."""
+    return file.write(data)
+
+
 def read_metrics(path: Path, tail: int = 0) -> list[dict]:
-    """The lines of a metrics.jsonl, as far as they are whole; with `tail`, of its last so many bytes."""
+    """The lines of a metrics.jsonl that are whole, none where there is no file; with `tail`, those of its last `tail`
+    bytes."""
     if not path.exists():
         return []
     lines = []
@@ -151,7 +334,7 @@ def read_metrics(path: Path, tail: int = 0) -> list[dict]:
         file.seek(-min(tail, os.fstat(file.fileno()).st_size) if tail else 0, os.SEEK_END if tail else os.SEEK_SET)
         content = file.read().decode(errors="replace")
     for text in content.splitlines():
-        with suppress(ValueError):  # the last line of a run that was killed while writing it, or a damaged one
+        with suppress(ValueError, RecursionError):  # the last line of a run killed while writing it, or a damaged one
             line = json.loads(text)
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)

@@ -1,0 +1,55 @@
+"""Writing files so that a power failure, a full disk or a link that someone has planted cannot do harm."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+Buffer = bytes | memoryview
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+
+
+def write_file(path: Path, parts: Iterable[Buffer]) -> tuple[int, str]:
+    """Writes a new file and flushes it to the disk; returns its (bytes, SHA-256), computed from `parts` and not from
+    what can be read back. Raises OSError, also where something of that name exists, be it a link."""
+    digest, size = hashlib.sha256(), 0
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o666), "wb") as file:
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole: after a crash it holds either the old content or the new. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
+    write_file(temporary, [data])
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def append_to(path: Path) -> int:
+    """A descriptor that appends to a file, which is created if need be. Raises OSError, also for a link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_FOLLOW, 0o666)
+
+
+def fsync_directory(path: Path) -> None:
+    """Flushes the names in a directory to the disk: what was created, renamed or deleted there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
