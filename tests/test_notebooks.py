@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, TINY, by_step, environment
-from tests.faults_push import REPO
-from tests.hub_push import PushHub
+from tests.hub.push_server import PushHub
+from tests.hub.upload_faults import REPO
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient (pip install -e '.[dev]')")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient (pip install -e '.[dev]')")

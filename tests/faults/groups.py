@@ -24,7 +24,7 @@ from recipe.data.dataset import LocalSource, check_data
 from recipe.data.shards import find_shards
 from recipe.errors import UserError
 from recipe.faults import POINTS
-from tests import canary, faults_push
+from tests import canary
 from tests.conftest import ROOT, environment
 from tests.faults.runner import (
     ENGINES,
@@ -40,7 +40,8 @@ from tests.faults.runner import (
     same_end,
     whole,
 )
-from tests.hub_push import PushHub
+from tests.hub import upload_faults as faults_push
+from tests.hub.push_server import PushHub
 
 SEEDS = (1, 2, 3, 4, 5)
 STOPPED, NOT_SAVED = 75, 74  # exit codes of recipe/train.py
@@ -580,7 +581,7 @@ def nonfinite_cases() -> list[Case]:
 
 
 def hub_failed(lab: Lab, directory: Path, fault: str, mode: str) -> None:
-    """What tests/faults_push.py does with an upload, and finds wrong."""
+    """What tests/hub/upload_faults.py does with an upload, and finds wrong."""
     with lab.once("push") as (made, empty):
         if empty:
             shutil.rmtree(made, ignore_errors=True)  # of a preparation that failed, which the next case tries again

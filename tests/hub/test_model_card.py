@@ -27,8 +27,8 @@ from recipe.hub.model_card import card_of, model_card
 from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redacted
 from tests import canary
-from tests.card_spec import problems
 from tests.conftest import ROOT, SHAKESPEARE
+from tests.hub.card_spec import problems
 
 HUB_DATA = {
     "train_text": "HuggingFaceFW/fineweb-edu",

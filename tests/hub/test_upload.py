@@ -17,11 +17,11 @@ from huggingface_hub import ModelCard
 from recipe.errors import UserError
 from recipe.hub import export, push, upload
 from recipe.hub.outbox import QUEUE, Entry, alone, entries
-from tests import faults_push as faults
 from tests.conftest import ROOT, TINY, environment, flags
-from tests.faults_push import ALWAYS, BRANCHES, PUSH, REPO, Prepared
-from tests.hub import Fault
-from tests.hub_push import TOKEN, PushHub
+from tests.hub import upload_faults as faults
+from tests.hub.push_server import TOKEN, PushHub
+from tests.hub.server import Fault
+from tests.hub.upload_faults import ALWAYS, BRANCHES, PUSH, REPO, Prepared
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from recipe.checkpoint.format import model_only
 from recipe.hub.outbox import entries
 from recipe.monitor.metrics import read_metrics
 from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train
-from tests.hub import Fault
-from tests.hub_push import PushHub
+from tests.hub.push_server import PushHub
+from tests.hub.server import Fault
 
 REPO = "acme/gpt2"
 MODES = ("training", "drained")
@@ -161,7 +161,7 @@ def inject(fault: str, mode: str, directory: Path, prepared: Prepared) -> str | 
 
 
 def main() -> int:
-    """python -m tests.faults_push SHARDS DIRECTORY: all of them, a JSON object a line."""
+    """python -m tests.hub.upload_faults SHARDS DIRECTORY: all of them, a JSON object a line."""
     shards, directory = map(Path, sys.argv[1:])
     prepared, wrong = prepare(directory, shards), 0
     for fault in FAULTS:

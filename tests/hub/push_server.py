@@ -1,4 +1,4 @@
-"""The part of the Hub's API through which models are uploaded, over LFS' basic transfer, with tests/hub.py's faults.
+"""The part of the Hub's API through which models are uploaded, over LFS' basic transfer, with server.py's faults.
 
 with PushHub(tmp_path) as hub:
     hub.faults.append(Fault(path="/lfs/*", method="PUT", kind="reset", received=1000))
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from tests.card_spec import problems
-from tests.hub import LFS, MEANING, Answer, Hub, error, success
+from tests.hub.card_spec import problems
+from tests.hub.server import LFS, MEANING, Answer, Hub, error, success
 
 TOKEN = "hf_canary_of_the_tests"
 
