@@ -14,42 +14,45 @@ TASKS ?= hellaswag
 FRESH ?=
 PROCESSES ?=
 ARGS ?=
-# Of the tests: processes that run them, of pytest-xdist, one a core up to four.
+# How many processes of pytest-xdist run the tests: by default one for each core, at most four.
 WORKERS ?= logical
 
-# Seconds that torchrun leaves a run to save itself when it is to stop; its own 30 are too few for a large model.
+# Seconds that torchrun gives a run to save a checkpoint before it is killed; its default of 30 is too few for a large
+# model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-# Where torch_xla is installed it is used, and it wants a torch of its own version: hence an environment of its own.
+# torch_xla has an environment of its own: it needs one version of torch, and Accelerate uses it wherever it is
+# installed.
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
-# Bytecode is compiled as it is imported, which halves the installation, but by pip where nothing else would keep it.
+# Without --no-compile the installation takes twice as long; Python compiles what it imports, unless it may not write it.
 PIP := -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
-# What a training run needs of the environment.
+# What a training run needs installed.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --tracker,$(ARGS)),$(VENV)/installed-trackers)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 MODEL_ARG := $(if $(MODEL),--model $(MODEL))
-# Measurements choose by the device, unless CONFIG or OUT is given.
+# Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-# Here, because a comma would end an argument of $(call).
+# A variable, because a comma would end an argument of $(call).
 DEV := .[dev,deepspeed,trackers]
 
-# $(call install,WHAT): a line that says what pip is at, where somebody looks; a pipe has no exit code of its own, hence
-# the file.
+# $(call install,CONSTRAINTS,WHAT) installs and shows what pip is doing, on one line of a terminal. The constraints are
+# given in the environment because pip passes them to the isolated builds (setuptools) only from there; since pip 25.3
+# those have a variable of their own. A pipe hides pip's exit code, hence the file.
 define install
 @rm -f $@
-@{ PYTHONUNBUFFERED=1 $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(1) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
+@{ PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PYTHONUNBUFFERED=1 $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(2) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
 @[ ! -t 2 ] || printf '\r\033[K' >&2
 @test -e $@
 endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
+.PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
 
 help:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -94,7 +97,7 @@ eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MO
 eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
 	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
-eval-lambada: .venv/installed ## LAMBADA's last words (ROWS=rows.jsonl, LIMIT=500)
+eval-lambada: .venv/installed ## LAMBADA accuracy of MODEL (ROWS=rows.jsonl, LIMIT=500)
 	$(BIN)/python eval/lambada.py $(MODEL_ARG) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-wikitext: .venv/installed ## WikiText-2 perplexity of MODEL (TEXT=file, LIMIT=windows)
@@ -119,7 +122,7 @@ scoreboard: .venv/installed ## what each optimisation brings here (ARGS=--quick)
 bench-peers: .venv/installed ## recipe/train.py beside transformers and others (CONFIG)
 	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
-bench-gpu: .venv/installed ## all that is to be measured of a GPU, nine minutes
+bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
 	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 
 bench-data: .venv/installed ## preparing and reading data beside datasets.map
@@ -130,7 +133,10 @@ bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODE
 
 ##@ Develop
 
-test: .venv/installed-dev ## all tests (ARGS="-k name": some; WORKERS=1: one by one)
+test: .venv/installed-dev ## tests of every promise, 5 minutes (ARGS="-k name": some)
+	$(BIN)/python -m pytest -m "not slow" $(XDIST) $(ARGS)
+
+test-all: .venv/installed-dev ## all tests, the slow ones too (WORKERS=1: one by one)
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
 test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
@@ -139,18 +145,19 @@ test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in 
 test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
 	$(BIN)/python -m tests.faults $(ARGS)
 
-lint: .venv/installed-dev ## check style and format
+lint: .venv/installed-dev ## check style, format and which package imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: .venv/installed-dev ## apply style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## delete environments, shards and caches; runs/ stays
-	rm -rf .venv .venv-tpu .venv-xla data .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean: ## delete environments and caches; data/ and runs/ stay
+	rm -rf .venv .venv-tpu .venv-xla .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	@echo "runs/ is kept; delete it by hand"
+	@echo "data/ and runs/ are kept; delete them by hand"
 
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
@@ -161,35 +168,35 @@ clean: ## delete environments, shards and caches; runs/ stays
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies into .venv (some minutes the first time)"
-	$(call install,-c constraints.txt -e .)
+	$(call install,constraints.txt,-e .)
 
 .venv/installed-deepspeed: .venv/installed
 	@echo "installing DeepSpeed into .venv"
-	$(call install,-c constraints.txt -e '.[deepspeed]')
+	$(call install,constraints.txt,-e '.[deepspeed]')
 
 .venv/installed-trackers .venv-tpu/installed-trackers: %/installed-trackers: %/installed
 	@echo "installing the trackers into $(@D)"
-	$(call install,-c $(if $(findstring tpu,$@),.venv-tpu/)constraints.txt -e '.[trackers]')
+	$(call install,$(if $(findstring tpu,$@),.venv-tpu/)constraints.txt,-e '.[trackers]')
 
 .venv/installed-eval: .venv/installed
 	@echo "installing lm-evaluation-harness into .venv"
-	$(call install,-c constraints.txt -e '.[eval]')
+	$(call install,constraints.txt,-e '.[eval]')
 
-# All at once: each call of pip works out anew what goes with what.
+# In one call, because each call of pip resolves all versions again.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
-	$(call install,-c constraints.txt -e '$(DEV)')
+	$(call install,constraints.txt,-e '$(DEV)')
 	@touch .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
 
-# The pinned versions, but for torch's: torch_xla names its own.
+# The pinned versions except torch's: torch_xla asks for its own.
 %/constraints.txt: constraints.txt | %/bin/python
 	@grep -v '^torch==' constraints.txt > $@
 
 .venv-tpu/installed: pyproject.toml .venv-tpu/constraints.txt
 	@echo "installing pinned dependencies and torch_xla into .venv-tpu (some minutes the first time)"
-	$(call install,-c .venv-tpu/constraints.txt -e '.[tpu]')
+	$(call install,.venv-tpu/constraints.txt,-e '.[tpu]')
 
-# Without the extra's libtpu, which only a TPU needs.
+# Without libtpu, which the extra `tpu` installs and only a TPU needs.
 .venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
-	$(call install,-c .venv-xla/constraints.txt -e '.[deepspeed]' pytest pytest-xdist nbclient ipykernel 'torch==2.9.*' 'torch_xla==2.9.*')
+	$(call install,.venv-xla/constraints.txt,-e '.[deepspeed]' pytest pytest-xdist nbclient ipykernel 'torch==2.9.*' 'torch_xla==2.9.*')
