@@ -122,7 +122,9 @@ class RunConfig:
     sample_prompt: str = _opt("\n", "what a sample during training continues")
     hellaswag_steps: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
     hellaswag_limit: int = _opt(0, "rows of such an evaluation (0: all 10,042)")
-    tracker: str = _opt("", "tensorboard, wandb or trackio, beside metrics.jsonl (empty: none)")
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _opt(
+        "none", "tracker that gets each line of metrics.jsonl too"
+    )
     fresh: bool = _opt(False, "move an earlier run in output_dir aside and start over")
     device_memory_gb: float = _opt(0.0, "memory of a device that the run may take, in 10^9 bytes (0: all it has)")
     price_per_hour: float = _opt(0.0, "dollars an hour of one device, for the price of the run (0: not shown)")

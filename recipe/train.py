@@ -33,12 +33,13 @@ from recipe.estimate.memory import flops_per_token, price
 from recipe.estimate.micro_batch import micro_batch
 from recipe.evaluation import hellaswag, sample, validate
 from recipe.hub.push import Uploads
+from recipe.log import set_up_logging
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_metrics
 from recipe.monitor.progress import Progress
 from recipe.monitor.summary import Result, announce, conclude
-from recipe.monitor.trackers import Tracker
+from recipe.monitor.trackers import Tracker, check_tracker
 from recipe.optim import adamw as optim
 from recipe.optim.spike_filter import WAY_OUT, Guard
 from recipe.redaction import keep_secrets, redacted
@@ -51,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     could not be written, 75 to be run again (a signal, or another process gone); a second Ctrl-C ends it with 130."""
     try:
         config = parse_config(argv)
-        engine = open_engine(config.run.precision, tracker=config.run.tracker, output_dir=config.run.output_dir)
+        check_tracker(config.run.report_to)
+        engine = open_engine(config.run.precision)
+        set_up_logging(main=engine.is_main)
         say = emit if engine.is_main else lambda line: None
         code = run(config, engine, say)
         engine.close()
@@ -160,7 +163,7 @@ def train(
     files = model_files(raw_model) if engine.is_main else {}
     parts = about(config, engine, step, state.get("about")) if engine.is_main else []
     flops = flops_per_token(config.model, config.data.sequence_length)
-    tracker = closing.enter_context(Tracker(config, step, engine.is_main and engine.begin_tracker, progress.say))
+    tracker = closing.enter_context(Tracker(config, step, state.get("tracker"), active=engine.is_main))
     batches = engine.batches(source, batch, step, opt.max_steps)
     saved_at, logged_at = step, step
     unwritten = state.get("record")  # of the step that was saved: its line is written after its evaluations
@@ -223,6 +226,7 @@ def train(
                     "optimizer_steps": optim.steps_taken(optimizer),
                     "grad_scaler": engine.scaler_state(),
                     "data": source.state(),
+                    "tracker": tracker.run_id,
                 }
                 if saver:
                     saver.prepare()

@@ -66,7 +66,7 @@ def in_a_run(directory: Path, shards: Path, tracker: str = "", **fields) -> list
             "max_steps": 2,
             "warmup_steps": 1,
             "eval_steps": 0,
-            "tracker": tracker,
+            "report_to": tracker or "none",
             "name": HUB_TOKEN,
             "push_to_hub": "acme/gpt2",
         }
@@ -102,7 +102,7 @@ def mistakes(directory: Path) -> list[list[str]]:
         [run, CANARY],
         [f"-hf_token={CANARY}"],
         [f"--max_steps={HUB_TOKEN}"],
-        [f"--tracker={HUB_TOKEN}", run],
+        [f"--report_to={HUB_TOKEN}", run],
         [recipe("key.yaml", f"dataset_name: x\nhf_token: {CANARY}\n")],
         [recipe("nested.yaml", f"data:\n  password: {CANARY}\n")],
         [recipe("tag.yaml", f"dataset_name: !{CANARY} x\n")],

@@ -150,7 +150,7 @@ def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path)
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     targets = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
-    command = ["make", "-n", *targets, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--tracker wandb"]
+    command = ["make", "-n", *targets, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--report_to wandb"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     subprocess.run(["sh", "-n"], input=said, text=True, check=True)
     asked = {match[2]: match[1] for match in re.finditer(r"-c (\S+) -e '?(\.\S*?)'?[ ;]", said)}

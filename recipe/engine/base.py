@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -28,16 +27,14 @@ from recipe.engine.launch import check_accelerator, check_launch, wants_cpu, wan
 from recipe.engine.shutdown import Interrupted, Stop
 from recipe.errors import UserError
 from recipe.model.attention import block_attention
-from recipe.monitor.trackers import check_tracker
 from recipe.optim import adamw as optim
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 _POLL = 0.2  # seconds between looks at the signals while a step waits for its data
 
 
-def open_engine(precision: str = "auto", *, tracker: str = "", output_dir: str = ".") -> "Engine":
+def open_engine(precision: str = "auto") -> "Engine":
     """The engine that the launch asked for. Raises UserError for a launch that would train something else."""
-    check_tracker(tracker)
     check_launch()
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroEngine as engine
@@ -45,7 +42,7 @@ def open_engine(precision: str = "auto", *, tracker: str = "", output_dir: str =
         from recipe.engine.xla import XlaEngine as engine
     else:
         engine = Engine
-    return engine(precision, tracker=tracker, output_dir=output_dir)
+    return engine(precision)
 
 
 Judge = Callable[[torch.Tensor], torch.Tensor]  # gradient norm -> 1.0 to leave the step out, else 0.0; on the device
@@ -72,15 +69,12 @@ class Engine:
     sum_dtype = torch.float64  # of what is summed over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are filled up to these
 
-    def __init__(self, precision: str, *, tracker: str, output_dir: str):
+    def __init__(self, precision: str):
         self.precision = self._resolve_precision(precision)
         self.accelerator = Accelerator(
             mixed_precision=self._mixed_precision(),
             kwargs_handlers=self._kwargs_handlers(),
-            log_with=tracker or None,
-            project_dir=output_dir,
         )
-        self._tracker = tracker
         acc = self.accelerator
         self.device, self.rank, self.world = acc.device, acc.process_index, acc.num_processes
         self.is_main = acc.is_main_process
@@ -304,16 +298,7 @@ class Engine:
         with self.accelerator.main_process_first(), self.accelerator.local_main_process_first():
             yield
 
-    # Trackers, and the end
-
-    def begin_tracker(self, project: str, **options) -> GeneralTracker:
-        """Accelerate's tracker that was asked for, begun; whoever called it ends it. On the main process only."""
-        trackers = self.accelerator.trackers
-        try:
-            self.accelerator.init_trackers(project, init_kwargs={self._tracker: options})
-            return trackers[0]
-        finally:
-            trackers.clear()
+    # The end
 
     def close(self) -> None:
         self.accelerator.end_training()

@@ -56,14 +56,14 @@ class XlaEngine(Engine):
     optimizer_options = MappingProxyType({"capturable": True})  # keeps AdamW's step count in tensors
     no_compile = "XLA compiles whole steps by itself"
 
-    def __init__(self, precision: str, *, tracker: str, output_dir: str):
+    def __init__(self, precision: str):
         _check_launch()
         xr.use_spmd()  # before anything is on the device
         self.generation = _generation()
         if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
             cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
             xr.initialize_cache(str(Path(cache).expanduser()))
-        super().__init__(precision, tracker=tracker, output_dir=output_dir)
+        super().__init__(precision)
         if self.precision == "fp32":
             logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
             torch_xla.backends.set_mat_mul_precision("highest")  # a TPU multiplies fp32 as bf16 unless told not to
