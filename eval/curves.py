@@ -1,7 +1,8 @@
-"""Runs as curves: what a run directory says, and the reference curves that ship."""
+"""What the report draws: training runs, read from their directories, and the reference curves that ship."""
 
 import json
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,28 +11,41 @@ from pathlib import Path
 import numpy as np
 
 from eval.common import STEP_DIR, UserError
-from eval.known_data import dataset_of
 
 REFERENCES = Path(__file__).resolve().parent / "references"
 HELLASWAG_ROWS = 10_042
-# (layers, width) of OpenAI's four models, and what they are called for short.
+# (layers, width) of OpenAI's four models.
 SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
-# Settings within 5 % of each other count as equal: 19,073 and 19,560 steps, or a warm-up of 700 and 715, differ by less
-# than the noise does.
+# Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
 NEAR = 0.05
+
+# Known data sets: their repositories on the Hub, and what a directory or shards of them are called. The repositories
+# are those of recipe/data/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt
+# (data/cached_*.py) and karpathy/llm.c. Anything else is another data set, whatever its name.
+DATASETS = {
+    "FineWeb-Edu": (
+        ("huggingfacefw/fineweb-edu", "kjj0/finewebedu10b-gpt2", "karpathy/fineweb-edu-100b-gpt2-token-shards"),
+        "(?:fineweb[-_]?edu|edu[-_]?fineweb)",
+    ),
+    "FineWeb": (("huggingfacefw/fineweb", "kjj0/fineweb10b-gpt2", "kjj0/fineweb100b-gpt2"), "fineweb"),
+    "OpenWebText": (("skylion007/openwebtext",), "openwebtext"),
+    "TinyStories": (("roneneldan/tinystories",), "tinystories"),
+    "tiny Shakespeare": ((), "(?!)"),  # known by the text's checksum alone: copies hold out other parts of it
+}
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, read.
+    """A run directory.
 
     Attributes:
-        records: the lines of metrics.jsonl, one a step, in order; null and whatever is no number are NaN.
+        records: the lines of metrics.jsonl in order of their steps, one a step.
         config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
         engine: what it ran on, in words; empty if unknown.
         results: step -> results.json of that checkpoint.
-        damaged: lines that were no JSON object with a step.
-        about: the newest checkpoint's, of the parts of the run; empty in one that has none.
+        damaged: number of lines that are no JSON object with a step.
+        dataset: which of DATASETS it trains and validates on; empty for any other.
     """
 
     name: str
@@ -41,74 +55,58 @@ class Run:
     engine: str = ""
     results: dict[int, dict] = field(default_factory=dict)
     damaged: int = 0
-    about: list = field(default_factory=list)
-
-    def column(self, name: str) -> np.ndarray:
-        """One value a record, (N,), float64, NaN where there is none."""
-        return np.array([_number(record.get(name)) for record in self.records])
+    dataset: str = ""
 
     def series(self, name: str, x: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
-        """(x, y) of the records that have both, (n,) each."""
-        xs, ys = self.column(x), self.column(name)
-        there = np.isfinite(xs) & np.isfinite(ys)
-        return xs[there], ys[there]
+        """(x, y), float64 (n,) each, of the records that have both as numbers."""
+        columns = np.array([[number(record.get(key)) for key in (x, name)] for record in self.records]).reshape(-1, 2)
+        return tuple(columns[np.isfinite(columns).all(1)].T)
 
     def last(self, name: str) -> float:
-        """The last value that there is, or NaN."""
-        values = self.series(name, "step")[1]
-        return float(values[-1]) if len(values) else math.nan
+        """The last value of a column, or NaN."""
+        return float([math.nan, *self.series(name, "step")[1]][-1])
 
     @property
     def tokens(self) -> float:
-        return float(np.nanmax([0.0, *self.column("tokens")]))
+        return max([0.0, *self.series("tokens", "step")[1]])
 
     @property
     def batch_tokens(self) -> float:
-        """Tokens a step, of the log itself; NaN if it has no step but 0."""
-        pairs = [(r["step"], _number(r.get("tokens"))) for r in self.records if r["step"] > 0]
-        return pairs[-1][1] / pairs[-1][0] if pairs else math.nan
-
-    @property
-    def dataset(self) -> str:
-        return dataset_of(self.config, self.about)
+        """Tokens a step, according to the log; NaN if it has no step but 0."""
+        steps, tokens = self.series("tokens", "step")
+        return float(tokens[-1] / steps[-1]) if len(steps) and steps[-1] else math.nan
 
     @property
     def size(self) -> str:
         """124M, 350M, 774M, 1558M; empty for other shapes."""
-        return SIZES.get((self.config.get("n_layer"), self.config.get("n_embd")), "")
+        return SIZES.get((number(self.config.get("n_layer")), number(self.config.get("n_embd"))), "")
 
     @property
-    def parameters(self) -> int | None:
-        """GPT-2's count, the head tied to the embedding: V d + P d + L (12 d^2 + 13 d) + 2 d."""
-        try:
-            layers, d, positions = (int(self.config[k]) for k in ("n_layer", "n_embd", "n_positions"))
-        except (KeyError, TypeError, ValueError):
-            return None
+    def parameters(self) -> float:
+        """GPT-2's count, with the head tied to the embedding: V d + P d + L (12 d^2 + 13 d) + 2 d; NaN if unknown."""
+        layers, d, positions = (number(self.config.get(key)) for key in ("n_layer", "n_embd", "n_positions"))
         return 50257 * d + positions * d + layers * (12 * d * d + 13 * d) + 2 * d
 
     @cached_property
     def hellaswag(self) -> dict[str, list[tuple[float, float, int]]]:
-        """Way -> (tokens, acc_norm, rows) of evaluations during training and of results.json, in order of tokens."""
-        limit = _number(self.config.get("hellaswag_limit"))
+        """Way -> (tokens, acc_norm, rows), in order of tokens: of evaluations during training and of results.json, the
+        one on more rows where a step has both."""
+        limit = number(self.config.get("hellaswag_limit"))
         rows = int(limit) if limit > 0 else HELLASWAG_ROWS
-        points: dict[str, dict[float, tuple[float, int]]] = {"A": {}, "B": {}}
-        for way, at in points.items():
-            for tokens, value in zip(*self.series(f"hellaswag_{way}_acc_norm"), strict=True):
-                at[float(tokens)] = (float(value), rows)
+        found = {}
+        for way in ("A", "B"):
+            points = {t: (y, rows) for t, y in zip(*self.series(f"hellaswag_{way}_acc_norm"), strict=True)}
             for step, results in self.results.items():
-                result = results.get("hellaswag")
-                scores = result.get(way) if isinstance(result, dict) else None
-                value = _number(scores.get("acc_norm")) if isinstance(scores, dict) else math.nan
-                n = _number(result.get("rows")) if isinstance(result, dict) else math.nan
+                score, n = number(_at(results, "hellaswag", way, "acc_norm")), number(_at(results, "hellaswag", "rows"))
                 tokens = step * self.batch_tokens
-                # The same step both ways: the one on more rows.
-                if math.isfinite(value + n + tokens) and n >= max(1, at.get(tokens, (0, 0))[1]):
-                    at[tokens] = (value, int(n))
-        return {way: [(t, *at[t]) for t in sorted(at)] for way, at in points.items()}
+                if math.isfinite(score + tokens) and n >= points.get(tokens, (0, 1))[1]:
+                    points[tokens] = (score, int(n))
+            found[way] = [(float(t), float(y), n) for t, (y, n) in sorted(points.items())]
+        return found
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a directory, or of a checkpoint in it. Raises UserError where there is none, or not a line of it."""
+    """The run in a directory, or of a checkpoint in it. Raises UserError if there is none, or no line of it yet."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise UserError(f"run {path}: no such directory. Name a run directory, such as runs/shakespeare")
@@ -120,45 +118,35 @@ def read_run(path: str | Path) -> Run:
     records, damaged = [], 0
     for line in log.read_text(errors="replace").splitlines():
         record = None
-        with suppress(ValueError):  # of a run that was killed while it wrote, or of one that is writing now
+        with suppress(ValueError):  # the last line of a run that was killed, or that is writing now
             record = json.loads(line)
-        step = record.get("step") if isinstance(record, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            damaged += bool(line.strip())
-            continue
-        while records and records[-1]["step"] >= step:  # a resumed run writes these again
+        step = number(_at(record, "step"))
+        while records and records[-1]["step"] >= step:  # a resumed run repeats steps
             records.pop()
-        records.append(record)
+        if step >= 0:
+            records.append(record)
+        else:
+            damaged += bool(line.strip())
     if not records:
-        raise UserError(f"run {path}: not a whole line in metrics.jsonl yet. Wait for the first step that is logged")
-    config, engine, about, results = {}, "", [], {}
+        raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
+    state, results = {}, {}
     steps = [path for path in directory.glob("step_*") if STEP_DIR.fullmatch(path.name)]
     for checkpoint in sorted(steps, key=lambda path: int(STEP_DIR.fullmatch(path.name).group(1))):
-        state = _read_object(checkpoint / "trainer_state.json")
-        if isinstance(state.get("config"), dict):
-            config = {k: v for k, v in state["config"].items() if isinstance(v, (str, int, float, type(None)))}
-            engine = str(state.get("engine") or "")
-            about = state["about"] if isinstance(state.get("about"), list) else []
+        state = _read_object(checkpoint / "trainer_state.json") or state
         if found := _read_object(checkpoint / "results.json"):
             results[int(STEP_DIR.fullmatch(checkpoint.name).group(1))] = found
-    return Run(directory.resolve().name, directory, records, config, engine, results, damaged, about)
+    config = state.get("config") if isinstance(state.get("config"), dict) else {}
+    engine, dataset = str(state.get("engine") or ""), dataset_of(config, state.get("about"))
+    return Run(directory.resolve().name, directory, records, config, engine, results, damaged, dataset)
 
 
 def read_runs(paths: list[str]) -> list[Run]:
-    """The runs, with names that tell them apart."""
+    """The runs; those of one name are called by as much of their paths as tells them apart."""
     runs = [read_run(path) for path in paths]
-    names = [run.name for run in runs]
-    taken = {name for name in names if names.count(name) == 1}
-    for i, run in enumerate(runs):
-        if names.count(names[i]) > 1:
-            parent = run.directory.resolve().parent.name
-            plain = name = f"{parent}/{run.name}" if parent else run.name
-            count = 1
-            while name in taken:
-                count += 1
-                name = f"{plain} ({count})"
-            taken.add(name)
-            runs[i] = replace(run, name=name)
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name="/".join(run.directory.resolve().parts[-2:])) for run in runs]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=f"{run.name} ({i})") for i, run in enumerate(runs, 1)]
     return runs
 
 
@@ -170,27 +158,47 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     return max(logs, key=lambda log: log.stat().st_mtime).parent
 
 
-def smooth(y: np.ndarray, width: int) -> np.ndarray:
-    """Mean over up to `width` neighbours, (N,) -> (N,): over fewer at the beginning, where a loss falls steeply, and at
-    the end over those that there are."""
-    at = np.arange(len(y))
-    half = np.minimum(at // 8, width // 2)
-    sums = np.concatenate([[0.0], np.cumsum(y)])
-    low, high = at - half, np.minimum(at + half, len(y) - 1) + 1
-    return (sums[high] - sums[low]) / (high - low)
+def dataset_of(config: dict, about: object) -> str:
+    """Which of DATASETS a run trains and validates on; empty for any other.
+
+    `about` is trainer_state.json's: for each part of the run, what the manifest of the shards says they were made
+    from. Shards without a manifest of ours are known by their name only.
+    """
+    parts = [part.get("data") for part in about if isinstance(part, dict)] if isinstance(about, list) else []
+    names = {
+        _of_manifest(part if isinstance(part, dict) else {}, str(config.get("dataset_name") or "")) for part in parts
+    }
+    name = names.pop() if len(names) == 1 else ""
+    return name if not config.get("val_data") or _of_path(str(config["val_data"])) == name else ""
 
 
-def smoothing_width(n: int) -> int:
-    """Points that `smooth` takes for a curve of n: a fortieth, odd."""
-    return 2 * (n // 80) + 1
+def _of_manifest(manifest: dict, path: str) -> str:
+    if hub := manifest.get("train_text") or manifest.get("uri"):
+        return _of_hub(str(hub))
+    if files := manifest.get("files"):
+        return "tiny Shakespeare" if [_at(file, "sha256") for file in files] == [SHAKESPEARE_SHA256] else ""
+    return _of_path(path)
+
+
+def _of_hub(name: str) -> str:
+    """ORG/NAME or hf://datasets/ORG/NAME[@REVISION]/PATTERN."""
+    repository = "/".join(name.removeprefix("hf://datasets/").split("/")[:2]).split("@")[0].lower()
+    return next((name for name, (repositories, _) in DATASETS.items() if repository in repositories), "")
+
+
+def _of_path(path: str) -> str:
+    """A directory or a glob of shards, known by the last part of its path as a whole."""
+    if "://" in path:
+        return _of_hub(path)
+    last = re.sub(r"_(?:train|val)(?:_[^/]*)?\.bin$", "", Path(path).name)
+    size = r"(?:[-_]?(?:sample[-_])?\d+BT?)?(?:-gpt2)?"  # fineweb10B, fineweb-sample-10BT, fineweb10B-gpt2
+    return next((n for n, (_, sign) in DATASETS.items() if re.fullmatch(sign + size, last, re.IGNORECASE)), "")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A curve to compare with, of eval/references/: points are (tokens, nats a token), settings those it holds for.
-
-    A point of `loss` is as a line of a log: the mean over the steps since the point before it, or since the first step.
-    """
+    """A curve of eval/references/. `val_loss` is (n, 2): tokens, nats a token; `settings` are those it holds for, and
+    `noise` is by how many nats a run with the same settings may differ from it."""
 
     name: str
     presets: list[str]
@@ -202,59 +210,65 @@ class Reference:
     noise_reason: str
     settings: dict
     val_loss: np.ndarray
-    loss: np.ndarray
-    loss_noise: float = 0.1
     hellaswag_A_acc_norm: np.ndarray | None = None
+
+    def differences(self, run: Run) -> list[str]:
+        """Settings of the run that make its loss another one at equal steps, in words."""
+        unlike = [k for k, value in self.settings.items() if run.config and not _near(run.config.get(k), value)]
+        return [f"{key} {_plain(run.config.get(key))}, there {_plain(self.settings[key])}" for key in unlike]
 
 
 def load_references(directory: Path = REFERENCES) -> list[Reference]:
     references = []
     for path in sorted(directory.glob("*.json")):
         fields = json.loads(path.read_text())
-        for name in ("val_loss", "loss", "hellaswag_A_acc_norm"):
-            if name in fields:
-                fields[name] = np.array(fields[name], dtype=float).reshape(-1, 2)
-        references.append(Reference(**fields))
+        curves = {k: np.array(fields[k], dtype=float) for k in ("val_loss", "hellaswag_A_acc_norm") if k in fields}
+        references.append(Reference(**fields | curves))
     return references
 
 
-def find_reference(run: Run, references: list[Reference]) -> tuple[Reference | None, list[str]]:
-    """(the reference for a run's data and model or None, what else differs in words).
+def find_reference(run: Run, references: list[Reference]) -> Reference | None:
+    """The reference for a run's data and model, if one ships; other settings may still differ.
 
-    Before the first checkpoint the settings are not known: the recipe is taken that the run is called after, if the
-    batch is that one's.
+    A run that starts from other weights has none. Before the first checkpoint the settings are not known: a run with
+    a recipe's name and batch is taken for that recipe's.
     """
-    shape = ("n_layer", "n_head", "n_embd")
     for reference in references:
         expected = reference.settings
         if not run.config:
-            if run.name in reference.presets and run.batch_tokens == expected["total_batch_tokens"]:
-                return reference, ["it has no checkpoint yet, so its settings are not known"]
-            continue
-        if run.dataset != reference.dataset or any(run.config.get(k) != expected[k] for k in shape):
-            continue
-        differing = [k for k in expected if k not in shape and not _near(run.config.get(k), expected[k])]
-        return reference, [f"{k} {_plain(run.config.get(k))}, there {_plain(expected[k])}" for k in differing]
-    return None, []
+            same = run.name in reference.presets and run.batch_tokens == expected["total_batch_tokens"]
+        else:
+            shape = all(run.config.get(key) == expected[key] for key in ("n_layer", "n_head", "n_embd"))
+            same = shape and run.dataset == reference.dataset and not run.config.get("init_from")
+        if same:
+            return reference
+    return None
 
 
-def _number(value: object) -> float:
-    """NaN for what is no number, or so large that it was not measured: a picture has no room for 1e300."""
+def number(value: object) -> float:
+    """A JSON value as a float; NaN for what is no number, or too large to be a measurement."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
     return float(value) if ok else math.nan
 
 
+def _at(value: object, *keys: str) -> object:
+    """value[key][key]..., or None where a key is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def _near(a: object, b: object) -> bool:
-    x, y = _number(a), _number(b)
+    x, y = number(a), number(b)
     return a == b or abs(x - y) <= NEAR * max(abs(x), abs(y))
 
 
 def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else "not known" if value is None else f"{value}"
+    return f"{value:g}" if isinstance(value, float) else "not known" if value is None else str(value)
 
 
 def _read_object(path: Path) -> dict:
-    """A JSON object of a file; empty if there is none."""
+    """A JSON object from a file; empty if there is none."""
     with suppress(OSError, ValueError):
         value = json.loads(path.read_text())
         return value if isinstance(value, dict) else {}

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.curves import NEAR, Reference, Run, find_reference, smooth, smoothing_width
-from eval.known_data import SHOWN
+from eval.curves import NEAR, Reference, Run, find_reference, number
 
 # What a model that knows nothing loses on GPT-2's vocabulary, nats a token: 10.82.
 LN_VOCABULARY = math.log(50257)
@@ -15,14 +14,14 @@ LN_VOCABULARY = math.log(50257)
 FIRST_LOSS = (LN_VOCABULARY - 0.3, LN_VOCABULARY + 0.5)
 # By step 200 every healthy run that is known has lost more than 3 nats of its first loss.
 LEARNT = (200, 2.0)
-# A validation loss is of the same tokens each time, so that a rise is no accident of the batch; at a high learning rate
-# it still goes up and down by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
+# A validation loss is always of the same tokens, so that a rise is no accident of the batch. At a high learning rate it
+# still goes up and down by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
 RISE = 0.03
 # Share of the tokens by which a curve may lie earlier or later than its reference.
 SHIFT = 0.1
-# Steps left out of which nothing is said but how many: fp16's loss scale begins at 65,536 and is halved at each.
+# Skipped steps that are only worth a note: fp16's loss scale begins at 65,536 and is halved at each.
 SKIPPED = 10
-# Of its speed and time, what a user would want to know of.
+# Share of its first speed, and share of its time spent waiting, that a user would want to know of.
 SLOWER, WAITING = 0.8, 0.05
 
 
@@ -34,133 +33,66 @@ class Finding:
     text: str
 
 
-def judge(run: Run, references: list[Reference]) -> list[Finding]:
-    """What there is to say of a run, the comparison with its reference first."""
+def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
+    """All there is to say of a run, the comparison with its reference first."""
     found = [finding for check in CHECKS for finding in check(run)]
     if not any(finding.kind == "bad" for finding in found):
-        looked_at = "Its first loss, spikes, steps left out, overfitting and speed were looked at: nothing stands out."
-        found.append(Finding("good", "Nothing else stands out." if found else looked_at))
+        checked = "Its first loss, spikes, skipped steps, overfitting and speed were checked: nothing stands out."
+        found.append(Finding("good", "Nothing else stands out." if found else checked))
     return [beside_reference(run, references), *found]
 
 
 def beside_reference(run: Run, references: list[Reference]) -> Finding:
-    """Whether the validation loss, or before the first validation the training loss, follows the reference."""
-    if run.config.get("init_from"):
-        return Finding("note", "It goes on from other weights (init_from), for which no reference curve holds.")
-    reference, differing = find_reference(run, references)
+    """Whether the validation loss follows the reference, where the two can be compared at equal tokens."""
+    reference = find_reference(run, references)
     if reference is None:
+        if run.config.get("init_from"):
+            return Finding("note", "It starts from other weights (init_from), for which no reference curve holds.")
         if not run.config:
-            return Finding(
-                "note",
-                "It has no checkpoint yet, so its settings are not known, nor is it called after a "
-                "recipe that has a reference curve.",
-            )
+            return Finding("note", "It has no checkpoint yet, so its settings are not known: no comparison yet.")
         model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
-        data = SHOWN.get(run.dataset, "these data")
-        return Finding("note", f"No reference curve ships for {data} and this model ({model}).")
-    name = f"the reference ({reference.name}, {SHOWN[reference.dataset]})"
-    guide = f" The comparison is only a guide: {'; '.join(differing)}." if differing else ""
-    validation = distance(run.series("val_loss"), reference.val_loss, reference.noise)
-    training = training_distance(run, reference)
-    for label, d in (("validation", validation), ("training", training)):
-        if not len(d.tokens):
-            continue
-        kind, text = _sentence(f"The {label} loss", d, name)
-        if label == "validation" and kind == "good" and _departed(training, least=3) is not None:
-            # between two validations, or where the validation data are not what they are there
-            text += f" {_sentence('The training loss', training, 'it')[1]}"
-            kind = "bad"
-        return Finding("note" if differing and kind == "bad" else kind, text + guide)
-    return Finding("note", f"It has not come to where {name} begins, {tokens(reference.val_loss[1, 0])} tokens.")
+        return Finding("note", f"No reference curve ships for {run.dataset or 'these data'} and this model ({model}).")
+    name = f"the reference ({reference.name}, {reference.dataset})"
+    if differing := reference.differences(run):
+        return Finding("note", f"It cannot be compared with {name} at equal steps: {'; '.join(differing)}.")
+    guess = "" if run.config else " (It has no checkpoint yet: its settings are taken to be the recipe's.)"
+    at, above, tolerance = distance(run.series("val_loss"), reference)
+    if not len(at):
+        first = tokens(reference.val_loss[1, 0])
+        return Finding("note", f"It cannot be compared yet: {name} begins at {first} tokens.{guess}")
+    last = f"{_nats(above[-1])} {'above' if above[-1] > 0 else 'below'} at {tokens(at[-1])} tokens"
+    outside = np.flatnonzero(np.abs(above) > tolerance)
+    if len(above) - 1 not in outside:
+        text = f"The validation loss follows {name}: {last}"
+        if len(outside):
+            worst = outside[np.abs(above[outside]).argmax()]
+            return Finding("good", f"{text}, after it was {_nats(above[worst])} away at {tokens(at[worst])}.{guess}")
+        return Finding("good", f"{text}, and never more than {max(0.01, np.abs(above).max()):.2f} away.{guess}")
+    inside = np.flatnonzero(np.abs(above) <= tolerance)
+    since = tokens(at[inside[-1] + 1 if len(inside) else 0])
+    text = f"The validation loss departs from {name} since {since} tokens: {last}, where {tolerance[-1]:.2f} is usual."
+    if above[-1] > 0:
+        text += " Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
+    else:
+        text += " Lower is suspicious too: other or easier validation data, or validation text in training."
+    return Finding("bad", text + guess)
 
 
-@dataclass(frozen=True)
-class Distance:
-    """A curve's distance from a reference: where, how far above (nats) and how far it may be; (n,) each."""
+def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, how far a loss lies above the reference, how far it may be away), (n,) each, in nats.
 
-    tokens: np.ndarray
-    above: np.ndarray
-    tolerance: np.ndarray
-
-
-def distance(curve: tuple[np.ndarray, np.ndarray], reference: np.ndarray, noise: float) -> Distance:
-    """How far (tokens, loss) lies above a reference, (m, 2), at equal tokens, interpolated in their logarithm.
-
-    The tolerance is `noise` and what a tenth of the tokens more or fewer bring: where a loss falls steeply, some more
-    warm-up or another way to count is a large difference that means nothing.
+    The curve is (tokens, loss), the reference is interpolated in the logarithm of the tokens. The tolerance is the
+    reference's noise and what a tenth more or fewer tokens change: where a loss falls steeply, a slightly longer
+    warm-up makes a large difference that means nothing.
     """
-    known = reference[reference[:, 0] > 0]
     x, y = curve
-    # A run may be a little longer than its reference: then its last points are held against the reference's end.
-    keep = (x >= known[0, 0]) & (x <= known[-1, 0] * (1 + NEAR)) if len(known) > 1 else np.zeros(len(x), bool)
+    known = reference.val_loss[reference.val_loss[:, 0] > 0]
+    keep = (x >= known[0, 0]) & (x <= known[-1, 0] * (1 + NEAR))
     x, y = x[keep], y[keep]
-    if not len(x):
-        return Distance(x, y, y)
     there, earlier, later = (
         np.interp(np.log(x * k), np.log(known[:, 0]), known[:, 1]) for k in (1, 1 - SHIFT, 1 + SHIFT)
     )
-    return Distance(x, y - there, noise + np.maximum(np.abs(earlier - there), np.abs(later - there)))
-
-
-def training_distance(run: Run, reference: Reference) -> Distance:
-    """The training loss' distance, at the tokens of the logged lines.
-
-    A line is the mean of the steps since the one before it, in which an early loss falls by more than its tolerance:
-    it is held against the reference's mean over the same steps, not against its value at the last of them. Lines of
-    fewer steps than a point of the reference are put together, so that they are not noisier than `loss_noise` is for.
-    """
-    known, (x, y) = reference.loss, run.series("loss")
-    if run.records[0]["step"] == 0:
-        x, y = np.insert(x, 0, 0.0), np.insert(y, 0, 0.0)
-    if not len(known) or len(x) < 2:  # without its beginning, the first line's own first step is not known
-        return Distance(x[:0], x[:0], x[:0])
-    width = np.diff(known[:, 0], prepend=0.0)
-    needed = width[np.minimum(np.searchsorted(known[:, 0], x), len(known) - 1)]
-    ends = [0]
-    for i in range(1, len(x)):
-        if x[i] - x[ends[-1]] >= needed[i]:
-            ends.append(i)
-    first, last = x[ends[:-1]], x[ends[1:]]
-    sums = np.cumsum(y * np.diff(x, prepend=x[0]))
-    # A mean stands for the middle of its steps; before the first middle, the loss of the untrained model.
-    middles, means = known[:, 0] - width / 2, known[:, 1]
-    if len(reference.val_loss) and reference.val_loss[0, 0] == 0:
-        middles, means = np.insert(middles, 0, 0.0), np.insert(means, 0, reference.val_loss[0, 1])
-    inside = first[:, None] + (last - first)[:, None] * (np.arange(32) + 0.5) / 32
-    there, earlier, later = (np.interp(inside * k, middles, means).mean(1) for k in (1, 1 - SHIFT, 1 + SHIFT))
-    above = np.diff(sums[ends]) / (last - first) - there
-    tolerance = reference.loss_noise + np.maximum(np.abs(earlier - there), np.abs(later - there))
-    keep = last <= known[-1, 0] * (1 + NEAR)
-    return Distance(last[keep], above[keep], tolerance[keep])
-
-
-def _departed(d: Distance, least: int = 1) -> int | None:
-    """Index from which on every point is out of its tolerance, if they are `least` or more."""
-    outside = np.abs(d.above) > d.tolerance
-    if not len(outside) or not outside[-1]:
-        return None
-    inside = np.flatnonzero(~outside)
-    first = int(inside[-1]) + 1 if len(inside) else 0
-    return first if len(outside) - first >= least else None
-
-
-def _sentence(subject: str, d: Distance, name: str) -> tuple[str, str]:
-    since = _departed(d, least=3 if "training" in subject else 1)
-    last, way = d.above[-1], "above" if d.above[-1] > 0 else "below"
-    if since is None:
-        text = f"{subject} follows {name}: {_nats(last)}{' ' + way if abs(last) >= 0.005 else ' away'} at "
-        text += f"{tokens(d.tokens[-1])} tokens"
-        outside = np.flatnonzero(np.abs(d.above) > d.tolerance)
-        if not len(outside):
-            return "good", f"{text}, and never more than {max(0.01, np.abs(d.above).max()):.2f} away."
-        worst = outside[np.abs(d.above[outside]).argmax()]
-        return "good", f"{text}, after it was {_nats(d.above[worst])} away at {tokens(d.tokens[worst])}."
-    text = f"{subject} departs from {name} since {tokens(d.tokens[since])} tokens: {_nats(last)} {way} at "
-    text += f"{tokens(d.tokens[-1])}, where {d.tolerance[-1]:.2f} would be usual."
-    if last > 0:
-        text += " Usual causes: other data or tokens than meant, a learning rate, warm-up or batch that is not the "
-        return "bad", f"{text}recipe's, or a change to the model."
-    return "bad", f"{text} Lower is suspicious too: other or easier validation data, or validation text in training."
+    return x, y - there, reference.noise + np.maximum(np.abs(earlier - there), np.abs(later - there))
 
 
 def begins(run: Run) -> Iterator[Finding]:
@@ -180,39 +112,35 @@ def learns(run: Run) -> Iterator[Finding]:
 
 
 def finite(run: Run) -> Iterator[Finding]:
-    """Losses that are no number, and steps left out. fp16's loss scaling leaves out some at the start, and one now and
-    then: a line all of whose steps were left out has no loss, and nothing is wrong with it."""
-    steps, read, left_out = [], 0, 0.0
-    for record, rate, loss, skipped in zip(
-        run.records, *map(run.column, ("tokens_per_second", "loss", "skipped_steps")), strict=True
-    ):
-        if math.isfinite(rate):  # a line that has read the loss; others hold an evaluation alone
-            if not math.isfinite(loss) and not skipped - left_out >= record["step"] - read:
+    """Losses that are not finite, and skipped steps. fp16's loss scaling skips some at the start and one now and then;
+    a line of which all steps were skipped has no loss, and nothing is wrong with it."""
+    steps, read, skipped = [], 0.0, 0.0
+    for record in run.records:
+        if math.isfinite(number(record.get("tokens_per_second"))):  # other lines hold only an evaluation
+            now = number(record.get("skipped_steps"))
+            if not math.isfinite(number(record.get("loss"))) and not now - skipped >= record["step"] - read:
                 steps.append(record["step"])
-            read, left_out = record["step"], skipped
+            read, skipped = record["step"], now
     if steps:
         more = f" and at {len(steps) - 1} later lines" if steps[1:] else ""
         text = f"The training loss was not finite by step {steps[0]:,}{more}. "
-        yield Finding("bad", text + "Lower learning_rate, or take another precision than fp16.")
+        yield Finding("bad", text + "Lower learning_rate, or use another precision than fp16.")
     skipped, done = run.last("skipped_steps"), run.records[-1]["step"]
     if skipped > 0:
-        text = f"{skipped:,.0f} of {done:,} steps were left out, for a loss or gradient that was not finite or a spike."
+        text = f"{skipped:,.0f} of {done:,} steps were skipped, for a spike or a loss or gradient that was not finite."
         yield Finding("bad" if skipped > max(SKIPPED, 0.01 * done) else "note", text)
 
 
 def rises(run: Run) -> Iterator[Finding]:
     """Overfitting, or a divergence: the validation loss above its own lowest."""
     x, val = run.series("val_loss")
-    if len(x) < 3:
+    if len(x) < 3 or val[-1] - val.min() <= RISE:
         return
     low = int(val.argmin())
-    if val[-1] - val[low] <= RISE:
-        return
     at, loss = run.series("loss")
-    loss = smooth(loss, smoothing_width(len(loss)))
-    change = np.interp(x[-1], at, loss) - np.interp(x[low], at, loss) if len(at) else 0.0
+    before, after = (loss[np.abs(at - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
     text = f"The validation loss rises since {tokens(x[low])} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
-    if change < 0:
+    if len(loss) and np.median(after) < np.median(before):
         text += "while the training loss falls: overfitting. Fewer steps (max_steps), more data or dropout would help."
     else:
         text += "and the training loss does not fall: it diverges. A lower learning_rate or more warm-up would help."
@@ -220,7 +148,7 @@ def rises(run: Run) -> Iterator[Finding]:
 
 
 def spikes(run: Run) -> Iterator[Finding]:
-    """Points of the training loss far above the ten before them, by a spread that spikes do not widen."""
+    """Points of the training loss far above the ten before them, in units of a spread that spikes do not widen."""
     x, loss = run.series("loss")
     if len(loss) < 20:
         return
@@ -230,13 +158,13 @@ def spikes(run: Run) -> Iterator[Finding]:
     high = np.flatnonzero(above > max(0.3, 8 * spread))
     if not len(high):
         return
-    starts = high[np.diff(high, prepend=-10) > 5]  # a spike is several points wide
+    count = (np.diff(high, prepend=-10) > 5).sum()  # a spike is several points wide
     worst = high[above[high].argmax()]
     recovered = np.median(loss[-3:]) <= before[high[-1]] + 0.05
-    times = "once" if len(starts) == 1 else f"{len(starts)} times"
+    times = "once" if count == 1 else f"{count} times"
     text = f"The training loss spikes {times}, by {above[worst]:.2f} at {tokens(x[10 + worst])} tokens, and "
     text += "comes back" if recovered else "has not come back"
-    text += ". --skip_loss_z 5 leaves such steps out; a lower learning_rate or more warm-up prevents them."
+    text += ". --skip_loss_z 5 skips such steps; a lower learning_rate or more warm-up prevents them."
     yield Finding("note" if recovered else "bad", text)
 
 
@@ -250,22 +178,21 @@ def speed(run: Run) -> Iterator[Finding]:
             yield Finding("note", text + "Look for other work on the machine, heat, and the wait for data.")
     waits = run.series("data_wait")[1]
     if len(waits) and waits.mean() > WAITING:
-        text = f"{waits.mean():.0%} of its time it waits for data: "
-        yield Finding("note", text + "prepare the shards before (make data), or put them on a faster disk.")
+        text = f"It spends {waits.mean():.0%} of its time waiting for data: "
+        yield Finding("note", text + "prepare the shards before training (make data), or put them on a faster disk.")
     if run.last("save_wait") > WAITING:
-        text = f"{run.last('save_wait'):.0%} of its time it waits for checkpoints: "
-        yield Finding("note", text + "a larger save_steps, or a faster disk, would help.")
+        text = f"It spends {run.last('save_wait'):.0%} of its time waiting for checkpoints: "
+        yield Finding("note", text + "a larger save_steps or a faster disk would help.")
 
 
 def whole(run: Run) -> Iterator[Finding]:
-    done, planned = run.records[-1]["step"], run.config.get("max_steps")
-    if isinstance(planned, int) and done < planned:
-        yield Finding("note", f"It is at step {done:,} of {planned:,}.")
+    done, planned = run.records[-1]["step"], number(run.config.get("max_steps"))
+    if done < planned:
+        yield Finding("note", f"It is at step {done:,} of {planned:,.0f}.")
     if not len(run.series("loss")[0]) + len(run.series("val_loss")[0]):
-        yield Finding("note", "Not a loss is in its log yet.")
+        yield Finding("note", "Its log has no loss yet.")
     if run.damaged:
-        lines = "1 line" if run.damaged == 1 else f"{run.damaged} lines"
-        yield Finding("note", f"{lines} of metrics.jsonl could not be read, and left out.")
+        yield Finding("note", f"{run.damaged} unreadable line{'s' * (run.damaged > 1)} of metrics.jsonl skipped.")
 
 
 CHECKS: list[Callable[[Run], Iterator[Finding]]] = [begins, learns, finite, rises, spikes, speed, whole]
@@ -273,9 +200,9 @@ CHECKS: list[Callable[[Run], Iterator[Finding]]] = [begins, learns, finite, rise
 
 def tokens(n: float) -> str:
     """0.78 M, 3.1 B."""
-    for size, unit in ((1e9, " B"), (1e5, " M")):
+    for size, unit, scale in ((1e9, " B", 1e9), (1e5, " M", 1e6)):
         if n >= size:
-            return f"{n / (1e6 if unit == ' M' else size):.3g}{unit}"
+            return f"{n / scale:.3g}{unit}"
     return f"{n:,.0f}"
 
 

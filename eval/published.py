@@ -1,4 +1,4 @@
-"""HellaSwag numbers that others have published, by the way they were scored; none of them was measured here."""
+"""Numbers that others have published of HellaSwag and of OpenAI's weights; none of them was measured here."""
 
 # Of each way, what was scored, and (acc, acc_norm) on all 10,042 rows; None where that was not published.
 HELLASWAG = {
@@ -29,4 +29,16 @@ SOURCES = {
     "jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does (taken for acc_norm)",
     "B": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
     "GPT-3": "Brown et al. 2020 (arXiv:2005.14165), table H.1",
+}
+# Validation loss of OpenAI's weights, nats a token, by the data set that it was published for.
+OPENAI_LOSS = {
+    "FineWeb-Edu": {"124M": 3.2924},
+    "FineWeb": {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273},
+    "OpenWebText": {"124M": 3.12, "350M": 2.84, "774M": 2.67, "1558M": 2.54},
+}
+OPENAI_LOSS_SOURCE = {
+    "FineWeb-Edu": "karpathy/build-nanogpt, play.ipynb (at 6104ab1), on its validation shard of FineWeb-Edu 10B",
+    "FineWeb": "karpathy/llm.c, dev/vislog.ipynb (at f1e2ace; May 2024, when FineWeb was its only web data; it does "
+    "not name the sample whose validation shard it used)",
+    "OpenWebText": "karpathy/nanoGPT, README (at 3adf61e), on its own split of OpenWebText",
 }
