@@ -25,12 +25,12 @@ from benchmarks.communication import collectives
 from recipe.config import ROOT, ModelConfig, batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
-from recipe.engine.base import open_engine
+from recipe.engine.factory import open_engine
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count, si
 from recipe.model.build import build_model
 from recipe.optim import adamw as optim
-from recipe.optim.spike_filter import Guard
+from recipe.optim.spike_filter import SpikeFilter
 
 SMALL = ModelConfig(n_layer=4, n_head=4, n_embd=128, n_positions=128)
 FILES = {"ddp": "ddp.yaml", "zero1": "zero1.yaml", "zero2": "zero2.yaml"}
@@ -140,7 +140,7 @@ def work(task: dict) -> dict:
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     max_norm = config.optimizer.max_grad_norm
     wrapped, optimizer = engine.prepare(model, optimizer, batch, max_norm)
-    judge = partial(Guard(engine.device, config.optimizer).judge, torch.zeros((), device=engine.device))
+    spike_filter = SpikeFilter(engine.device, config.optimizer)
     torch.manual_seed(engine.rank)
     rows = engine.to_device(torch.randint(0, VOCAB_SIZE, (batch.micro, config.data.sequence_length + 1)))
     zero = engine.zero_stage > 0
@@ -152,7 +152,7 @@ def work(task: dict) -> dict:
                 last = micro_step == batch.accumulation - 1
                 with engine.micro_step(wrapped, last=last and (talking or zero)):
                     engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
-            engine.update(wrapped, optimizer, max_norm, judge)
+            engine.optimizer_step(wrapped, optimizer, max_norm, spike_filter)
         if left_out is not None:
             silenced[:] = left_out
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,12 +26,12 @@ from torch.profiler import profile, supported_activities
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
-from recipe.engine.base import open_engine
+from recipe.engine.factory import open_engine
 from recipe.errors import UserError
 from recipe.estimate.micro_batch import micro_batch
 from recipe.model.build import build_model
 from recipe.optim import adamw as optim
-from recipe.optim.spike_filter import Guard
+from recipe.optim.spike_filter import SpikeFilter
 
 # Group: what its names contain; the first that fits counts, so the telling comes before the general (attention's
 # kernels are made with cutlass, copies are elementwise kernels). The names are those of torch 2.9 to 2.13 with NCCL,
@@ -220,7 +219,7 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
     engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
     optimizer = optim.make_optimizer(model, config.optimizer, **engine.optimizer_options)
     model, optimizer = engine.prepare(model, optimizer, batch, config.optimizer.max_grad_norm)
-    guard = Guard(engine.device, config.optimizer)
+    spike_filter = SpikeFilter(engine.device, config.optimizer)
     rows = torch.randint(0, VOCAB_SIZE, (batch.micro, config.data.sequence_length + 1))
     rows = engine.to_device(rows)
 
@@ -230,7 +229,7 @@ def recipe_step(argv: list[str]) -> tuple[Callable[[], None], torch.device]:
             with engine.micro_step(model, last=micro_step == batch.accumulation - 1):
                 loss = model(rows[:, :-1], rows[:, 1:]) / batch.accumulation
                 engine.backward(loss)
-        engine.update(model, optimizer, config.optimizer.max_grad_norm, partial(guard.judge, loss.detach()))
+        engine.optimizer_step(model, optimizer, config.optimizer.max_grad_norm, spike_filter, loss.detach())
         engine.flush()
 
     return step, engine.device

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -25,10 +24,12 @@ from recipe.cli import emit
 from recipe.components import check_alike, find_checkpoint, model_files, open_data, open_uploads
 from recipe.config import Batch, Config, OptimizerConfig, batch_arithmetic, parse_config
 from recipe.data.dataset import LocalSource, check_same_data
-from recipe.engine.base import Engine, open_engine
-from recipe.engine.launch import AGAIN, fail, launcher_patience, speaks
+from recipe.data.prefetch import Batches
+from recipe.engine.base import Engine
+from recipe.engine.factory import open_engine
+from recipe.engine.launch import fail, launcher_patience, speaks
 from recipe.engine.shutdown import Interrupted
-from recipe.errors import UserError
+from recipe.errors import ExitCode, UserError
 from recipe.estimate.memory import flops_per_token, price
 from recipe.estimate.micro_batch import micro_batch
 from recipe.evaluation import hellaswag, sample, validate
@@ -40,11 +41,10 @@ from recipe.monitor.metrics import MetricsLog, RunningLoss, Throughput, read_met
 from recipe.monitor.progress import Progress
 from recipe.monitor.summary import Result, announce, conclude
 from recipe.monitor.trackers import Tracker, check_tracker
-from recipe.optim import adamw as optim
-from recipe.optim.spike_filter import WAY_OUT, Guard
+from recipe.optim.adamw import make_optimizer, steps_taken
+from recipe.optim.schedule import lr_at, set_lr
+from recipe.optim.spike_filter import WAY_OUT, SpikeFilter
 from recipe.redaction import keep_secrets, redacted
-
-NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         if speaks():
             print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)
-        return AGAIN
+        return ExitCode.RUN_AGAIN
 
 
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
@@ -96,10 +96,10 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
             f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
             "same command, without --fresh, goes on from the checkpoint before it"
         )
-        return NOT_SAVED
+        return ExitCode.NOT_SAVED
     if result.val_loss is None:
         say("stopped    before the end; the same command, without --fresh, goes on from the last checkpoint")
-        return AGAIN
+        return ExitCode.RUN_AGAIN
     if engine.is_main:
         conclude(config, batch, engine, result, source.shards, validation.shards)
     return 0
@@ -128,16 +128,18 @@ def train(
     if checkpoint:
         raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
     engine.place(raw_model, compile=run.torch_compile_mode if run.torch_compile else "")
-    optimizer = optim.make_optimizer(raw_model, opt, **engine.optimizer_options)
+    optimizer = make_optimizer(raw_model, opt, **engine.optimizer_options)
     model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
     if checkpoint:
-        engine.load_moments(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
-        engine.load_scaler_state(state["grad_scaler"])
+        engine.load_optimizer_state(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
+        engine.load_state_dict(state["grad_scaler"])
 
     running_loss = RunningLoss(engine.device, engine.sum_dtype)
     if checkpoint:
         running_loss.load_state_dict(state["running_loss"])
-    guard = Guard(engine.device, opt, state.get("guard"))
+    spike_filter = SpikeFilter(engine.device, opt)
+    if checkpoint:
+        spike_filter.load_state_dict(state["spike_filter"])
     throughput = Throughput(state.get("seconds", 0.0), state.get("pauses", 0.0))
     progress = Progress(
         opt.max_steps,
@@ -164,7 +166,8 @@ def train(
     parts = about(config, engine, step, state.get("about")) if engine.is_main else []
     flops = flops_per_token(config.model, config.data.sequence_length)
     tracker = closing.enter_context(Tracker(config, step, state.get("tracker"), active=engine.is_main))
-    batches = engine.batches(source, batch, step, opt.max_steps)
+    pin = engine.device.type == "cuda"
+    batches = Batches(source, batch, engine.rank, step, opt.max_steps, to_device=engine.to_device, pin=pin)
     saved_at, logged_at = step, step
     unwritten = state.get("record")  # of the step that was saved: its line is written after its evaluations
     grad_norm, val_loss, stopping = None, None, False
@@ -175,8 +178,6 @@ def train(
     if engine.world > 1:
         engine.stop.begin()  # from here on who hears a signal tells the others
     engine.stop.before_leaving = lambda: saver and saver.finish(60)
-    if progress.terminal:
-        engine.stop.say = progress.say
 
     @contextmanager
     def paused(what: str):
@@ -200,17 +201,17 @@ def train(
             if step > logged_at:
                 record["loss"] = running_loss.read(engine.mean)
                 record["grad_norm"] = grad_norm.item()
-                record["learning_rate"] = optim.lr_at(step - 1, opt)
+                record["learning_rate"] = lr_at(step - 1, opt)
                 seconds = throughput.window()
                 rate = (step - logged_at) * opt.total_batch_tokens / seconds
                 record["tokens_per_second"] = rate
                 record["data_wait"] = batches.waited() / seconds
                 record["mfu"] = rate * flops / (engine.peak_flops * engine.world) if engine.peak_flops else None
-                record["skipped_steps"] = guard.check(step)
+                record["skipped_steps"] = spike_filter.check(step)
                 logged_at = step
 
         # once in a while: a checkpoint. Not while steps are left out: the weights are those of one that was kept.
-        if step > saved_at and (stopping or last or (due(run.save_steps) and not guard.in_a_row)):
+        if step > saved_at and (stopping or last or (due(run.save_steps) and not spike_filter.skipping)):
             since = time.monotonic()
             with paused("saving"):
                 state = {
@@ -222,9 +223,9 @@ def train(
                     "pauses": throughput.pauses,
                     "record": record,
                     "running_loss": running_loss.state_dict(engine.mean),
-                    "guard": guard.state(),
-                    "optimizer_steps": optim.steps_taken(optimizer),
-                    "grad_scaler": engine.scaler_state(),
+                    "spike_filter": spike_filter.state_dict(),
+                    "optimizer_steps": steps_taken(optimizer),
+                    "grad_scaler": engine.state_dict(),
                     "data": source.state(),
                     "tracker": tracker.run_id,
                 }
@@ -232,7 +233,7 @@ def train(
                     saver.prepare()
                 weights, moments = engine.snapshot(raw_model, optimizer)
                 if saver:
-                    saver.save(step, weights, moments, state, files, since=since, pruning=not guard.in_a_row)
+                    saver.save(step, weights, moments, state, files, since=since, pruning=not spike_filter.skipping)
                     if not stopping and any(every and due(every) for every in (run.hellaswag_steps, run.sample_steps)):
                         saver.commit()
                 saved_at = step
@@ -260,7 +261,6 @@ def train(
             if record is not None:
                 record["seconds"] = round(throughput.seconds, 3)
                 record["save_wait"] = saver.share_of(throughput.seconds) if saver else None
-                record["peak_memory_bytes"] = engine.peak_memory()
                 record |= engine.counters()
                 if log:
                     log.write(record)
@@ -270,16 +270,15 @@ def train(
                     uploads.report()
             if last:
                 break
-            engine.await_step(batches)
+            engine.wait_for_batches(batches)
         except Interrupted:  # here, between two steps: all processes have agreed
             stopping, unwritten = True, record
             continue
 
         # a single training step
-        optim.set_lr(optimizer, optim.lr_at(step, opt))
+        set_lr(optimizer, lr_at(step, opt))
         if config.model.dropout:
-            # A pure function of (seed, step, rank): a resumed run draws what an uninterrupted one would have drawn.
-            engine.seed(((run.seed * 1_000_003 + step) * 65_537 + engine.rank) % 2**63)
+            engine.seed_dropout(run.seed, step)
         faults.at("step.begin")
         for micro_step in range(batch.accumulation):
             rows = next(batches)  # (micro, T + 1)
@@ -288,8 +287,7 @@ def train(
                 engine.backward(loss)
                 running_loss.add(loss.detach())
             faults.at("step.micro")
-        loss = engine.mean(running_loss.step) if guard.needs_loss else running_loss.step
-        grad_norm, skipped = engine.update(model, optimizer, opt.max_grad_norm, partial(guard.judge, loss))
+        grad_norm, skipped = engine.optimizer_step(model, optimizer, opt.max_grad_norm, spike_filter, running_loss.step)
         running_loss.end_step(skipped)
         engine.flush()
         step += 1
@@ -320,7 +318,7 @@ def new_record(step: int, opt: OptimizerConfig) -> dict:
     unknown = dict.fromkeys(
         ("loss", "val_loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
     )
-    return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": optim.lr_at(step, opt)}
+    return {"step": step, "tokens": step * opt.total_batch_tokens} | unknown | {"learning_rate": lr_at(step, opt)}
 
 
 if __name__ == "__main__":

@@ -29,12 +29,13 @@ from torch.utils._pytree import tree_leaves
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.engine.base import open_engine
+from recipe.engine.factory import open_engine
 from recipe.estimate.memory import memory_estimate, state_bytes
 from recipe.model import loss
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim import adamw as optim
+from recipe.optim.spike_filter import SpikeFilter
 
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
@@ -122,6 +123,7 @@ def measure(words: str, fake: bool) -> dict:
         optimizer = optim.make_optimizer(model, opt, **engine.optimizer_options)
         prepared, optimizer = engine.prepare(model, optimizer, batch, opt.max_grad_norm)
         prepared.train()
+        spike_filter = SpikeFilter(engine.device, opt)
 
         def micro_steps():
             for number in range(batch.accumulation):
@@ -130,7 +132,7 @@ def measure(words: str, fake: bool) -> dict:
                     engine.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
 
         def update():
-            engine.update(prepared, optimizer, opt.max_grad_norm, torch.zeros_like)
+            engine.optimizer_step(prepared, optimizer, opt.max_grad_norm, spike_filter)
 
         parameters = sum(p.nbytes for p in model.parameters())
         if fake:

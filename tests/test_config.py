@@ -12,7 +12,7 @@ from recipe.config import Batch, OptimizerConfig, batch_arithmetic, parse_config
 from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.adamw import lr_at
+from recipe.optim.schedule import lr_at
 from tests.conftest import ROOT, flags
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))

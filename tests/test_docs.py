@@ -23,7 +23,7 @@ COMMANDS = [
 ]
 # Get the code, or are what is running now.
 NOT_RUN = ("git clone", "cd ", "make test", "make lint", "make clean", "python -m venv", "source ", "pip install")
-NOT_HERE = ("gcloud ", "sbatch ")  # Google's command, and Slurm's: tests/test_engines.py runs the script
+NOT_HERE = ("gcloud ", "sbatch ")  # Google's command, and Slurm's: tests/engine/test_engines.py runs the script
 
 
 def texts(directory: Path) -> Path:
@@ -96,7 +96,7 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         path = Path(words[4])
         return [*words[:4], str(run if path.parent.name == "runs" else run / "step_00000020")]
     if "recipe/train.py" in words:
-        launch = ["--num_processes", "1", "--main_process_port", "0"]  # tests/test_engines.py has several
+        launch = ["--num_processes", "1", "--main_process_port", "0"]  # tests/engine/test_engines.py has several
         if "multinode" in command:  # one of the machines alone
             launch += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
         launch = launch if re.search("ddp|zero", command) else []

@@ -410,7 +410,7 @@ def test_a_run_on_a_terminal_is_resized_and_stopped_and_leaves_it_clean(shards, 
     rows = [row.rstrip() for row in screen.rows]
     assert rows[-1] == ""  # where the prompt comes
     assert screen.x == 0
-    stopping = next(i for i, row in enumerate(rows) if row.startswith("stopping after this step"))
+    stopping = next(i for i, row in enumerate(rows) if row.startswith("stopping at the next step boundary"))
     assert re.match(r"step \d+: saved", rows[stopping + 1])
     assert not [row for row in rows if "█" in row or "tok/s" in row or "^C" in row or row.startswith("training")]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

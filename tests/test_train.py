@@ -125,7 +125,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_run_ends_as_if_it_had_not(shar
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
     assert running.wait(120) == 75, running.stdout + running.stderr
-    assert "stopping after this step" in running.stdout + running.stderr
+    assert "stopping at the next step boundary" in running.stdout + running.stderr
     assert 3 <= int(checkpoints(run)[-1].name[5:]) < 20
     resumed, _ = train(shards, run, dropout=0.1)
     assert_same_end(run, expected)

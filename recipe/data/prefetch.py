@@ -16,8 +16,8 @@ from recipe.errors import UserError
 class Batches:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
-    One thread reads a whole step ahead: a shard's first use, when it is verified, and the copy hide behind the step,
-    and whether the data of a step are there is known before it begins.
+    One thread reads two steps ahead: a shard's first use, when it is verified, and the copy hide behind the step, and
+    whether the data of a step are there is known before the step before it begins.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Batches:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._pending: deque[Future] = deque()
         self._waited = 0.0
-        for _ in range(batch.accumulation + 1):
+        for _ in range(2 * batch.accumulation):
             self._read_on()
 
     def _read_on(self) -> None:
@@ -47,26 +47,27 @@ class Batches:
         rows = torch.from_numpy(self._source.rows(step, *self._batch.slice(micro_step, self._rank)))
         return rows.pin_memory() if self._pin else rows
 
-    def ready(self, seconds: float) -> bool:
-        """Whether the next step's micro-batches are all there, after so many seconds at most."""
-        wanted = self._next_step()
-        if all(f.done() for f in wanted):
-            return True
-        asked = time.perf_counter()
-        missing = wait(wanted, timeout=seconds).not_done
-        self._waited += time.perf_counter() - asked
-        return not missing
+    def ready(self, seconds: float, ahead: int = 0) -> bool:
+        """Whether all micro-batches of the next step, or of that `ahead` steps later, are there after at most so many
+        seconds. False behind the last step."""
+        wanted = self._step(ahead)
+        if not all(f.done() for f in wanted) and seconds:
+            asked = time.perf_counter()
+            wait(wanted, timeout=seconds)
+            self._waited += time.perf_counter() - asked
+        return bool(wanted) and all(f.done() for f in wanted)
 
-    def error(self) -> UserError | None:
-        """What the reading of the next step has failed with."""
-        errors = (f.exception() for f in self._next_step() if f.done() and not f.cancelled())
+    def error(self, ahead: int = 0) -> UserError | None:
+        """The error with which reading the next step, or that `ahead` steps later, has failed."""
+        errors = (f.exception() for f in self._step(ahead) if f.done() and not f.cancelled())
         error = next((e for e in errors if e), None)
         return (
             error if error is None or isinstance(error, UserError) else UserError(f"the data cannot be read: {error!r}")
         )
 
-    def _next_step(self) -> list[Future]:
-        return list(islice(self._pending, self._batch.accumulation))
+    def _step(self, ahead: int) -> list[Future]:
+        n = self._batch.accumulation
+        return list(islice(self._pending, ahead * n, (ahead + 1) * n))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self

@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -18,13 +18,13 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from recipe.config import ROOT, Batch
 from recipe.engine import device as hardware
-from recipe.engine.base import TIMEOUT, Engine, Judge
+from recipe.engine.base import TIMEOUT, Engine
 from recipe.engine.launch import wants_cpu
 from recipe.errors import UserError
-from recipe.optim.adamw import check_is_adamw
+from recipe.optim.adamw import MOMENTS, check_is_adamw
+from recipe.optim.spike_filter import SpikeFilter
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _THE_RECIPES = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -48,7 +48,7 @@ _SAID_IN_BOTH = (
 class ZeroEngine(Engine):
     supported = (DistributedType.DEEPSPEED,)
 
-    def __init__(self, precision: str, **options):
+    def __init__(self, precision: str):
         if "LOCAL_RANK" not in os.environ:
             raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
         self._cpu = wants_cpu()
@@ -72,7 +72,7 @@ class ZeroEngine(Engine):
         if not file.is_file() and (ROOT / file).is_file():
             os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
         check_files(os.environ.get(_CONFIG_FILE, ""), os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""))
-        super().__init__(precision, **options)
+        super().__init__(precision)
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
         # As the file has it: Accelerate and `prepare` write into the other.
         self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -153,7 +153,7 @@ class ZeroEngine(Engine):
         model.set_gradient_accumulation_boundary(last)
         yield
         if not last:
-            model.step()  # counts the micro-step; the boundary's one is `update`
+            model.step()  # counts the micro-step; the boundary's one is `optimizer_step`
 
     @contextmanager
     def unconnected(self) -> Iterator[list[tuple[str, int]]]:
@@ -168,10 +168,15 @@ class ZeroEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
-    def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    def optimizer_step(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        spike_filter: SpikeFilter,
+        loss: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._zero.step(judge)
+        return self._zero.step(self._judge(spike_filter, loss))
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -188,21 +193,23 @@ class ZeroEngine(Engine):
                     into[f"{key}.{name}" if key else name] = whole.cpu()
         return weights, moments
 
-    def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
-        if moments:
+    def load_optimizer_state(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
+    ) -> None:
+        if tensors:
             self._zero.make_state(steps)
             for name, p in model.named_parameters():
                 for key in MOMENTS:
-                    self._zero.set(p, moments[f"{key}.{name}"], key)
+                    self._zero.set(p, tensors[f"{key}.{name}"], key)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         if self.zero_stage < 3:
             return None
         return {name: self._zero.get(p) for name, p in model.named_parameters()}
 
-    def scaler_state(self) -> dict | None:
+    def state_dict(self) -> dict:
         if self.precision != "fp16":
-            return None
+            return {}
         scaler = self._zero.optimizer.loss_scaler
         return {  # as torch's GradScaler writes it
             "scale": float(scaler.cur_scale),
@@ -212,7 +219,7 @@ class ZeroEngine(Engine):
             "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
         }
 
-    def load_scaler_state(self, state: dict | None) -> None:
+    def load_state_dict(self, state: dict) -> None:
         if state and self.precision == "fp16":
             scaler = self._zero.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
@@ -289,7 +296,7 @@ class _Internals:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def step(self, judge: Judge) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, judge: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """DeepSpeed's step, which clips by its configuration and clears, with `judge` between the norm and the rest: a
         norm of -1 is DeepSpeed's own sign of one that is not finite, and of a step to leave out."""
         from deepspeed.runtime.utils import combine_grad_norm_groups

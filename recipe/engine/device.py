@@ -96,6 +96,11 @@ def pad_vocab_to(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 1
 
 
+def idle_gpus(device: torch.device, used: int) -> int:
+    """GPUs of this node beyond the `used` ones, where `device` is a GPU."""
+    return max(0, torch.cuda.device_count() - used) if device.type == "cuda" else 0
+
+
 def hide_gpus() -> dict[str, str]:
     """Variables for a process that is to find no GPU."""
     return {"CUDA_VISIBLE_DEVICES": ""}
@@ -299,13 +304,14 @@ def conditions() -> dict:
 
 
 def tune_cpu(local_world: int) -> None:
-    """Threads and allocator for training on a CPU.
+    """Sets threads and allocator for training on a CPU, `local_world` processes on this node.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1 where nobody set it, which would leave all cores but one idle.
-    glibc gives large blocks back to the kernel on every free and takes fresh, zeroed pages on every malloc; keeping
-    them made the loss on a 50,257-word vocabulary 1.7 (fp32) and 2.4 (bf16) times as fast (docs/log.md).
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 where it is not set, which would leave all cores but one
+    idle; the user's own value stands. glibc returns large blocks to the kernel on every free and takes fresh, zeroed
+    pages on every malloc; keeping them made the loss on a vocabulary of 50,257 1.7 (fp32) and 2.4 (bf16) times as fast
+    (docs/log.md).
     """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if "OMP_NUM_THREADS" not in os.environ or _threads_are_the_launchers():
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = min(cores, len(os.sched_getaffinity(0)))
@@ -316,3 +322,16 @@ def tune_cpu(local_world: int) -> None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_top_pad, 64 * 2**20)
+
+
+def _threads_are_the_launchers() -> bool:
+    """Whether OMP_NUM_THREADS=1 comes from a launcher that was itself started without the variable (or, where the
+    system does not show it, from any launcher)."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if os.environ.get("OMP_NUM_THREADS") != "1" or not launched:
+        return False
+    try:
+        launcher = psutil.Process().parent()
+        return "OMP_NUM_THREADS" not in launcher.environ() and "--num_cpu_threads_per_process" not in launcher.cmdline()
+    except (psutil.Error, OSError, AttributeError):
+        return True

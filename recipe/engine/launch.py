@@ -12,11 +12,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from recipe.errors import UserError
+from recipe.errors import ExitCode, UserError
 from recipe.redaction import redact
 
-MISTAKE = 2
-AGAIN = 75  # EX_TEMPFAIL: to be run again
 _PATIENCE = 20  # seconds, for processes that start at different times
 
 # What gloo and NCCL say where the process at a connection's other end has died, or its machine has.
@@ -70,13 +68,13 @@ def fail(error: Exception) -> int:
     The launcher ends all processes as soon as one has ended: that must not be before the first of them has spoken, nor
     while it is about to. So the others wait to be ended, and one that is not is the only one to know of the mistake.
     """
-    message, code = f"error: {error}", MISTAKE
+    message, code = f"error: {error}", ExitCode.USER_ERROR
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError):
         how = _BROKEN_OFF.search(str(error))
         if not (several and how):  # of one process it is a connection to something else
             raise error
-        message, code = _lost(how["gloo"] or how["nccl"]), AGAIN
+        message, code = _lost(how["gloo"] or how["nccl"]), ExitCode.RUN_AGAIN
     if several and not speaks():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(_PATIENCE)

@@ -1,39 +1,46 @@
-"""When a run is to end before its end: Ctrl-C, SIGTERM, a closed terminal, a launcher that is gone."""
+"""Graceful shutdown: signals, and what the processes agree on between two steps."""
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from recipe.errors import ExitCode
+
+logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-_SAME = 1.0  # seconds within which a second SIGINT is the first one's echo: a launcher passes on what all have received
-_UNWINDING = 10.0  # seconds that a run without progress may take to end
-_LEAST_PATIENCE = 20.0  # seconds that a run gets to come to its next boundary
+_ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed on by a launcher that heard it too
+_UNWINDING = 10.0  # seconds in which a run without progress must end
+_LEAST_PATIENCE = 20.0  # seconds in which a run must reach its next step boundary
+_POLL = 0.2  # seconds between two looks at the signals while a step waits for its data
 
 
 class Interrupted(Exception):
-    """The run is to stop, all processes have agreed to it, and between two steps nothing is lost."""
+    """All processes have agreed to stop, between two steps."""
 
 
-class Stop:
-    """Hears the signals, in a thread of its own: the main thread may be waiting in a collective for a process that
-    will never come, or for the device.
+class StopSignal:
+    """Listens for SIGINT, SIGTERM, SIGHUP and the death of the launcher, in a thread: the main thread may be waiting
+    for the device, or in a collective for a process that will never come.
 
-    Until `begin` there is nothing to lose: the main thread gets a KeyboardInterrupt. After it, `requested` is set, and
-    the loop stops at its next boundary with a checkpoint. A second Ctrl-C leaves at once.
+    Until `begin` there is nothing to save, and the main thread gets a KeyboardInterrupt. After it `requested` is set,
+    and the loop stops at a step boundary with a checkpoint. A second Ctrl-C ends the process at once. If no boundary
+    comes, the process ends by itself.
     """
 
-    def __init__(self, *, speaks: bool):
-        """`speaks`: whether this process is the one that tells the user."""
+    def __init__(self):
         self.requested = False
-        self._speaks, self._graceful, self._leaving = speaks, False, False
-        self._heard = 0.0  # when the first signal came
-        self._polled, self._longest, self._patient = time.monotonic(), 0.0, False
-        self.before_leaving: Callable[[], object] = lambda: None  # of a run that cannot stop as it should
-        self.say: Callable[[str, bool], None] = _on_stderr  # a line, and whether it is the last one of the process
+        self.before_leaving: Callable[[], object] = lambda: None  # what to finish before leaving without a boundary
+        self._graceful, self._leaving, self._patient = False, False, False
+        self._first_heard, self._last_boundary, self._longest_step = 0.0, time.monotonic(), 0.0
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -45,26 +52,26 @@ class Stop:
             threading.Thread(target=self._follow, args=(os.getppid(),), name="launcher", daemon=True).start()
 
     def begin(self) -> None:
-        """From now on there is progress to be saved."""
+        """From now on there is progress to save."""
         if not self._graceful:
-            self._graceful, self._polled = True, time.monotonic()
+            self._graceful, self._last_boundary = True, time.monotonic()
 
-    def polled(self) -> None:
-        """The loop is at a boundary, or somewhere else where it looks whether it is to stop."""
+    def at_boundary(self) -> None:
+        """The loop is at a place where it can stop."""
         now = time.monotonic()
-        self._longest, self._polled = max(self._longest, now - self._polled), now
+        self._longest_step, self._last_boundary = max(self._longest_step, now - self._last_boundary), now
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Context of what takes longer than a step, and of which no end can be told."""
+        """Context of work that may take much longer than a step."""
         self._patient = True
         try:
             yield
         finally:
-            self._patient, self._polled = False, time.monotonic()
+            self._patient, self._last_boundary = False, time.monotonic()
 
     def leave(self) -> None:
-        """The loop stops: what is left to do takes its time."""
+        """The loop has stopped; the final checkpoint may take its time."""
         self._leaving = True
 
     def _in_main_thread(self, number: int, _frame) -> None:
@@ -76,7 +83,7 @@ class Stop:
             number = os.read(pipe, 1)[0]
             if number not in _SIGNALS:
                 continue
-            if number == signal.SIGHUP:  # nobody is reading any more, and writing would fail
+            if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for fd in (1, 2):
                     if os.isatty(fd):
@@ -87,45 +94,104 @@ class Stop:
                 overdue.daemon = True
                 overdue.start()
             elif not self.requested:
-                self._heard, self.requested = now, True
-                self._say("stopping after this step, with a checkpoint; Ctrl-C again leaves at once")
+                self._first_heard, self.requested = now, True
                 threading.Thread(target=self._watch, name="patience", daemon=True).start()
-            elif number == signal.SIGINT and now - self._heard > _SAME:
-                self._say(
-                    "left at once; the same command, without --fresh, goes on from the last checkpoint if there is one",
-                    last=True,
+                logger.warning("stopping at the next step boundary, with a checkpoint; Ctrl-C again stops at once")
+            elif number == signal.SIGINT and now - self._first_heard > _ECHO:
+                _end(
+                    ExitCode.LEFT_AT_ONCE,
+                    "stopped at once; the same command, without --fresh, continues from the last checkpoint if there "
+                    "is one",
                 )
-                os._exit(130)
 
     def _overdue(self) -> None:
-        """The main thread did not unwind; or `begin` came between the signal and its handler."""
+        """The main thread did not unwind, or `begin` came between the signal and its handler."""
         if self._graceful:
             self.requested = True
         else:
-            os._exit(75)
+            os._exit(ExitCode.RUN_AGAIN)
 
     def _watch(self) -> None:
-        """Leaves where no boundary comes: a process that has died lets the others wait in a collective for ever."""
+        """Ends a process that reaches no boundary: one that has died lets the others wait in a collective for ever."""
         while not self._leaving:
             time.sleep(0.5)
-            patience = max(_LEAST_PATIENCE, 3 * self._longest)
-            waited = time.monotonic() - max(self._polled, self._heard)
+            patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
+            waited = time.monotonic() - max(self._last_boundary, self._first_heard)
             if not self._leaving and not self._patient and waited > patience:
-                self._say(f"no end of the step after {patience:.0f} s; left without a checkpoint of it", last=True)
+                logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
                 self.before_leaving()
-                os._exit(75)
+                _end(ExitCode.RUN_AGAIN)
 
     def _follow(self, launcher: int) -> None:
-        """A launcher that dies without a word, as by kill -9, would leave this process to itself."""
+        """A launcher that is killed, as by kill -9, would leave this process running by itself."""
         while os.getppid() == launcher:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say(self, text: str, last: bool = False) -> None:
-        if self._speaks:
-            with suppress(OSError, ValueError):
-                self.say(text, last)
+
+def _end(code: ExitCode, message: str = "") -> None:
+    """Ends the process from another thread, on the line below a progress bar."""
+    if message:
+        logger.warning(message)
+    if sys.stderr.isatty():
+        print(file=sys.stderr, flush=True)
+    os._exit(code)
 
 
-def _on_stderr(text: str, last: bool) -> None:
-    print(f"\n{text}", file=sys.stderr, flush=True)
+class ReadAhead(Protocol):
+    """What Agreement asks of the batches: about the next step (ahead 0) or the one after it (ahead 1)."""
+
+    def ready(self, seconds: float, ahead: int = 0) -> bool: ...
+
+    def error(self, ahead: int = 0) -> Exception | None: ...
+
+
+class Agreement:
+    """What the processes decide together at a step boundary: whether to stop, and whether all have the step's data.
+
+    Each process sends two flags, `stop` and `late`, over `group` (gloo, between the hosts' memories; None for a single
+    process). They travel while the step computes and are read at the next boundary, so that agreeing costs no step.
+    The price is that a signal stops several processes one step later than it stops one.
+    """
+
+    def __init__(self, signal: StopSignal, group: torch.distributed.ProcessGroup | None):
+        self._signal, self._group = signal, group
+        self._flags, self._sent = torch.tensor([0, 1], dtype=torch.int32), None
+
+    def check_stop(self) -> None:
+        """Raises Interrupted on all processes if any had been told to stop at the call before. A collective call."""
+        self._receive()
+        self._send(late=True)
+
+    def wait_for_batches(self, batches: ReadAhead) -> None:
+        """Returns once every process has the data of the next step: no process starts a step that another cannot
+        finish. Raises Interrupted on all processes, also where the data of one cannot be read. A collective call.
+        """
+        while self._receive():
+            self._send(late=not batches.ready(_POLL), failed=batches.error() is not None)
+        self._send(late=not batches.ready(0.0, ahead=1), failed=batches.error(ahead=1) is not None)
+
+    def anywhere(self, condition: bool) -> bool:
+        """Whether `condition` holds on any process. A collective call."""
+        flag = torch.tensor([condition], dtype=torch.int32)
+        if self._group is not None:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def _send(self, *, late: bool, failed: bool = False) -> None:
+        self._flags = torch.tensor([self._signal.requested or failed, late], dtype=torch.int32)
+        if self._group is not None:
+            maximum = torch.distributed.ReduceOp.MAX
+            self._sent = torch.distributed.all_reduce(self._flags, maximum, group=self._group, async_op=True)
+
+    def _receive(self) -> bool:
+        """Whether any process was late at the last `_send`, or nothing was sent. Raises Interrupted."""
+        self._signal.at_boundary()
+        if self._sent is not None:
+            self._sent.wait()
+        stop, late = self._flags.tolist()
+        self._flags, self._sent = torch.tensor([0, 1], dtype=torch.int32), None
+        if stop or (self._group is None and self._signal.requested):
+            self._signal.leave()
+            raise Interrupted
+        return bool(late)

@@ -35,11 +35,12 @@ from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import Batch
-from recipe.engine.base import Engine, Judge
+from recipe.engine.base import Engine
+from recipe.engine.shutdown import Agreement
 from recipe.errors import UserError
-from recipe.optim.adamw import check_is_adamw
+from recipe.optim.adamw import MOMENTS, check_is_adamw
+from recipe.optim.spike_filter import SpikeFilter
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
 _PEAK_FLOPS = {"v2": 22.5e12, "v3": 61.5e12, "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12}
 _FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
@@ -68,6 +69,8 @@ class XlaEngine(Engine):
             logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
             torch_xla.backends.set_mat_mul_precision("highest")  # a TPU multiplies fp32 as bf16 unless told not to
         self.devices = xr.global_runtime_device_count()
+        peak = _PEAK_FLOPS.get(self.generation)
+        self.peak_flops = peak * self.devices if peak else None
         self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
         self.eval_multiples = (math.lcm(32, self.devices), 64, 1024)  # few shapes, each of which is compiled
         self.checkpoint = checkpoint
@@ -80,6 +83,8 @@ class XlaEngine(Engine):
         if self._pod:  # not tested: no pod was at hand
             torch.distributed.init_process_group("gloo", init_method="xla://")
             self.is_main = xr.process_index() == 0
+            self._hosts = torch.distributed.group.WORLD
+            self._agreement = Agreement(self.stop, self._hosts)
 
     def _resolve_precision(self, precision: str) -> str:
         if precision in ("fp16", "tf32"):
@@ -101,19 +106,12 @@ class XlaEngine(Engine):
         processes = f", a process on each of {xr.process_count()} hosts" if self._pod else " behind one process"
         return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''}{processes}"
 
-    @property
-    def peak_flops(self) -> float | None:
-        peak = _PEAK_FLOPS.get(self.generation)
-        return peak * self.devices if peak else None
-
-    def peak_memory(self) -> int | None:
-        """None on a TPU: torch_xla 2.9 tells nothing of the devices behind SPMD's one."""
-        return None if self.generation else super().peak_memory()
-
-    def counters(self) -> dict:
-        """Programs compiled so far: a number that keeps growing is time lost to recompilation."""
+    def counters(self) -> dict[str, int | None]:
+        """Also compilations, the number of programs compiled so far: one that keeps growing is time lost. The peak
+        memory of a TPU is not known: torch_xla 2.9 reports nothing of the devices behind SPMD's one."""
         compiled = xla_metrics.metric_data("CompileTime")
-        return {"compilations": compiled[0] if compiled else 0}
+        memory = {"peak_memory_bytes": None} if self.generation else super().counters()
+        return memory | {"compilations": compiled[0] if compiled else 0}
 
     # Preparing and stepping
 
@@ -128,8 +126,8 @@ class XlaEngine(Engine):
         check_is_adamw(optimizer, "the TPU engine")
         if self.precision == "bf16":
             model.forward = self.autocast()(model.forward)
-        zeros = {f"{m}.{name}": torch.zeros_like(p) for name, p in model.named_parameters() for m in _MOMENTS}
-        self.load_moments(model, optimizer, zeros, 0)
+        zeros = {f"{m}.{name}": torch.zeros_like(p) for name, p in model.named_parameters() for m in MOMENTS}
+        self.load_optimizer_state(model, optimizer, zeros, 0)
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros(1, device=self.device)
         # Accumulation adds to zeroed gradients: with None, the first micro-step would be a program of its own.
@@ -152,26 +150,29 @@ class XlaEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, judge: Judge
+    def optimizer_step(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        spike_filter: SpikeFilter,
+        loss: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
-        skip = judge(grad_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        skipped = self._judge(spike_filter, loss)(grad_norm)
         changed = [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
-        before = [
-            tensor.detach().clone() for tensor in changed
-        ]  # of the record only: in the program, nothing is copied
+        before = [tensor.detach().clone() for tensor in changed]  # recorded only: the program copies nothing
         optimizer.step()
         with torch.no_grad():
             for tensor, old in zip(changed, before, strict=True):
-                tensor.copy_(torch.where(skip > 0, old, tensor))
+                tensor.copy_(torch.where(skipped > 0, old, tensor))
         optimizer.zero_grad(set_to_none=not self._accumulates)
-        return grad_norm, skip
+        return grad_norm, skipped
 
     def autocast(self):
         return torch.autocast("xla", torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def seed(self, seed: int) -> None:
+    def _seed(self, seed: int) -> None:
         """One mask for the whole batch, cut like its rows: devices draw different ones."""
         torch_xla.manual_seed(seed, str(self.device))
 
@@ -186,8 +187,10 @@ class XlaEngine(Engine):
 
     # Weights and optimizer state
 
-    def load_moments(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, moments: dict, steps: int) -> None:
-        super().load_moments(model, optimizer, moments, steps)
+    def load_optimizer_state(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
+    ) -> None:
+        super().load_optimizer_state(model, optimizer, tensors, steps)
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
         self.flush()
 
@@ -205,29 +208,6 @@ class XlaEngine(Engine):
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return value
-
-    def from_main(self, value):
-        values = [value]
-        if self._pod:
-            torch.distributed.broadcast_object_list(values)
-        return values[0]
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        if not self.is_main:
-            self.anywhere(False)
-        yield
-        if self.is_main:
-            self.anywhere(False)
-
-    def _any_host(self, *conditions: bool) -> list[bool]:
-        flags = torch.tensor(conditions, dtype=torch.int32)
-        if self._pod:
-            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-        return flags.bool().tolist()
-
-    def anywhere(self, condition: bool) -> bool:
-        return self._any_host(condition)[0]
 
 
 def _check_launch() -> None:

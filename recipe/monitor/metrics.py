@@ -23,8 +23,8 @@ from recipe.errors import UserError
 from recipe.files import append_to, replace_file
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
-from recipe.optim.adamw import lr_at
-from recipe.optim.spike_filter import Guard
+from recipe.optim.schedule import lr_at
+from recipe.optim.spike_filter import SpikeFilter
 
 if TYPE_CHECKING:
     from recipe.checkpoint.manager import CheckpointManager
@@ -59,7 +59,7 @@ class Metrics:
         config: Config,
         engine: Engine,
         batches: Batches,
-        spike_filter: Guard,
+        spike_filter: SpikeFilter,
         checkpoints: CheckpointManager | None,
         outputs: Outputs,
         flops_per_token: float,
@@ -109,7 +109,6 @@ class Metrics:
         record |= dict.fromkeys(_MEASURED) | {"learning_rate": lr_at(step, optimizer)} | values
         record["seconds"] = round(self.throughput.seconds, 3)
         record["save_wait"] = self.throughput.share(checkpoints.save_wait) if checkpoints else None
-        record["peak_memory_bytes"] = self._engine.peak_memory()
         record |= self._engine.counters()
         if self._outputs.log:
             self._outputs.log.write(record)

@@ -1,4 +1,4 @@
-"""Which steps are left out: decided on the device, from numbers that are the same on every process."""
+"""Which steps are skipped: decided on the device, from numbers that are the same on every process."""
 
 import math
 
@@ -7,40 +7,34 @@ import torch
 from recipe.config import OptimizerConfig
 from recipe.errors import UserError
 
-_WINDOW = 128  # values that a z-score is reckoned from, as in llm.c (llmc/outlier_detector.h)
+_WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (
-    "Lower learning_rate or lengthen warmup_steps, and go on from the last good checkpoint: "
+    "Lower learning_rate or lengthen warmup_steps, and continue from the last good checkpoint: "
     "`python -m recipe.checkpoint list RUN` names them; delete those after it"
 )
 
 
-class Guard:
-    """Leaves out a step whose gradient is not finite or, where the configuration has limits for them, whose loss or
-    gradient norm lies too many standard deviations above those of late. Counts on the device, so that nothing waits
-    for it; `check` reads."""
+class SpikeFilter:
+    """Skips a step whose gradient is not finite or, where the configuration sets limits, whose loss or gradient norm
+    lies too many standard deviations above the recent ones. It counts on the device, so that a step never waits for it.
+    """
 
-    def __init__(self, device: torch.device, config: OptimizerConfig, state: dict | None = None):
+    def __init__(self, device: torch.device, config: OptimizerConfig):
         self.config = config
-        state = state or {"skipped": 0, "in_a_row": 0, "longest": 0}
-        # skipped steps in all, up to now without a break, and the most without a break since the last check
-        self._counts = torch.tensor(
-            [float(state[k]) for k in ("skipped", "in_a_row", "longest")], dtype=torch.float32, device=device
-        )
         limits = {"loss": config.skip_loss_z, "grad_norm": config.skip_grad_z}
         self._limits = {name: limit for name, limit in limits.items() if limit}
-        nothing = [math.nan] * _WINDOW
-        self._windows = {
-            name: torch.tensor([math.nan if x is None else x for x in state.get(name, nothing)], device=device)
-            for name in self._limits
-        }
+        # steps skipped in all, in a row up to now, and most in a row since the last `check`
+        self._counts = torch.zeros(3, dtype=torch.float32, device=device)
+        self._windows = {name: torch.full((_WINDOW,), math.nan, device=device) for name in self._limits}
 
     @property
     def needs_loss(self) -> bool:
-        """Whether `judge` wants the mean over all processes, and not this one's loss."""
+        """Whether `judge` needs the mean loss of all processes."""
         return "loss" in self._limits
 
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """1.0 where the step is to be left out, else 0.0: (), float32, on the device."""
+    def judge(self, grad_norm: torch.Tensor, loss: torch.Tensor | None = None) -> torch.Tensor:
+        """1.0 where the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
+        processes where `needs_loss`, and ignored elsewhere."""
         skip = ~torch.isfinite(grad_norm)
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             if name in self._limits:
@@ -52,8 +46,8 @@ class Guard:
         return skip
 
     def _z_score(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Of a value among the last 128, itself included; NaN, which is above nothing, until there are 129. What is not
-        finite does not count."""
+        """Of `value` among the last 128, itself included; NaN, which is above no limit, until there are 129. A value
+        that is not finite does not enter the window."""
         window, value = self._windows[name], value.to(self._counts.device).view(1)
         longer = torch.cat((window[1:], value))
         window_after = torch.where(torch.isfinite(value), longer, window)
@@ -64,23 +58,30 @@ class Guard:
         return z
 
     def check(self, step: int) -> int:
-        """Skipped steps in all; waits for the device. Raises UserError after too many in a row."""
+        """Steps skipped in all; waits for the device. Raises UserError after max_skipped_steps in a row."""
         skipped, _, longest = (int(x) for x in self._counts.tolist())
         if longest >= self.config.max_skipped_steps:
             raise UserError(
-                f"{longest} steps in a row, by step {step}, were left out: their gradient was not finite, or a spike; "
+                f"{longest} steps in a row, by step {step}, were skipped: their gradient was not finite, or a spike; "
                 f"max_skipped_steps sets the limit. {WAY_OUT}"
             )
         self._counts[2] = self._counts[1]
         return skipped
 
     @property
-    def in_a_row(self) -> int:
-        """Steps left out up to now without a break; waits for the device."""
-        return int(self._counts.tolist()[1])
+    def skipping(self) -> bool:
+        """Whether the last step was skipped; waits for the device."""
+        return self._counts.tolist()[1] > 0
 
-    def state(self) -> dict:
+    def state_dict(self) -> dict:
         """For the checkpoint, as JSON; waits for the device."""
         skipped, in_a_row, longest = (int(x) for x in self._counts.tolist())
         windows = {k: [x if math.isfinite(x) else None for x in w.tolist()] for k, w in self._windows.items()}
         return {"skipped": skipped, "in_a_row": in_a_row, "longest": longest} | windows
+
+    def load_state_dict(self, state: dict) -> None:
+        """A window whose limit was not set before the checkpoint stays empty."""
+        self._counts.copy_(torch.tensor([float(state[k]) for k in ("skipped", "in_a_row", "longest")]))
+        for name, window in self._windows.items():
+            if name in state:
+                window.copy_(torch.tensor([math.nan if x is None else x for x in state[name]]))

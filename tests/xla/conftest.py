@@ -76,7 +76,7 @@ def one_device(shards, once):
 @pytest.fixture(scope="session")
 def engine():
     """An engine of four devices within this process."""
-    from recipe.engine.base import open_engine
+    from recipe.engine.factory import open_engine
 
     return open_engine("fp32")
 

@@ -1,7 +1,7 @@
 """The TPU engine within this process, on four devices of XLA's CPU client."""
 
-from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from recipe.config import Batch, OptimizerConfig
 from recipe.errors import UserError
-from recipe.optim import adamw as optim
-from recipe.optim.spike_filter import Guard
+from recipe.optim.adamw import make_optimizer, steps_taken
+from recipe.optim.schedule import lr_at, set_lr
+from recipe.optim.spike_filter import SpikeFilter
 from tests.conftest import EQUAL, by_step, flags
 
 
@@ -27,19 +28,19 @@ class Toy(torch.nn.Module):
         return (x @ self.weight + 0 * self.unused.sum() - 1).square().mean()
 
 
-def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step: None, judge=None):
+def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step: None, spike_filter=None):
     """Trains as the loop does; the learning rates are `rates`."""
     engine.place(module, compile=False)
-    guard = Guard(engine.device, config)
-    optimizer = optim.make_optimizer(module, config, **engine.optimizer_options)
+    spike_filter = spike_filter or SpikeFilter(engine.device, config)
+    optimizer = make_optimizer(module, config, **engine.optimizer_options)
     batch = Batch(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
     module, optimizer = engine.prepare(module, optimizer, batch, config.max_grad_norm)
     for step, rate in enumerate(rates):
-        optim.set_lr(optimizer, rate)
+        set_lr(optimizer, rate)
         for micro_step in range(accumulation):
             with engine.micro_step(module, last=micro_step == accumulation - 1):
                 engine.backward(module(engine.to_device(rows)) / accumulation)
-        engine.update(module, optimizer, config.max_grad_norm, judge or partial(guard.judge, torch.zeros(())))
+        engine.optimizer_step(module, optimizer, config.max_grad_norm, spike_filter)
         engine.flush()
         each(step)
     return module, optimizer
@@ -50,7 +51,7 @@ def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumul
     """Through warm-up, where the rate is 1 (a number that torch_xla makes part of a program), and 0 at the end;
     AdamW's corrections approach 1 on the way. Weights equal those of a plain AdamW."""
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, max_steps=1000, max_grad_norm=1.0, adam_beta2=0.999)
-    rates = [optim.lr_at(step, config) for step in range(1001)]
+    rates = [lr_at(step, config) for step in range(1001)]
     assert (rates[9], rates[-1]) == (1.0, 0.0)
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     counts = []
@@ -67,9 +68,9 @@ def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumul
     assert len(set(counts[1:])) == 1
 
     reference = Toy()
-    adamw = optim.make_optimizer(reference, config)
+    adamw = make_optimizer(reference, config)
     for rate in rates:
-        optim.set_lr(adamw, rate)
+        set_lr(adamw, rate)
         reference(rows).backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         adamw.step()
@@ -84,19 +85,28 @@ def test_a_step_left_out_changes_nothing_and_compiles_nothing(engine, compilatio
     config, rows = OptimizerConfig(learning_rate=0.1), torch.ones(8, 4)
     module, skips, weights, counts = Toy(), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0], [], []
 
-    def judge(norm):
+    def judge(norm, loss):
         return torch.tensor([skips[len(weights)], 2.0]).to(norm.device)[0]  # alone, 0 and 1 become part of the program
+
+    chosen = SimpleNamespace(needs_loss=False, judge=judge)
 
     def each(step):
         weights.append(module.weight.detach().cpu().clone())
         counts.append(compilations())
 
     _, optimizer = steps(
-        engine, module, config, rows, accumulation=accumulation, rates=[0.1] * 6, each=each, judge=judge
+        engine,
+        module,
+        config,
+        rows,
+        accumulation=accumulation,
+        rates=[0.1] * 6,
+        each=each,
+        spike_filter=chosen,
     )
     changed = [not torch.equal(a, b) for a, b in pairwise(weights)]
     assert changed == [True, False, True, False, True]
-    assert optim.steps_taken(optimizer) == 4
+    assert steps_taken(optimizer) == 4
     assert len(set(counts[1:])) == 1
     other = Toy()
     steps(engine, other, config, rows, accumulation=accumulation, rates=[0.1] * 4)
@@ -155,7 +165,7 @@ def test_a_tie_broken_by_the_move_is_noticed(engine):
 
 def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(engine, compilations):
     def mask(seed):
-        engine.seed(seed)
+        engine.seed_dropout(seed, 0)
         rows = engine.to_device(torch.ones(8, 256))
         with engine.micro_step(None, last=True):
             return F.dropout(rows, 0.5)
@@ -209,7 +219,7 @@ def test_what_the_engine_says_of_itself(engine):
     assert engine.checkpoint is checkpoint
     assert engine.attention is None
     assert engine.peak_flops is None
-    assert engine.peak_memory() > 100e6
+    assert engine.counters()["peak_memory_bytes"] > 100e6
 
 
 @pytest.mark.parametrize(
@@ -237,7 +247,7 @@ def test_generations(engine, monkeypatch, kind, generation, peak):
     monkeypatch.setattr(xla.tpu, "get_tpu_type", tell)
     assert xla._generation() == generation
     monkeypatch.setattr(engine, "generation", generation)
-    assert engine.peak_flops == (peak and 4 * peak)
+    assert xla._PEAK_FLOPS.get(generation) == peak
     assert f"TPU {generation}, 4 devices" in engine.name
     assert engine._resolve_precision("auto") == "bf16"
 

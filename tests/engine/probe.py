@@ -1,26 +1,25 @@
-"""Run by tests through `accelerate launch`: three steps of a tiny model on the launch's engine, then what can only be
-seen from inside a process, as a JSON line from each.
+"""Run by tests on an engine: three steps of a tiny model, then what can only be seen from inside a process, as JSON.
 
-    probe_engine.py PRECISION eager|compile
+probe.py PRECISION eager|compile
 """
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from transformers import GPT2Config
 
 from recipe.config import Batch, OptimizerConfig
 from recipe.engine import device
-from recipe.engine.base import open_engine
+from recipe.engine.factory import open_engine
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim import adamw as optim
-from recipe.optim.spike_filter import Guard
+from recipe.optim.adamw import MOMENTS, make_optimizer, steps_taken
+from recipe.optim.spike_filter import SpikeFilter
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
@@ -38,44 +37,41 @@ model = GPT2LMHeadModel(
     gradient_checkpointing=mode == "compile",
 )
 engine.place(model, compile="default" if mode == "compile" else "")
-optimizer = optim.make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
+optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
 batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
 initial = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
 wrapped, optimizer = engine.prepare(model, optimizer, batch, 1.0)
 
 restored, _ = engine.snapshot(model, optimizer)
-shapes = {k: v.shape for k, v in initial.items()}
 given = {
-    f"{m}.{k}": torch.rand(s, generator=torch.Generator().manual_seed(2))
-    for m in ("exp_avg", "exp_avg_sq")
-    for k, s in shapes.items()
+    f"{m}.{k}": torch.rand(v.shape, generator=torch.Generator().manual_seed(2))
+    for m in MOMENTS
+    for k, v in initial.items()
 }
-engine.load_moments(model, optimizer, given, 7)
+engine.load_optimizer_state(model, optimizer, given, 7)
 _, found = engine.snapshot(model, optimizer)
 result = {
     "rank": engine.rank,
     "weights_kept": all(torch.equal(restored[k], initial[k]) for k in restored),
-    "moments_kept": all(torch.equal(found[k], given[k]) for k in found),
+    "optimizer_state_kept": all(torch.equal(found[k], given[k]) for k in found),
     "names": [len(restored), len(found)],
 }
+spike_filter = SpikeFilter(engine.device, OptimizerConfig())
+always = SimpleNamespace(needs_loss=False, judge=lambda norm, loss: torch.ones((), device=engine.device))
 
 
-guard = Guard(engine.device, OptimizerConfig())
-
-
-def step(factor: float = 1.0, judge=None) -> float:
-    """The gradient norm of a step whose loss is multiplied by `factor`; what is not finite is left out, or what `judge`
-    says."""
+def step(factor: float = 1.0, filter=spike_filter) -> float:
+    """The gradient norm of a step whose loss is multiplied by `factor`."""
     for micro_step in range(batch.accumulation):
         rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
         with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
             engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation)
-    return engine.update(wrapped, optimizer, 1.0, judge or partial(guard.judge, torch.zeros(())))[0].item()
+    return engine.optimizer_step(wrapped, optimizer, 1.0, filter)[0].item()
 
 
 def everything() -> dict:
-    weights, moments = engine.snapshot(model, optimizer)
-    return weights | moments | {"steps": torch.tensor(optim.steps_taken(optimizer))}
+    weights, state = engine.snapshot(model, optimizer)
+    return weights | state | {"steps": torch.tensor(steps_taken(optimizer))}
 
 
 def changes(before: dict) -> int:
@@ -85,19 +81,19 @@ def changes(before: dict) -> int:
 norms = [step() for _ in range(3)]
 state = optimizer.state
 result |= {
-    "steps": optim.steps_taken(optimizer),
+    "steps": steps_taken(optimizer),
     "norm": norms[-1],
     "state_bytes": sum(t.numel() * t.element_size() for s in state.values() for t in s.values() if t.dim() > 0),
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-    "scaler": engine.scaler_state(),
+    "scaler": engine.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
 }
 before = everything()
 result["norm_of_overflow"], result["changed_by_overflow"] = step(float("inf")), changes(before)
-# A spike is left out in the same way, although all of it is finite.
-result["norm_of_spike"], result["changed_by_spike"] = step(judge=lambda norm: torch.ones(())), changes(before)
+# A spike is skipped in the same way, although all of it is finite.
+result["norm_of_spike"], result["changed_by_spike"] = step(filter=always), changes(before)
 result["norm_after"], result["changed_after"] = step(), changes(before)
-result["skipped"] = guard.check(0)
+result["skipped"] = spike_filter.check(0)
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
 engine.anywhere(False)  # all are done

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipe.config import parse_config
-from recipe.engine.base import open_engine
+from recipe.engine.factory import open_engine
 from recipe.train import run
 
 directories, *arguments = sys.argv[1:]

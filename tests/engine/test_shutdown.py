@@ -12,10 +12,12 @@ from tests.conftest import ROOT
 
 PROGRAM = """
 import os, signal, sys, time
+from recipe.log import set_up_logging
+set_up_logging()
 from recipe.engine import shutdown as stopping
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 {before}
-stop = stopping.Stop(speaks=True)
+stop = stopping.StopSignal()
 {begin}
 try:
     print("ready", flush=True)
@@ -25,7 +27,7 @@ except KeyboardInterrupt:
     sys.exit(75)
 sys.exit(0)
 """
-LOOP = "while not stop.requested: time.sleep(0.01); stop.polled()"
+LOOP = "while not stop.requested: time.sleep(0.01); stop.at_boundary()"
 
 
 def start(body: str, *, before: str = "", begun: bool = True, env: dict | None = None) -> subprocess.Popen:
@@ -49,7 +51,7 @@ def test_each_of_them_asks_for_a_stop_and_says_so(number):
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert "stopping after this step, with a checkpoint" in output
+    assert "stopping at the next step boundary, with a checkpoint" in output
 
 
 def test_nohup_stays_nohup():
@@ -82,7 +84,7 @@ def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(body):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=5)
     assert process.returncode == 130
-    assert "left at once" in output
+    assert "stopped at once" in output
 
 
 def test_who_waits_for_a_process_that_has_died_leaves_after_a_while():
@@ -92,7 +94,7 @@ def test_who_waits_for_a_process_that_has_died_leaves_after_a_while():
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75
     assert 1 < time.monotonic() - begun < 10
-    assert "no end of the step after 1 s" in output
+    assert "the step did not end within 1 s" in output
 
 
 def test_what_is_being_saved_is_waited_for():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from recipe.engine import device
-from recipe.engine.base import Engine
 from recipe.errors import UserError
 
 
@@ -144,7 +143,7 @@ def test_a_name_that_is_not_wholly_known_has_no_peak(name):
     ],
 )
 def test_a_mac_is_asked_for_its_chip(monkeypatch, chip, peak):
-    """PyTorch calls all of them MPS; the engine's own property is asked."""
+    """PyTorch calls all of them MPS."""
     asked = []
 
     def answer(command, **_):
@@ -152,9 +151,7 @@ def test_a_mac_is_asked_for_its_chip(monkeypatch, chip, peak):
         return subprocess.CompletedProcess(command, 0, stdout=f"{chip}\n")
 
     monkeypatch.setattr(subprocess, "run", answer)
-    engine = object.__new__(Engine)
-    engine.device = torch.device("mps")
-    assert engine.peak_flops == peak
+    assert device.peak_of(torch.device("mps")) == peak
     assert asked == [["sysctl", "-n", "machdep.cpu.brand_string"]]
 
 

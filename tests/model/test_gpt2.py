@@ -15,7 +15,7 @@ from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.model.gpt2 import GPT2LMHeadModel, causal_attention
 from recipe.model.loss import IGNORE_INDEX, next_token_loss
-from recipe.optim.adamw import make_optimizer, named_moments, norm_and_divisor
+from recipe.optim.adamw import make_optimizer, named_state, norm_and_divisor
 from tests.conftest import ASSETS
 
 # The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block
@@ -320,7 +320,7 @@ def test_clipping_inside_the_fused_step_is_clipping_before_it(max_norm):
         else:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
         optimizer.step()
-        return norm, [*model.parameters(), *named_moments(model, optimizer).values()]
+        return norm, [*model.parameters(), *named_state(model, optimizer).values()]
 
     (norm, folded), (expected_norm, expected) = stepped(True), stepped(False)
     assert norm == expected_norm

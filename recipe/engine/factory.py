@@ -1,0 +1,17 @@
+"""Opens the engine that the launch asked for."""
+
+from recipe.engine.base import Engine
+from recipe.engine.launch import check_launch, wants_deepspeed, wants_xla
+
+
+def open_engine(precision: str = "auto") -> Engine:
+    """The engine of this process: XLA or DeepSpeed where the launch chose it, else one device or DDP. A collective
+    call. Raises UserError for a launch that would not train what the recipe describes."""
+    check_launch()
+    if wants_deepspeed():
+        from recipe.engine.deepspeed import ZeroEngine as engine
+    elif wants_xla():
+        from recipe.engine.xla import XlaEngine as engine
+    else:
+        engine = Engine
+    return engine(precision)
