@@ -142,8 +142,8 @@ test-all: .venv/installed-dev ## all tests, the slow ones too (WORKERS=1: one by
 test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
-test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
-	$(BIN)/python -m tests.faults $(ARGS)
+test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs, and count
+	$(BIN)/python -m pytest --whole_table $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
 lint: .venv/installed-dev ## check style, format and which package imports which
 	$(BIN)/ruff check .

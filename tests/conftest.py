@@ -102,7 +102,41 @@ def messages_reach_caplog():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update_golden", action="store_true", help="write tests/golden_loss.json anew")
+    parser.addoption(
+        "--update_golden", action="store_true", help="write this machine's losses to tests/golden_loss.json"
+    )
+    parser.addoption("--whole_table", action="store_true", help="inject every fault of tests/faults, not a sample")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--whole_table"):
+        beyond = [item for item in items if item.get_closest_marker("whole_table")]
+        config.hook.pytest_deselected(items=beyond)
+        items[:] = [item for item in items if not item.get_closest_marker("whole_table")]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Counts the injections of `make test-faults` by group, which is the beginning of a test's name."""
+    if not config.getoption("--whole_table"):
+        return
+    groups: dict[str, list[int]] = {}
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if outcome == "error" or report.when == "call":
+                group = _group(report.nodeid)
+                counts = groups.setdefault(group, [0, 0])
+                counts[outcome != "passed"] += 1
+    terminalreporter.write_line(f"\n{'group':<14}{'injected':>10}{'survived':>10}{'lost':>8}")
+    for group, (survived, lost) in sorted(groups.items()):
+        terminalreporter.write_line(f"{group:<14}{survived + lost:>10}{survived:>10}{lost:>8}")
+
+
+def _group(nodeid: str) -> str:
+    file, _, name = nodeid.partition("::")
+    of_files = {"test_bad_inputs.py": "bad inputs", "test_secrets.py": "secrets", "test_upload.py": "hub"}
+    names = ("kill", "sigterm", "disk", "corruption", "non_finite")
+    found = next((n for n in names if name.startswith(f"test_{n}")), "the table itself")
+    return of_files.get(file.rpartition("/")[2], found.replace("_", "-"))
 
 
 def flags(**fields) -> list[str]:
@@ -115,6 +149,8 @@ def environment(changes: dict | None = None) -> dict:
     if variables["ACCELERATE_USE_CPU"] == "true":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.pop("PYTHONPATH", None)
+    if "RECIPE_FAULT" in variables:  # for tests/faults/plugin.py in new interpreters
+        variables["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "faults" / "load"), str(ROOT)))
     return variables
 
 

@@ -93,40 +93,66 @@ def run(
     return subprocess.CompletedProcess(argv, code, running.stdout, running.stderr)
 
 
+class Ranks:
+    """The processes of one run, which find each other as torchrun's do; `alone`: one that is told nothing of ranks."""
+
+    def __init__(self, world: int, *argv, env: dict[str, str], cwd: Path = ROOT, alone: bool = False):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = [{} if alone else shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+        self.args = argv
+        self.ranks = [start(*argv, env=env | {k: str(v) for k, v in o.items()}, cwd=cwd) for o in own]
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes by rank; negative: the signal it died of; None: it runs."""
+        return [rank.poll() for rank in self.ranks]
+
+    @property
+    def stdout(self) -> str:
+        return "".join(rank.stdout for rank in self.ranks)
+
+    @property
+    def stderr(self) -> str:
+        return "".join(rank.stderr for rank in self.ranks)
+
+    def wait(self, timeout: float = 600, *, together: bool = True) -> int:
+        """The exit code of the first that failed, or 0. `together`: as with torchrun, the first that fails ends the
+        others. Kills what is left, and raises TimeoutExpired, after `timeout` seconds."""
+        deadline, code = time.monotonic() + timeout, 0
+        try:
+            while alive := [rank for rank in self.ranks if rank.poll() is None]:
+                wait_for([rank.process.sentinel for rank in alive], max(0.0, deadline - time.monotonic()))
+                failed = [status for status in self.codes if status]
+                if failed and not code:
+                    code = failed[0]
+                    if together:
+                        deadline = min(deadline, time.monotonic() + 30)
+                        for rank in self.ranks:
+                            rank.send_signal(signal.SIGTERM)
+                if time.monotonic() > deadline:
+                    if not (code and together):
+                        raise subprocess.TimeoutExpired(self.args, timeout, self.stdout, self.stderr)
+                    break
+        finally:
+            self.kill()
+        return code
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+
+
 def run_ranks(
     world: int, *argv, env: dict[str, str], cwd: Path = ROOT, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """Runs a program in `world` processes that find each other as torchrun's do. As with torchrun, the first that
-    fails ends the others, and gives the exit code; the output is that of all of them, in the order of their ranks."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        start(*argv, env=env | {k: str(v) for k, v in (shared | {"RANK": r, "LOCAL_RANK": r}).items()}, cwd=cwd)
-        for r in range(world)
-    ]
-    deadline, code = time.monotonic() + timeout, 0
-    try:
-        while alive := [rank for rank in ranks if rank.poll() is None]:
-            wait_for([rank.process.sentinel for rank in alive], max(0.0, deadline - time.monotonic()))
-            failed = [rank.poll() for rank in ranks if rank.poll()]
-            if failed and not code:
-                code = failed[0]
-                deadline = min(deadline, time.monotonic() + 30)
-                for rank in ranks:
-                    rank.send_signal(signal.SIGTERM)
-            if time.monotonic() > deadline:
-                if not code:
-                    raise subprocess.TimeoutExpired(argv, timeout, ranks[0].stdout, ranks[0].stderr)
-                break
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-    return subprocess.CompletedProcess(
-        argv, code, "".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks)
-    )
+    """Runs a program in `world` processes as torchrun does; the output is that of all, in the order of their ranks."""
+    ranks = Ranks(world, *argv, env=env, cwd=cwd)
+    code = ranks.wait(timeout)
+    return subprocess.CompletedProcess(argv, code, ranks.stdout, ranks.stderr)
 
 
 def _needs_fresh(env: dict[str, str]) -> bool:
@@ -144,6 +170,10 @@ def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, files: list[Pa
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where make runs in the background
+    if env.get("RECIPE_FAULT"):  # as tests/faults/load/sitecustomize.py does in a new interpreter
+        from tests.faults import plugin
+
+        plugin.install(env["RECIPE_FAULT"])
     if argv[0] == "-m":
         sys.argv = ["-m", *argv[2:]]
         sys.path.insert(0, cwd)

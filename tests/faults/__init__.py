@@ -1,5 +1,5 @@
-"""Every fault and bad input of the table, thrown at tiny runs: `python -m tests.faults`, `make test-faults`.
+"""The faults of the table in `make test-faults`, injected into tiny runs from outside the product.
 
-runner.py starts runs and watches them end, groups.py is the table, __main__.py counts. A sample of each group is in
-tests/test_faults.py.
+plugin.py patches a process to fail at a named point, lab.py starts runs and compares how they end, test_faults.py is
+the table. `make test` runs a sample of each group.
 """
