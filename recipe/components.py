@@ -1,6 +1,7 @@
 """What stands before the first step: the data opened, the checkpoint found, the model built."""
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -10,9 +11,8 @@ from tempfile import TemporaryDirectory
 import torch
 from tqdm import tqdm
 
-from recipe.checkpoint.format import Checkpoint, check_same_run, load_checkpoint, move_aside, newest_valid, sweep
-from recipe.checkpoint.lock import LOCK, RunLock
-from recipe.checkpoint.run_dir import refusal
+from recipe.checkpoint.format import Checkpoint, load_checkpoint
+from recipe.checkpoint.run_dir import check_same_run, open_run
 from recipe.cli import wrapped
 from recipe.config import ROOT, Batch, Config, DataConfig
 from recipe.data import tokenizer
@@ -27,6 +27,8 @@ from recipe.errors import UserError
 from recipe.hub.push import Uploads, check_push
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.redaction import redacted
+
+logger = logging.getLogger(__name__)
 
 # Of a machine rather than of the run: where things lie, and how much memory there is.
 _OF_A_MACHINE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir", "device_memory_gb"}
@@ -190,25 +192,14 @@ def open_uploads(
     return uploads
 
 
-def find_checkpoint(
-    config: Config, engine: Engine, say: Callable[[str], None], closing: ExitStack
-) -> Checkpoint | None:
+def find_checkpoint(config: Config, engine: Engine, closing: ExitStack) -> Checkpoint | None:
     """The newest whole checkpoint of this run, chosen and verified by the main process for all of them, in a directory
-    that is this run's alone until `closing`. Raises UserError."""
-    run_dir, chosen, error = Path(config.run.output_dir), None, ""
+    that is this run's alone until `closing`. A collective call. Raises UserError."""
+    chosen, error = None, ""
     if engine.is_main:
         try:
-            if refused := refusal(config):
-                raise UserError(refused)
-            lock = RunLock(run_dir, say)
-            if config.run.fresh and any(p.name != LOCK for p in run_dir.iterdir()):
-                say(f"fresh      the earlier run is kept in {move_aside(run_dir)}")
-                lock.release()
-                lock = RunLock(run_dir, say)
-            closing.callback(lock.release)
-            sweep(run_dir)
-            chosen = newest_valid(run_dir, say)
-        except (UserError, OSError) as e:
+            chosen = closing.enter_context(open_run(config)).newest_checkpoint()
+        except UserError as e:
             error = str(e)
     chosen, error = engine.from_main((chosen, error))
     if error:
@@ -216,12 +207,11 @@ def find_checkpoint(
     if chosen is None:
         return None
     if engine.anywhere(not chosen.exists()):
-        raise UserError(f"{chosen} is not on every machine: output_dir must be on a file system that all of them see")
+        raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
     checkpoint = load_checkpoint(chosen)
-    for line in check_same_run(checkpoint.state, redacted(config.flat()), run_dir):
-        say(line)
+    check_same_run(checkpoint.state, redacted(config.flat()), Path(config.run.output_dir))
     if checkpoint.step < config.optimizer.max_steps:
-        say(f"resume     from step {checkpoint.step} ({chosen})")
+        logger.info("resume     from step %d (%s)", checkpoint.step, chosen)
     return checkpoint
 
 

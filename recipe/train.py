@@ -6,7 +6,6 @@
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,8 +16,8 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from recipe import faults
-from recipe.checkpoint.format import Checkpoint
-from recipe.checkpoint.manager import Saver
+from recipe.checkpoint.format import Checkpoint, Retention, checkpoints
+from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import about
 from recipe.cli import emit
 from recipe.components import check_alike, find_checkpoint, model_files, open_data, open_uploads
@@ -76,7 +75,7 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     if config.run.dry_run:
         return 0
     with ExitStack() as closing:  # what works in the background ends with the run
-        checkpoint = find_checkpoint(config, engine, say, closing)
+        checkpoint = find_checkpoint(config, engine, closing)
         uploads = open_uploads(config, engine, checkpoint, say, closing)
         beyond = checkpoint.step - config.optimizer.max_steps if checkpoint else -1
         if beyond > 0 or (beyond == 0 and engine.from_main(has_finished(config))):
@@ -131,7 +130,7 @@ def train(
     optimizer = make_optimizer(raw_model, opt, **engine.optimizer_options)
     model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
     if checkpoint:
-        engine.load_optimizer_state(raw_model, optimizer, checkpoint.moments, state["optimizer_steps"])
+        engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, state["optimizer_steps"])
         engine.load_state_dict(state["grad_scaler"])
 
     running_loss = RunningLoss(engine.device, engine.sum_dtype)
@@ -152,16 +151,8 @@ def train(
     log = MetricsLog(run_dir / "metrics.jsonl", step) if engine.is_main else None
     saver = None
     if engine.is_main:
-        add = uploads.add if uploads else lambda path: None
-        saver = Saver(
-            run_dir,
-            run.save_total_limit,
-            run.milestone_steps,
-            progress.say,
-            before=log.sync,
-            committed=add,
-            patience=launcher_patience(),
-        )
+        keep = Retention(run.save_total_limit, run.milestone_steps)
+        saver = CheckpointManager(run_dir, keep, log, patience=launcher_patience())
     files = model_files(raw_model) if engine.is_main else {}
     parts = about(config, engine, step, state.get("about")) if engine.is_main else []
     flops = flops_per_token(config.model, config.data.sequence_length)
@@ -174,10 +165,10 @@ def train(
     closing.callback(batches.close)
     if saver:
         closing.callback(log.close)
-        closing.callback(saver.finish)
+        closing.enter_context(saver)
     if engine.world > 1:
         engine.stop.begin()  # from here on who hears a signal tells the others
-    engine.stop.before_leaving = lambda: saver and saver.finish(60)
+    engine.stop.before_leaving = lambda: saver and saver.join(60)
 
     @contextmanager
     def paused(what: str):
@@ -212,7 +203,6 @@ def train(
 
         # once in a while: a checkpoint. Not while steps are left out: the weights are those of one that was kept.
         if step > saved_at and (stopping or last or (due(run.save_steps) and not spike_filter.skipping)):
-            since = time.monotonic()
             with paused("saving"):
                 state = {
                     "config": redacted(config.flat()),
@@ -230,12 +220,12 @@ def train(
                     "tracker": tracker.run_id,
                 }
                 if saver:
-                    saver.prepare()
+                    saver.begin()
                 weights, moments = engine.snapshot(raw_model, optimizer)
                 if saver:
-                    saver.save(step, weights, moments, state, files, since=since, pruning=not spike_filter.skipping)
+                    saver.save(step, weights, moments, state, files)
                     if not stopping and any(every and due(every) for every in (run.hellaswag_steps, run.sample_steps)):
-                        saver.commit()
+                        saver.wait()
                 saved_at = step
         if stopping:  # what else was due at this step, a resumed run does
             val_loss = None
@@ -260,13 +250,15 @@ def train(
 
             if record is not None:
                 record["seconds"] = round(throughput.seconds, 3)
-                record["save_wait"] = saver.share_of(throughput.seconds) if saver else None
+                record["save_wait"] = throughput.share(saver.save_wait) if saver else None
                 record |= engine.counters()
                 if log:
                     log.write(record)
                 progress.report(record, saver.failed if saver else "", throughput.pauses)
                 tracker.log(record)
                 if uploads:
+                    for path in checkpoints(run_dir)[-1:]:
+                        uploads.add(path, again=False)
                     uploads.report()
             if last:
                 break
@@ -300,6 +292,9 @@ def train(
     engine.stop.leave()
     with progress.during("saving"):
         saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
+    if uploads:
+        for path in checkpoints(run_dir)[-1:]:
+            uploads.add(path, again=False)
     progress.close()
     if engine.anywhere(batches.error() is not None):  # saved all the same
         cause = batches.error() or "the data of another process have ended; what it says is the cause"

@@ -1,98 +1,107 @@
-"""Portable checkpoints: a `from_pretrained` directory plus the optimizer's moments by name, atomic and verified.
+"""Portable checkpoints: a `from_pretrained` directory plus the optimizer's state by name, atomic and verified.
 
     step_00005000/
       model.safetensors       weights under transformers' names, fp32
-      optimizer.safetensors   exp_avg.<name> and exp_avg_sq.<name>, fp32
-      trainer_state.json      step, configuration, what else the loop needs to go on
+      optimizer.safetensors   <state>.<parameter name>, such as exp_avg.transformer.wte.weight, fp32
+      trainer_state.json      step, configuration, and the state of what the loop drives
       config.json, generation_config.json, tokenizer files
       manifest.json           size and SHA-256 of each file above
 
-Nothing here depends on the engine or on how many processes there were, and nothing is pickled. A checkpoint is
-written under a temporary name, flushed to the disk and renamed: what bears its final name is whole.
-
-    python -m recipe.checkpoint list runs/shakespeare
-    python -m recipe.checkpoint verify runs/shakespeare/step_00000500
+Nothing here depends on the engine or on the number of processes, and nothing is pickled. A checkpoint is written into a
+temporary directory, flushed to the disk and renamed: one that bears its final name is whole.
 """
 
-import argparse
+from __future__ import annotations
+
 import errno
-import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from recipe import faults
 from recipe.errors import UserError
+from recipe.files import Buffer, fsync_directory, sha256_of, write_file
 
-_TRAINERS_OWN = {"optimizer.safetensors", "trainer_state.json"}  # and not the model's
+logger = logging.getLogger(__name__)
+
+_FOR_TRAINING = {"optimizer.safetensors", "trainer_state.json"}  # from_pretrained does not read these
 _NAME = re.compile(r"step_(\d{8,})")
-_TEMPORARY, _DELETING = ".saving-", ".deleting-"
+_SAVING, _DELETING = ".saving-", ".deleting-"
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
-_OTHER_FILES = 16_000_000  # bytes, at most, beside the tensors: tokenizer, configuration, the loop's state
+_OTHER_FILES = 16_000_000  # bytes, at most, beside the tensors: tokenizer, configuration, trainer state
+
+
+class NotFiniteError(ValueError):
+    """A tensor holds inf or NaN: no training can continue from it. The message names it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A checkpoint in memory, its tensors fp32 on the CPU.
+
+    Attributes:
+        optimizer_state: {"<state>.<parameter name>": tensor}.
+        state: trainer_state.json.
+    """
+
     path: Path
     step: int
     weights: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]
+    optimizer_state: dict[str, torch.Tensor]
     state: dict
 
 
-def save_checkpoint(
-    run: Path,
-    step: int,
-    weights: dict[str, torch.Tensor],
-    moments: dict[str, torch.Tensor],
-    state: dict,
-    model_files: dict[str, bytes],
-) -> Path:
-    """Commits `run`/step_XXXXXXXX and returns it. Call on one process, with fp32 tensors on the CPU that nobody changes
-    meanwhile. OSError, also for too little room, leaves earlier checkpoints untouched and nothing of this one.
+def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, bytes]) -> Path:
+    """Commits a checkpoint to its `path`, a directory of `run_dir`, and returns that.
 
-    `model_files` is what `transformers` needs beside the weights, config and tokenizer: {file name: content}.
+    Call it on one process, with tensors that nobody changes meanwhile. `files` is what transformers needs beside the
+    weights, config and tokenizer: {file name: content}. Raises OSError, also where the disk has too little room, and
+    NotFiniteError; both leave earlier checkpoints as they are and nothing of this one.
     """
-    final = run / f"step_{step:08d}"
-    temporary = run / f"{_TEMPORARY}{final.name}"
-    faults.at("save.begin")
-    sweep(run)
-    run.mkdir(parents=True, exist_ok=True)
-    _check_room(run, weights, moments)
+    final = checkpoint.path
+    temporary = run_dir / f"{_SAVING}{final.name}"
+    _check_finite(checkpoint.weights, checkpoint.optimizer_state)
+    sweep(run_dir)
+    _check_room(run_dir, checkpoint)
     try:
         temporary.mkdir()
-        files = {name: [content] for name, content in model_files.items()}
-        files["model.safetensors"] = safetensors_parts(weights, {"format": "pt"})
-        files["optimizer.safetensors"] = safetensors_parts(moments)
-        files["trainer_state.json"] = _halves(json.dumps(state | {"step": step}, indent=2))
-        manifest = {name: _write(temporary / name, parts) for name, parts in files.items()}
-        _write(temporary / "manifest.json", _halves(json.dumps({"files": manifest}, indent=2)))
-        _fsync(temporary)
-        faults.at("save.rename.before")
-        if final.exists():  # damaged, and passed over at resume: the same step, made again
-            final.rename(run / f"{_DELETING}{final.name}")
-        temporary.rename(final)
-        _fsync(run)
-        faults.at("save.rename.after")
+        contents: dict[str, list[Buffer]] = {name: [content] for name, content in files.items()}
+        contents["model.safetensors"] = safetensors_parts(checkpoint.weights, {"format": "pt"})
+        contents["optimizer.safetensors"] = safetensors_parts(checkpoint.optimizer_state)
+        contents["trainer_state.json"] = [json.dumps(checkpoint.state | {"step": checkpoint.step}, indent=2).encode()]
+        manifest = {}
+        for name, parts in contents.items():
+            size, sha256 = write_file(temporary / name, parts)
+            manifest[name] = {"bytes": size, "sha256": sha256}
+        write_file(temporary / "manifest.json", [json.dumps({"files": manifest}, indent=2).encode()])
+        fsync_directory(temporary)
+        commit(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 
 
-def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> list:
-    """A safetensors file of fp32 tensors in memory as buffers to be written one after the other; the same bytes as
-    safetensors' own `save`, which would hold them all a second time. The format: 8 bytes, little-endian, with the
-    header's length; the header, JSON; the tensors, at the offsets it names (https://huggingface.co/docs/safetensors).
+def commit(temporary: Path, final: Path) -> None:
+    """Gives a checkpoint that is whole and on the disk its final name. Raises OSError."""
+    if final.exists():  # damaged, and skipped at the resume: the same step, saved again
+        final.rename(final.with_name(f"{_DELETING}{final.name}"))
+    temporary.rename(final)
+    fsync_directory(final.parent)
+
+
+def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> list[Buffer]:
+    """A safetensors file of fp32 tensors in memory, as buffers to be written one after the other: the same bytes as
+    safetensors' own `save`, which would hold all of them a second time.
+
+    The format (https://huggingface.co/docs/safetensors): 8 bytes, little-endian, with the header's length; the header,
+    JSON; the tensors, at the offsets that it names.
     """
     header: dict = {"__metadata__": metadata} if metadata else {}
     arrays, end = [], 0
@@ -107,91 +116,115 @@ def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     return [len(text).to_bytes(8, "little") + text, *arrays]
 
 
-def _write(path: Path, parts: list) -> dict:
-    """Writes a file and brings it to the disk; its entry in the manifest, reckoned from what was meant to be written
-    and not from what can be read back."""
-    faults.at(f"save.{path.name}.before")
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as f:
-        for number, part in enumerate(parts):
-            if number == len(parts) // 2:
-                f.flush()
-                faults.at(f"save.{path.name}.during")
-            f.write(part)
-            digest.update(part)
-            size += len(part)
-        f.flush()
-        os.fsync(f.fileno())
-    faults.at(f"save.{path.name}.after")
-    return {"bytes": size, "sha256": digest.hexdigest()}
+def _check_finite(*groups: dict[str, torch.Tensor]) -> None:
+    for tensors in groups:
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise NotFiniteError(f"{name} holds inf or NaN")
 
 
-def _halves(text: str) -> list[bytes]:
-    data = text.encode()
-    return [data[: len(data) // 2], data[len(data) // 2 :]]
+def _check_room(run_dir: Path, checkpoint: Checkpoint) -> None:
+    """Raises OSError where the disk has too little room, before hours are spent on filling it."""
+    tensors = [*checkpoint.weights.values(), *checkpoint.optimizer_state.values()]
+    needed, free = sum(t.nbytes for t in tensors) + _OTHER_FILES, shutil.disk_usage(run_dir).free
+    if free < needed:
+        message = f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
+        raise OSError(errno.ENOSPC, message, str(run_dir))
 
 
-def _check_room(run: Path, *tensors: dict[str, torch.Tensor]) -> None:
-    """Before hours are spent on filling a disk that will not hold it. Raises OSError."""
-    needed = sum(t.nbytes for part in tensors for t in part.values()) + _OTHER_FILES
-    if (free := shutil.disk_usage(run).free) < needed:
-        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free", str(run))
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: the newest `save_total_limit`, those at multiples of `milestone_steps` (0: none), and
+    the one with the best validation loss, so that a run whose loss diverges does not replace all its good checkpoints.
+    """
+
+    save_total_limit: int
+    milestone_steps: int = 0
 
 
-def prune(run: Path, newest: int, save_total_limit: int, milestone_steps: int) -> list[Path]:
-    """Deletes all but the `save_total_limit` checkpoints up to step `newest`, just committed, and those at multiples
-    of `milestone_steps` (0: none). What claims to be newer is damaged, or the run would have gone on from there: it
-    stays, and does not count."""
-    old = [p for p in checkpoints(run) if step_of(p) <= newest and not p.is_symlink()][:-save_total_limit]
-    old = [p for p in old if not (milestone_steps and step_of(p) % milestone_steps == 0)]
-    for path in old:
-        # Renamed first, so that a deletion cut short leaves nothing that looks like a checkpoint.
-        doomed = path.rename(run / f"{_DELETING}{path.name}")
-        faults.at("save.prune")
-        shutil.rmtree(doomed)
-    return old
+def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, float]) -> list[Path]:
+    """Deletes what `keep` does not name, of the checkpoints up to step `newest`, just committed; returns their paths.
+
+    `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
+    is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
+    OSError.
+    """
+    found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
+    evaluated = [path for path in found if step_of(path) in val_losses]
+    best = min(evaluated, key=lambda path: val_losses[step_of(path)], default=None)
+    doomed = [
+        path
+        for path in found[: -keep.save_total_limit]
+        if path != best and not (keep.milestone_steps and step_of(path) % keep.milestone_steps == 0)
+    ]
+    for path in doomed:
+        delete(path)
+    return doomed
 
 
-def sweep(run: Path) -> None:
+def delete(checkpoint: Path) -> None:
+    """Deletes a checkpoint. It is renamed first: a deletion cut short leaves nothing that looks like one."""
+    shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{_DELETING}{checkpoint.name}")))
+
+
+def sweep(run_dir: Path) -> None:
     """Deletes what a save or a deletion that was cut short has left."""
-    for leftover in [*run.glob(f"{_DELETING}*"), *run.glob(f"{_TEMPORARY}*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in [*run_dir.glob(f"{_DELETING}*"), *run_dir.glob(f"{_SAVING}*")]:
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
-def checkpoints(run: Path) -> list[Path]:
+def checkpoints(run_dir: Path) -> list[Path]:
     """Committed checkpoints of a run, oldest first, unverified."""
-    return sorted((p for p in run.glob("step_*") if _NAME.fullmatch(p.name)), key=step_of)
+    for _ in range(3):  # a directory that is read while a run commits one and deletes another can look empty
+        if found := [path for path in run_dir.glob("step_*") if _NAME.fullmatch(path.name)]:
+            break
+    return sorted(found, key=step_of)
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where a run's checkpoint of a step is, or would be."""
+    return run_dir / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
     return int(_NAME.fullmatch(path.name).group(1))
 
 
 def model_only(checkpoint: Path) -> list[Path]:
-    """The files of a whole checkpoint that `from_pretrained` reads; not what was put beside them since."""
-    names = json.loads((checkpoint / "manifest.json").read_text())["files"].keys() - _TRAINERS_OWN
+    """The files of a whole checkpoint that `from_pretrained` reads, without what was put beside them later."""
+    names = json.loads((checkpoint / "manifest.json").read_text())["files"].keys() - _FOR_TRAINING
     return sorted(checkpoint / name for name in names)
 
 
-def newest_valid(run: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest checkpoint whose every file verifies, None where there is none at all; each damaged one passed over is
-    named through `say`. Raises UserError where one cannot be read, which may pass, or all are damaged: to start again
-    from nothing is not for the run to decide."""
-    found = checkpoints(run)
-    for path in reversed(found):
-        try:
-            problems = verify(path)
-        except OSError as e:
+def newest_valid(run_dir: Path) -> Path | None:
+    """The newest checkpoint whose every file verifies, None where there is none at all; damaged ones are skipped with a
+    warning. A run that trains meanwhile may delete what is looked at: then the search begins again.
+
+    Raises UserError where a checkpoint cannot be read, which may pass, or where all are damaged: whether to start over
+    is for the user to decide.
+    """
+    while found := checkpoints(run_dir):
+        for path in reversed(found):
+            try:
+                problems = verify(path)
+            except OSError as e:
+                raise UserError(
+                    f"{path} cannot be read: {e.strerror}; try again, or move it out of {run_dir} to continue from an "
+                    "earlier one"
+                ) from None
+            if not os.path.lexists(path):  # pruned meanwhile, so there is a newer one
+                break
+            if not problems:
+                return path
+            logger.warning("skipping %s: %s", path, problems[0])
+        else:
             raise UserError(
-                f"{path} cannot be read: {e.strerror}; try again, or move it out of {run} to go on from an earlier one"
-            ) from None
-        if not problems:
-            return path
-        say(f"skipping {path}: {problems[0]}")
-    if found:
-        raise UserError(
-            f"{run}: none of its {len(found)} checkpoints is whole; --fresh starts over, and keeps them aside"
-        )
+                f"{run_dir}: none of its {len(found)} checkpoints is whole; --fresh starts over, and keeps them aside"
+            )
     return None
 
 
@@ -201,117 +234,51 @@ def verify(path: Path) -> list[str]:
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         return ["it is a link out of the run"]
     try:
+        if (path / "manifest.json").is_symlink():
+            return ["manifest.json is a link"]
         listed = json.loads((path / "manifest.json").read_text())["files"]
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as e:
-        return [f"manifest.json unreadable ({e})"]
-    if away := [name for name in files if name in ("", "..") or Path(name).name != name]:
-        return [f"manifest.json names {away[0]!r}, which is not a file of this directory"]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
+        return [f"manifest.json cannot be read ({e.strerror})"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        return [f"manifest.json is not a manifest ({type(e).__name__})"]
+    if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
+        return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
     for name, (size, sha256) in files.items():
-        file = path / name
         try:
-            if file.is_symlink():
-                problems.append(f"{name} is a link")
-            elif not file.is_file():
-                problems.append(f"{name} is missing")
-            elif file.stat().st_size != size:
-                problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
-            elif _sha256(file) != sha256:
-                problems.append(f"{name} does not have the checksum it was written with")
-        except ValueError as e:  # a name that no file can have
-            problems.append(f"{name!r}: {e}")
-    return problems
+            if problem := _problem_of(path / name, size, sha256):
+                problems.append(f"{name} {problem}")
+        except FileNotFoundError:  # deleted while it was being read
+            problems.append(f"{name} is missing")
+    return problems or _problems_of_state(path)
+
+
+def _problem_of(file: Path, size: int, sha256: str) -> str:
+    if file.is_symlink():
+        return "is a link"
+    if not file.is_file():
+        return "is missing"
+    if file.stat().st_size != size:
+        return f"has {file.stat().st_size} bytes, {size} were written"
+    return "" if sha256_of(file) == sha256 else "does not have the checksum that it was written with"
+
+
+def _problems_of_state(path: Path) -> list[str]:
+    """What only somebody who has edited or renamed the checkpoint can have done."""
+    try:
+        step = json.loads((path / "trainer_state.json").read_text())["step"]
+    except FileNotFoundError:  # deleted since it was verified
+        return ["trainer_state.json is missing"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ["trainer_state.json is not the state of a trainer"]
+    if _NAME.fullmatch(path.name) and step_of(path) != step:
+        return [f"it holds step {step}, so it must be named {checkpoint_path(path.parent, step).name}"]
+    return []
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a verified checkpoint onto the CPU."""
     state = json.loads((path / "trainer_state.json").read_text())
-    weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-    return Checkpoint(path, state["step"], weights, moments, state)
-
-
-# Fields that make it another run: the same step would mean other weights or other data.
-# Not the path of the data: shards may move, or be streamed instead, and are known by their checksums.
-_IDENTITY = ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "seed")
-
-
-def check_same_run(state: dict, config: dict, run: Path) -> list[str]:
-    """Compares a checkpoint's configuration with `config` (flat dicts); returns a line for each harmless difference.
-
-    Raises UserError, naming the fields, where architecture, data or batch differ: that is another run.
-    """
-    before = state["config"]
-    name, now = before.get("run_name"), config.get("run_name")
-    if name and now and name != now:
-        raise UserError(
-            f"{run} holds another run: {name!r}, of {before.get('config')}, and not {now!r}. Choose "
-            f"another output_dir, go on with that run by --run_name {name}, or start over with --fresh"
-        )
-
-    def differing(names) -> list[str]:
-        return [f"{k} {before[k]!r} -> {config[k]!r}" for k in names if k in before and before[k] != config[k]]
-
-    if changed := differing(_IDENTITY):
-        raise UserError(
-            f"{run} holds a run with other settings: {', '.join(changed)}. Put those back, choose another output_dir, "
-            "or start over with --fresh (make train FRESH=1)"
-        )
-    silent = {"config", "output_dir", "run_name", "fresh", "price_per_hour", "dry_run"}
-    return [f"resuming with {line}" for line in differing(k for k in config if k not in _IDENTITY and k not in silent)]
-
-
-def move_aside(run: Path) -> Path:
-    """Renames a run's directory to the next free `<run>.old-N`; nothing of it is deleted."""
-    n = next(n for n in range(1, 10**6) if not run.with_name(f"{run.name}.old-{n}").exists())
-    return run.rename(run.with_name(f"{run.name}.old-{n}"))
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0 all is whole, 1 something is damaged, 2 nothing is there."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description="Checkpoints of a run.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    verifying = commands.add_parser("verify", help="read every byte and compare it with what was written")
-    verifying.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a run for all of its checkpoints")
-    listing = commands.add_parser("list", help="a run's checkpoints, oldest first, verified")
-    listing.add_argument("path", type=Path, metavar="RUN")
-    args = parser.parse_args(argv)
-    found = checkpoints(args.path)
-    if args.command == "verify" and (not found or (args.path / "manifest.json").exists()):
-        found = [args.path]
-    if not found or not args.path.is_dir():
-        print(f"error: {args.path}: no checkpoint there; name a run, such as runs/shakespeare", file=sys.stderr)
-        return 2
-    damaged = 0
-    for path in found:
-        try:
-            problems = verify(path)
-        except OSError as e:
-            problems = [f"cannot be read: {e}"]
-        damaged += bool(problems)
-        files = [p.stat() for p in path.iterdir()]
-        size = sum(f.st_size for f in files)
-        if args.command == "list":
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-            print(f"{path}  {size / 1e6:,.1f} MB  {when}  {'DAMAGED: ' + problems[0] if problems else 'whole'}")
-        elif problems:
-            print("\n".join(f"{path}: {problem}" for problem in problems))
-        else:
-            print(f"{path}: whole, {len(files)} files, {size / 1e6:,.1f} MB")
-    return 1 if damaged else 0
+    weights, optimizer_state = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+    return Checkpoint(path, state["step"], weights, optimizer_state, state)

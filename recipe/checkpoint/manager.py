@@ -1,142 +1,188 @@
-"""Checkpoints written in the background, so that training waits for the copy of the weights only."""
+"""Checkpoints written in the background, so that training waits only for the copy of the weights."""
+
+from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from recipe.checkpoint.format import checkpoints, prune, save_checkpoint
+from recipe.checkpoint.format import (
+    Checkpoint,
+    NotFiniteError,
+    Retention,
+    checkpoint_path,
+    checkpoints,
+    prune,
+    save_checkpoint,
+)
 
+logger = logging.getLogger(__name__)
 _PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at a last checkpoint, a minute in all
 
 
-class Saver:
-    """Writes one checkpoint at a time, in a thread, and prunes the older ones; of the main process.
+class Log(Protocol):
+    """metrics.jsonl, as far as checkpoints depend on it.
 
-    A save that fails leaves the run as it was: it is said, shown in every line until one succeeds, and the next save is
-    the next attempt.
+    Attributes:
+        val_losses: {step: validation loss}.
+    """
+
+    val_losses: dict[int, float]
+
+    def sync(self) -> None:
+        """Brings its lines to the disk."""
+
+
+class CheckpointManager:
+    """Writes one checkpoint at a time, in a thread, and prunes the older ones; of the main process. A context manager:
+    at its end the save under way is finished.
+
+        checkpoints.begin()                       # the save before has ended, and its copies are gone
+        tensors = engine.snapshot(...)
+        checkpoints.save(step, *tensors, trainer_state, files)
+
+    A save that fails does not end the run: it is logged, `failed` is shown in every line until one succeeds, and the
+    next save is the next attempt. Before a checkpoint is committed the lines of the log are on the disk: a run resumed
+    from it will not write them again.
 
     Attributes:
         failed: why the last save failed, for the progress line; empty if it did not.
-        waited: seconds that training has stood still for its saves.
+        save_wait: seconds that training has stood still for its saves.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        save_total_limit: int,
-        milestone_steps: int,
-        say: Callable[[str], None],
-        *,
-        before: Callable[[], None] = lambda: None,
-        committed: Callable[[Path], None] = lambda path: None,
-        patience: float | None = None,
-    ):
-        """In the thread `before` is called before each checkpoint is written, and `committed(path)` after it, before
-        older ones are pruned; `patience` is how many seconds the launcher gives a run that is to stop."""
-        self.run, self.save_total_limit, self.milestone_steps = run, save_total_limit, milestone_steps
-        self.failed, self.waited, self._patience = "", 0.0, patience
-        self._say, self._before, self._committed = say, before, committed
+    def __init__(self, run_dir: Path, keep: Retention, log: Log, *, patience: float | None = None):
+        """`patience`: seconds that the launcher gives to a run that is told to stop, None where it does not kill."""
+        self._run_dir, self._keep, self._log, self._patience = run_dir, keep, log, patience
+        self.failed, self.save_wait = "", 0.0
+        self._began: float | None = None
         self._thread: threading.Thread | None = None
-        self._job: Callable[[], None] | None = None
+        self._unsaved: tuple[Checkpoint, dict[str, bytes]] | None = None  # what the last save wrote, until it succeeds
+        self._retry = False  # whether the same save may succeed later
+        self._committed: int | None = None  # the newest step
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._join()
+
+    def begin(self) -> None:
+        """Begins a save: waits for the one before it and frees its copies of the tensors. From here on to the end of
+        `save`, training waits."""
+        self._began = time.monotonic()
+        self._join()
+        self._unsaved = None
 
     def save(
         self,
         step: int,
         weights: dict[str, torch.Tensor],
-        moments: dict[str, torch.Tensor],
-        state: dict,
+        optimizer_state: dict[str, torch.Tensor],
+        trainer_state: dict,
         files: dict[str, bytes],
-        *,
-        since: float,
-        pruning: bool = True,
     ) -> None:
-        """Starts writing, after the save before it. The tensors are this object's from now on; `since` is when the loop
-        stopped for this, of time.monotonic, for the time it is told to have waited. `pruning` false keeps all older
-        checkpoints, for a run in trouble."""
-        self.prepare()
-        state = copy.deepcopy(state)
+        """Starts writing a checkpoint. The tensors, fp32 on the CPU, must not be changed by the caller from now on;
+        `files` is what transformers needs beside the weights, {name: content}."""
+        if self._began is None:
+            self.begin()
+        path = checkpoint_path(self._run_dir, step)
+        checkpoint = Checkpoint(path, step, weights, optimizer_state, copy.deepcopy(trainer_state))
+        self._unsaved = checkpoint, files
+        waited, self._began = time.monotonic() - self._began, None
+        self.save_wait += waited
+        self._start(waited)
 
-        def job() -> None:
-            begun = time.monotonic()
-            self._before()
-            try:
-                path = save_checkpoint(self.run, step, weights, moments, state, files)
-            except Exception as error:  # the run goes on, whatever it is
-                self.failed = f"step {step} not saved"
-                self._warn(f"step {step}: NOT SAVED: {getattr(error, 'strerror', None) or repr(error)}")
-                return
-            self.failed, self._job = "", None
-            seconds, size = time.monotonic() - begun, sum(p.stat().st_size for p in path.iterdir())
-            self._say(
-                f"step {step}: saved {path}, {size / 1e6:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
-            )
-            if self._patience and seconds > 0.7 * self._patience:
-                self._say(
-                    f"note       a stop takes as long, and the launcher kills after {self._patience:.0f} s: "
-                    "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 before accelerate launch"
-                )
-                self._patience = None  # once
-            try:
-                self._committed(path)
-                if pruning:
-                    prune(self.run, step, self.save_total_limit, self.milestone_steps)
-            except OSError as error:
-                self._say(f"warning    older checkpoints could not be deleted: {error}")
+    def wait(self) -> None:
+        """Waits until the save under way has ended: before an evaluation that can take minutes, because a kill in it
+        must not cost the checkpoint."""
+        began = time.monotonic()
+        self._join()
+        self.save_wait += time.monotonic() - began
 
-        self._job = job
-        waited = time.monotonic() - since
-        self.waited += waited
-        self._start()
-
-    def share_of(self, seconds: float) -> float:
-        """What part of the time it has `waited`, beside `seconds` of training."""
-        return self.waited / max(self.waited + seconds, 1e-9)
-
-    def _start(self) -> None:
-        # A daemon: who leaves at once, with a second Ctrl-C, does not wait for it.
-        self._thread = threading.Thread(target=self._job, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _warn(self, line: str) -> None:
-        kept = checkpoints(self.run)
-        newest = f"{kept[-1].name} is the newest" if kept else "there is no"
-        self._say(
-            f"{line}\nWARNING    training goes on, and the next save is the next attempt; until then {newest} "
-            f"checkpoint in {self.run}"
-        )
-
-    def prepare(self) -> None:
-        """Before the tensors of the next save are copied: waits for the one under way, and lets go of its copies."""
-        self.finish()
-        self._job = None
-
-    def commit(self) -> None:
-        """Waits for the save under way, as a part of what training has waited: before an evaluation that can take
-        minutes, a kill in which must not cost the checkpoint."""
-        since = time.monotonic()
-        self.finish()
-        self.waited += time.monotonic() - since
-
-    def finish(self, seconds: float | None = None) -> bool:
-        """Waits for the save under way, so long at most; whether the last one was committed."""
-        if self._thread:
-            self._thread.join(seconds)
+    def conclude(self, give_up: Callable[[], bool]) -> bool:
+        """Waits for the run's last save, which is tried again for a minute, or until `give_up()`; returns whether the
+        last checkpoint is committed. Prunes once more, now that all evaluations are known."""
+        self._join()
+        for number, pause in enumerate(_PAUSES):
+            if not (self.failed and self._retry) or (number > 0 and give_up()):
+                break
+            deadline = time.monotonic() + pause
+            while time.monotonic() < deadline and not give_up():
+                time.sleep(0.1)
+            logger.info("trying again to save into %s", self._run_dir)
+            self._start(0.0)
+            self._join()
+        if self._committed is not None:
+            self._prune(self._committed)
         return not self.failed
 
-    def conclude(self, enough: Callable[[], bool]) -> bool:
-        """The same for the run's last save, which is tried again for a minute, or until `enough()`."""
-        for pause in _PAUSES:
-            if self.finish() or self._job is None:
-                break
-            until = time.monotonic() + pause
-            while time.monotonic() < until and not enough():
-                time.sleep(0.1)
-            if enough() and pause != _PAUSES[0]:
-                break
-            self._say(f"trying again to save into {self.run}")
-            self._start()
-        return self.finish()
+    def join(self, seconds: float) -> None:
+        """Waits for the save under way, so many seconds at most."""
+        if self._thread:
+            self._thread.join(seconds)
+
+    def _join(self) -> None:
+        if self._thread:
+            self._thread.join()
+
+    def _start(self, waited: float) -> None:
+        # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
+        self._thread = threading.Thread(target=self._write, args=(waited,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, waited: float) -> None:
+        checkpoint, files = self._unsaved
+        began = time.monotonic()
+        try:
+            self._log.sync()
+            path = save_checkpoint(self._run_dir, checkpoint, files)
+        except Exception as error:  # the run goes on, whatever it is
+            self._report_failure(checkpoint.step, error)
+            return
+        self.failed, self._unsaved, self._committed = "", None, checkpoint.step
+        seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        logger.info(
+            "step %d: saved %s, %s MB in %.1f s, training waited %.2f s",
+            checkpoint.step,
+            path,
+            f"{size:,.0f}",
+            seconds,
+            waited,
+        )
+        if self._patience and seconds > 0.7 * self._patience:
+            logger.info(
+                "note       a stop takes as long, and the launcher kills after %.0f s: "
+                "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 before accelerate launch",
+                self._patience,
+            )
+            self._patience = None  # once
+        self._prune(checkpoint.step)
+
+    def _prune(self, newest: int) -> None:
+        try:
+            prune(self._run_dir, newest, self._keep, dict(self._log.val_losses))
+        except OSError as error:
+            logger.warning("warning    older checkpoints could not be deleted: %s", error)
+
+    def _report_failure(self, step: int, error: Exception) -> None:
+        self.failed, self._retry = f"step {step} not saved", not isinstance(error, NotFiniteError)
+        reason = getattr(error, "strerror", None) or (str(error) if isinstance(error, NotFiniteError) else repr(error))
+        found = checkpoints(self._run_dir)
+        newest = f"{found[-1].name} is the newest" if found else "there is no"
+        if not self._retry:
+            reason += "; lower learning_rate and continue from an earlier checkpoint: the one of the best validation"
+            reason += " loss is kept"
+        logger.warning(
+            "step %d: NOT SAVED: %s\nWARNING    training goes on, and the next save is the next attempt; until then %s "
+            "checkpoint in %s",
+            step,
+            reason,
+            newest,
+            self._run_dir,
+        )

@@ -1,22 +1,190 @@
-"""Whether a directory may be a run's: refused before anything is written among another's files."""
+"""A run's directory: whether it may be one, whose it is, and which of its checkpoints the run continues from."""
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from recipe.checkpoint.format import checkpoints
-from recipe.config import Config
+from filelock import SoftFileLease, Timeout
 
-# What other programs leave where they have trained.
+from recipe.checkpoint.format import checkpoints, newest_valid, sweep
+from recipe.config import Config
+from recipe.errors import ExitCode, UserError
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+_LEASE, _HEARTBEAT = 15.0, 5.0  # seconds without a sign of life until another host's lock is taken over; between signs
+_PATIENCE = 3.0  # seconds in which a lock that another process is just writing is whole
+
+# Checkpoints that other programs leave where they have trained.
 _PICKLES = ("*.pt", "*.pth", "*.ckpt", "*.pkl", "pytorch_model*.bin", "checkpoint-*/pytorch_model*.bin")
-# What a run makes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
-_TRACKERS = {"tensorboard", "wandb", "gpt2-recipe"}  # the last by version 0.1's way with TensorBoard
+# What a run writes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
+_TRACKERS = {"tensorboard", "wandb"}
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
+class RunDirectory:
+    """The directory of a run, locked for this process: a context manager, for the main process only.
+
+    Entering it raises UserError where the directory belongs to another process or to something else. With `fresh` what
+    an earlier run has left is moved aside. A directory in which the run has written nothing is removed at the end.
+
+    The lock is a file, so that it works on network disks, where flock may not. It names its owner's host and process:
+    that of a process of this host that has died is taken over at once, and that of another host's after 15 seconds
+    without a sign of life.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False):
+        self.path, self._fresh = path, fresh
+        self._lock: SoftFileLease | None = None
+
+    def __enter__(self) -> RunDirectory:
+        try:
+            self._lock = _locked(self.path)
+            if self._fresh and any(path.name != LOCK for path in self.path.iterdir()):
+                self._move_aside()
+            sweep(self.path)
+        except OSError as error:
+            self.__exit__()
+            reason = error.strerror or error
+            raise UserError(
+                f"output_dir {self.path} cannot be used: {reason}; mend that, or choose another output_dir"
+            ) from None
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._lock:
+            with suppress(OSError):  # deleted or renamed meanwhile
+                self._lock.release()
+        with suppress(OSError):  # not empty, as it should be
+            self.path.rmdir()
+
+    def _move_aside(self) -> None:
+        """Renames the directory to the next free `<name>.old-N`; nothing in it is deleted."""
+        number = next(n for n in range(1, 10**6) if not os.path.lexists(f"{self.path}.old-{n}"))
+        old = self.path.with_name(f"{self.path.name}.old-{number}")
+        try:
+            self.path.rename(old)
+        except OSError as error:  # of a mount point, or where the directory above it may not be written
+            raise UserError(
+                f"--fresh: output_dir {self.path} cannot be renamed to {old.name} ({error.strerror}); move its content "
+                "away yourself, or choose another output_dir, such as a directory within it"
+            ) from None
+        self._lock.release()
+        (old / LOCK).unlink(missing_ok=True)
+        self._lock = _locked(self.path)
+        logger.info("fresh      the earlier run is kept in %s", old)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint, every byte verified, or None where there is none. Raises UserError where all are
+        damaged, or one cannot be read."""
+        return newest_valid(self.path)
+
+
+def open_run(config: Config) -> RunDirectory:
+    """The run directory that a configuration names, to be entered. Raises UserError where it must not be used."""
+    if refused := refusal(config):
+        raise UserError(refused)
+    return RunDirectory(Path(config.run.output_dir), fresh=config.run.fresh)
+
+
+def _locked(run_dir: Path) -> SoftFileLease:
+    """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has it,
+    and OSError."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if (run_dir / LOCK).is_symlink():
+        raise UserError(f"{run_dir / LOCK} is a link, which no run has made; delete it")
+    lock = SoftFileLease(
+        run_dir / LOCK,
+        lease_duration=_LEASE,
+        heartbeat_interval=_HEARTBEAT,
+        on_compromise=_lost,
+        thread_local=False,
+    )
+    before, timeout = lock.owner, _PATIENCE
+    if before and before.hostname.partition("?")[0] == socket.gethostname():
+        timeout = 0.5  # filelock sees at once whether the process lives
+    elif before:
+        timeout = _LEASE + _HEARTBEAT
+        logger.info("lock       %s had this directory; waiting %.0f s for a sign of life", _described(before), timeout)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        if (run_dir / LOCK).stat().st_size:
+            raise UserError(
+                f"{run_dir}: another run writes there ({_described(lock.owner)}); wait for it, or choose another "
+                "output_dir"
+            ) from None
+        lock.force_break()  # empty: its owner was killed, or lost power, before it could write there who it was
+        lock.acquire(timeout=timeout)
+    if before:
+        logger.info("lock       taken over from %s, which ended without releasing it", _described(before))
+    return lock
+
+
+def _lost(compromise) -> None:
+    """What to do when the lock is lost; called by filelock's thread."""
+    if compromise.reason == "owner-changed":  # while this host was suspended: two runs must not write here
+        logger.error("lock       another process has taken over %s; this run ends at once", compromise.lock_file)
+        os._exit(ExitCode.USER_ERROR)
+    logger.warning(
+        "WARNING    %s is gone or cannot be refreshed: another run in this directory would not be refused",
+        compromise.lock_file,
+    )
+
+
+def _described(owner) -> str:
+    """`owner`: filelock's record of it, whose host may end in the number of a container's PID namespace."""
+    return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "unknown"
+
+
+# Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
+# shards may move, or be streamed instead; they are known by their checksums.
+_IDENTITY = ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "seed")
+_HARMLESS = {"config", "output_dir", "run_name", "fresh", "price_per_hour", "dry_run"}  # not worth a message
+
+
+def check_same_run(state: dict, config: dict, run_dir: Path) -> None:
+    """Compares the trainer state of a checkpoint with `config` (a flat dict); logs a line for each harmless difference.
+
+    Raises UserError, naming the fields, where architecture, data or batch differ: that is another run.
+    """
+    if missing := [key for key in ("config", "data") if not isinstance(state.get(key), dict)]:
+        raise UserError(
+            f"{run_dir}: trainer_state.json of its newest checkpoint has no {missing[0]!r}: no run wrote it. "
+            "Choose another output_dir, or start over with --fresh"
+        )
+    before = state["config"]
+    name, now = before.get("run_name"), config.get("run_name")
+    if name and now and name != now:
+        raise UserError(
+            f"{run_dir} holds another run: {name!r}, of {before.get('config')}, and not {now!r}. Choose another "
+            f"output_dir, continue that run by --run_name {name}, or start over with --fresh"
+        )
+
+    def differing(names: Iterable[str]) -> list[str]:
+        return [f"{k} {before[k]!r} -> {config[k]!r}" for k in names if k in before and before[k] != config[k]]
+
+    if changed := differing(_IDENTITY):
+        raise UserError(
+            f"{run_dir} holds a run with other settings: {', '.join(changed)}. Put those back, choose another "
+            "output_dir, or start over with --fresh (make train FRESH=1)"
+        )
+    for difference in differing(k for k in config if k not in _HARMLESS):
+        logger.info("resuming with %s", difference)
+
+
 def refusal(config: Config) -> str:
-    """Why the run must not use its directory, with the way out; empty if it may. Looks at names alone."""
+    """Why the run must not use its directory, with the way out; empty if it may. Looks at names alone, so that nothing
+    is written among another program's files."""
     run, directory, runs = config.run, Path(config.run.output_dir), Path("runs")
     if directory == runs / run.run_name and not directory.resolve().is_relative_to(runs.resolve()):
         return (
@@ -30,14 +198,11 @@ def refusal(config: Config) -> str:
     if pickles := sorted(p for pattern in _PICKLES for p in directory.glob(pattern)):
         return (
             f"output_dir {directory} holds {_some(pickles)}: a pickle, which can run any code when loaded, and is not "
-            "read. Choose another output_dir; to go on from weights that you trust, save them as safetensors with "
+            "read. Choose another output_dir; to start from weights that you trust, save them as safetensors with "
             "transformers (model.save_pretrained) and give that directory as init_from"
         )
-    own = [
-        Path(name).resolve()
-        for name in (config.data.dataset_name, config.data.val_data, config.data.train_text)
-        if name
-    ]
+    data = config.data
+    own = [Path(name).resolve() for name in (data.dataset_name, data.val_data, data.train_text) if name]
     if others := sorted(p for p in directory.iterdir() if not _may_stay(p, own)):
         return f"output_dir {directory} is not a run's: it holds {_some(others)}. Choose one that is new or empty"
     return ""

@@ -85,7 +85,7 @@ def choose(run: Path, best: bool, say: Say) -> Path:
         if problems := verify(run.resolve()):  # a link to it is as good
             raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
         return run
-    checkpoint = best_valid(run, say) if best else newest_valid(run, say)
+    checkpoint = best_valid(run, say) if best else newest_valid(run)
     if checkpoint is None:
         raise UserError(f"{run}: no checkpoint there; name a run directory, such as runs/shakespeare")
     return checkpoint

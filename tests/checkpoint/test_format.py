@@ -1,76 +1,40 @@
-"""Checkpoints: atomic, verified to the last byte, the newest valid one taken, none lost."""
+"""A checkpoint is whole or absent, a damaged one is never used, and the newest whole one is found."""
 
 import errno
+import hashlib
 import json
+import os
 import shutil
+import threading
 
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
-from recipe import faults
 from recipe.checkpoint import format as ckpt
+from recipe.checkpoint.__main__ import main
+from recipe.checkpoint.format import Retention, checkpoints, newest_valid, prune, verify
 from recipe.errors import UserError
-from recipe.hub.export import export
+from tests.checkpoint import save
 
 
-def save(run, step):
-    weights = {"a.weight": torch.arange(6.0).view(2, 3) + step}
-    moments = {"exp_avg.a.weight": torch.ones(2, 3), "exp_avg_sq.a.weight": torch.ones(2, 3)}
-    state = {"config": {"n_layer": 2, "learning_rate": 1e-3}}
-    return ckpt.save_checkpoint(run, step, weights, moments, state, {"config.json": b"{}"})
+def names(run) -> list[int]:
+    return [ckpt.step_of(path) for path in checkpoints(run)]
+
+
+def rewrite(path, name: str, content: bytes) -> None:
+    """Changes a file of a checkpoint together with its entry in the manifest, as only somebody who means to does."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / name).write_bytes(content)
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_round_trip(tmp_path):
     loaded = ckpt.load_checkpoint(save(tmp_path, 7))
     assert (loaded.step, loaded.state["config"]["n_layer"]) == (7, 2)
     assert torch.equal(loaded.weights["a.weight"], torch.arange(6.0).view(2, 3) + 7)
-    assert loaded.moments.keys() == {"exp_avg.a.weight", "exp_avg_sq.a.weight"}
-
-
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json", "manifest.json"]
-)
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_any_damage_is_found_and_the_one_before_is_taken(tmp_path, name, damage):
-    save(tmp_path, 1)
-    file = save(tmp_path, 2) / name
-    data = bytearray(file.read_bytes())
-    if damage == "flip":
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-    elif damage == "truncate":
-        file.write_bytes(data[:-3])
-    else:
-        file.unlink()
-    said = []
-    assert ckpt.newest_valid(tmp_path, said.append) == tmp_path / "step_00000001"
-    assert "step_00000002" in said[0]
-    assert name in said[0] or name == "manifest.json"
-    if name != "manifest.json":
-        shutil.rmtree(tmp_path / "step_00000001")
-        with pytest.raises(UserError, match="none of its 1 checkpoints is whole; --fresh starts over"):
-            ckpt.newest_valid(tmp_path, said.append)
-
-
-def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
-    """Or the run would begin again, and write over what it has."""
-    save(tmp_path, 1)
-
-    def stale(path):
-        raise OSError(errno.ESTALE, "Stale file handle", str(path))
-
-    monkeypatch.setattr(ckpt, "_sha256", stale)
-    with pytest.raises(UserError, match=r"step_00000001 cannot be read: Stale file handle; try again"):
-        ckpt.newest_valid(tmp_path)
-
-
-def test_a_bit_flipped_in_the_manifest_itself_never_passes_a_bad_file(tmp_path):
-    path = save(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"]["sha256"] = "0" * 64
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert ckpt.verify(path) == ["model.safetensors does not have the checksum it was written with"]
+    assert loaded.optimizer_state.keys() == {"exp_avg.a.weight", "exp_avg_sq.a.weight"}
 
 
 def test_the_tensors_are_in_the_bytes_that_safetensors_writes():
@@ -86,15 +50,94 @@ def test_the_tensors_are_in_the_bytes_that_safetensors_writes():
 
 
 @pytest.mark.parametrize(
-    "point", ["save.begin", "save.optimizer.safetensors.during", "save.manifest.json.after", "save.rename.before"]
+    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json", "manifest.json"]
 )
-def test_a_save_that_fails_leaves_the_earlier_ones_and_no_trace(tmp_path, monkeypatch, point):
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "link"])
+def test_any_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, caplog, name, damage):
     save(tmp_path, 1)
-    monkeypatch.setattr(faults, "_FAULTS", faults._parse(f"enospc@{point}", "0"))
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 2)
+    file = save(tmp_path, 2) / name
+    data = bytearray(file.read_bytes())
+    file.unlink()
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif damage == "truncate":
+        file.write_bytes(data[:-3])
+    elif damage == "link":
+        (tmp_path / "copy").write_bytes(data)
+        file.symlink_to(tmp_path / "copy")
+    assert newest_valid(tmp_path) == tmp_path / "step_00000001"
+    assert "skipping" in caplog.text
+    assert "step_00000002" in caplog.text
+    assert name in caplog.text or name == "manifest.json"
+
+
+def test_where_all_are_damaged_the_user_decides(tmp_path):
+    (save(tmp_path, 1) / "config.json").unlink()
+    with pytest.raises(UserError, match="none of its 1 checkpoints is whole; --fresh starts over, and keeps them"):
+        newest_valid(tmp_path)
+    assert newest_valid(tmp_path / "nothing") is None
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """Or the run would begin again, and replace what it has."""
+    save(tmp_path, 1)
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(ckpt, "sha256_of", stale)
+    with pytest.raises(UserError, match=r"step_00000001 cannot be read: Stale file handle; try again"):
+        newest_valid(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../config.json", "{run}/config.json"])
+def test_a_manifest_that_points_elsewhere_is_damage(tmp_path, name):
+    path, name = save(tmp_path, 1), name.format(run=tmp_path)
+    (tmp_path / "config.json").write_bytes(b"{}")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = manifest["files"]["config.json"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = verify(path)
+    assert repr(name) in problem
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"files": 3}', '{"files": {}}', "{"])
+def test_a_manifest_that_is_none_is_damage(tmp_path, content):
+    (save(tmp_path, 1) / "manifest.json").write_text(content)
+    assert "manifest" in verify(tmp_path / "step_00000001")[0]
+
+
+def test_a_directory_that_bears_another_steps_name_is_not_resumed_from(tmp_path, caplog):
+    save(tmp_path, 20).rename(tmp_path / "step_00000900")
+    save(tmp_path, 30)
+    assert newest_valid(tmp_path) == tmp_path / "step_00000030"
+    assert "step_00000900: it holds step 20, so it must be named step_00000020" in caplog.text
+    rewrite(tmp_path / "step_00000030", "trainer_state.json", b"[" * 100_000)
+    assert verify(tmp_path / "step_00000030") == ["trainer_state.json is not the state of a trainer"]
+
+
+@pytest.mark.parametrize("failing", ["mkdir", "optimizer.safetensors", "manifest.json", "commit"])
+def test_a_save_that_fails_leaves_the_earlier_ones_and_no_trace(tmp_path, monkeypatch, failing):
+    save(tmp_path, 1)
+    write = ckpt.write_file
+
+    def full(path, *rest):
+        if getattr(path, "name", "") in (failing, f".saving-step_{2:08}") or failing in ("mkdir", "commit"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    where = {"mkdir": (ckpt.Path, "mkdir"), "commit": (ckpt, "commit")}.get(failing, (ckpt, "write_file"))
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, full)
+        with pytest.raises(OSError, match="No space left"):
+            ckpt.save_checkpoint(
+                tmp_path,
+                ckpt.Checkpoint(tmp_path / "step_00000002", 2, {}, {}, {}),
+                {},
+            )
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
-    assert ckpt.newest_valid(tmp_path) == tmp_path / "step_00000001"
+    assert newest_valid(tmp_path) == tmp_path / "step_00000001"
 
 
 def test_a_save_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
@@ -106,75 +149,85 @@ def test_a_save_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_a_leftover_is_no_checkpoint_and_does_not_block_the_next_save(tmp_path, kind):
+    save(tmp_path, 1)
+    precious, leftover = tmp_path / "precious", tmp_path / ".saving-step_00000002"
+    precious.mkdir()
+    (precious / "file").write_text("precious")
+    if kind == "directory":
+        shutil.copytree(tmp_path / "step_00000001", leftover)
+    elif kind == "file":
+        leftover.write_text("")
+    else:
+        leftover.symlink_to(precious)
+    assert newest_valid(tmp_path) == tmp_path / "step_00000001"
+    save(tmp_path, 2)
+    assert not os.path.lexists(leftover)
+    assert verify(tmp_path / "step_00000002") == []
+    assert (precious / "file").read_text() == "precious"
+
+
+def test_the_newest_the_milestones_and_the_best_are_kept(tmp_path):
+    losses = {}
+    for step, loss in [(1, 5.0), (2, 3.0), (3, 4.0), (4, 6e11), (5, 7e11), (6, None)]:
+        save(tmp_path, step)
+        prune(tmp_path, step, Retention(save_total_limit=1, milestone_steps=3), losses)
+        losses |= {step: loss} if loss else {}  # a step is evaluated after its save has begun
+        assert names(tmp_path)[-1] == step
+    assert names(tmp_path) == [2, 3, 6]
+    prune(tmp_path, 6, Retention(save_total_limit=1), losses | {6: 2.0})
+    assert names(tmp_path) == [6]
+
+
 def test_what_is_newer_than_the_step_just_saved_is_damaged_and_never_counts(tmp_path):
     """Resumed from 10 because 20 is damaged: the save of 12 must not prune 10 and 12 for the sake of 20."""
     for step in (5, 10, 20):
         save(tmp_path, step)
     (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
     save(tmp_path, 12)
-    assert [p.name for p in ckpt.prune(tmp_path, 12, save_total_limit=1, milestone_steps=0)] == [
-        "step_00000005",
-        "step_00000010",
-    ]
-    assert ckpt.newest_valid(tmp_path, lambda line: None) == tmp_path / "step_00000012"
-    save(tmp_path, 20)  # made again, in the place of the damaged one
-    assert ckpt.verify(tmp_path / "step_00000020") == []
+    prune(tmp_path, 12, Retention(save_total_limit=1), {})
+    assert names(tmp_path) == [12, 20]
+    assert newest_valid(tmp_path) == tmp_path / "step_00000012"
+    save(tmp_path, 20)  # the same step, saved again
+    assert verify(tmp_path / "step_00000020") == []
 
 
-def test_a_manifest_that_points_elsewhere_is_damage(tmp_path):
-    path = save(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (tmp_path / "config.json").write_bytes(b"{}")
-    for name in ("../config.json", str(tmp_path / "config.json")):
-        changed = {"files": manifest["files"] | {name: manifest["files"]["config.json"]}}
-        (path / "manifest.json").write_text(json.dumps(changed))
-        assert ckpt.verify(path) == [f"manifest.json names {name!r}, which is not a file of this directory"]
-    del manifest["files"]["optimizer.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert ckpt.verify(path) == ["manifest.json does not list optimizer.safetensors"]
+def test_reading_while_a_run_prunes_finds_a_whole_checkpoint_every_time(tmp_path, caplog, capsys):
+    save(tmp_path, 1)
+    stop = threading.Event()
+
+    def train():
+        step = 1
+        while not stop.is_set():
+            step += 1
+            save(tmp_path, step)
+            prune(tmp_path, step, Retention(save_total_limit=1), {})
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(60):
+            assert newest_valid(tmp_path)
+            assert main(["list", str(tmp_path)]) == 0
+    finally:
+        stop.set()
+        thread.join()
+    assert caplog.text.count("skipping") == 0
 
 
 def test_the_command_lists_and_verifies(tmp_path, capsys):
     save(tmp_path, 1)
     (save(tmp_path, 2) / "config.json").write_bytes(b"[]")
-    assert ckpt.main(["list", str(tmp_path)]) == 1
+    assert main(["list", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [f"{tmp_path}/step_0000000{n}" for n in (1, 2)]
     assert lines[0].endswith("whole")
-    assert lines[1].endswith("DAMAGED: config.json does not have the checksum it was written with")
-    assert ckpt.main(["verify", str(tmp_path / "step_00000001")]) == 0
+    assert lines[1].endswith("DAMAGED: config.json does not have the checksum that it was written with")
+    assert main(["verify", str(tmp_path / "step_00000001")]) == 0
     assert "whole, 5 files" in capsys.readouterr().out
-    assert ckpt.main(["verify", str(tmp_path)]) == 1
+    assert main(["verify", str(tmp_path)]) == 1
     assert "step_00000002: config.json does not have" in capsys.readouterr().out
     (tmp_path / "step_00000001" / "manifest.json").unlink()
-    assert ckpt.main(["verify", str(tmp_path / "step_00000001")]) == 1
-    assert ckpt.main(["list", str(tmp_path / "nothing")]) == 2
-
-
-def test_a_leftover_of_a_killed_save_is_no_checkpoint_and_is_swept_away(tmp_path):
-    save(tmp_path, 1)
-    leftover = tmp_path / ".saving-step_00000002"
-    shutil.copytree(tmp_path / "step_00000001", leftover)
-    assert ckpt.newest_valid(tmp_path) == tmp_path / "step_00000001"
-    save(tmp_path, 3)
-    assert not leftover.exists()
-
-
-def test_another_run_is_refused_and_harmless_changes_are_said(tmp_path):
-    state = {"config": {"n_layer": 2, "n_embd": 64, "learning_rate": 1e-3, "seed": 1}}
-    same = {"n_layer": 2, "n_embd": 64, "learning_rate": 2e-3, "seed": 1}
-    assert ckpt.check_same_run(state, same, tmp_path) == ["resuming with learning_rate 0.001 -> 0.002"]
-    with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 64 -> 96.*--fresh"):
-        ckpt.check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tmp_path)
-
-
-def test_export_takes_the_newest_valid_checkpoint_without_the_trainers_files(tmp_path):
-    run, out = tmp_path / "run", tmp_path / "out"
-    save(run, 1)
-    (save(run, 2) / "model.safetensors").unlink()
-    assert export(run, out).name == "step_00000001"
-    assert {p.name for p in out.iterdir()} == {"README.md", "model.safetensors", "config.json"}
-    with pytest.raises(UserError, match="exists; name another"):
-        export(run, out)
-    with pytest.raises(UserError, match="no checkpoint there"):
-        export(tmp_path / "nothing", tmp_path / "other")
+    assert main(["verify", str(tmp_path / "step_00000001")]) == 1
+    assert main(["list", str(tmp_path / "nothing")]) == 2

@@ -1,130 +1,185 @@
-"""One run a directory."""
+"""A run's directory: one run at a time, whatever happened to the one before; never another program's."""
 
-import json
+import errno
 import os
-import subprocess
-import sys
+import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 
-from recipe.checkpoint import lock as locks
-from recipe.checkpoint.lock import LOCK, RunLock
+from recipe.checkpoint import run_dir as module
+from recipe.checkpoint.run_dir import LOCK, RunDirectory, check_same_run
 from recipe.errors import UserError
-from tests.conftest import ROOT
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from recipe.checkpoint.lock import RunLock
-lock = RunLock(Path(sys.argv[1]), print)
-print("held", flush=True)
-time.sleep(60)
-"""
+from tests.checkpoint import save
 
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+    """A function that starts another process, which holds `tmp_path` until it is killed; returns its PID."""
+    started = []
+
+    def start() -> int:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with RunDirectory(tmp_path):
+                    os.write(writing, b"held")
+                    time.sleep(60)
+            finally:
+                os._exit(1)
+        started.append(pid)
+        assert os.read(reading, 4) == b"held"
+        return pid
+
+    yield start
+    for pid in started:
+        kill(pid)
 
 
-def test_a_second_run_is_refused_and_told_who_has_it(tmp_path, holder):
-    with pytest.raises(UserError, match=rf"another run writes there \(process {holder.pid} on .+\); wait for it"):
-        RunLock(tmp_path, print)
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass  # already
 
 
-def test_a_dead_owners_lock_is_taken_over_and_that_is_said(tmp_path, holder):
-    holder.kill()
-    holder.wait()
-    said = []
-    RunLock(tmp_path, said.append).release()
-    assert len(said) == 1
-    assert f"taken over from process {holder.pid}" in said[0]
-    RunLock(tmp_path, said.append).release()  # released: nothing to say
-    assert len(said) == 1
+def marker(host: str, pid: int = 7) -> str:
+    """What a lock of another host's process holds."""
+    return f"filelock/2\npid={pid}\nhost={host}\nmode=lease\ntoken=abc\nduration={module._LEASE!r}\n"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "_LEASE", 1.0)
+    monkeypatch.setattr(module, "_HEARTBEAT", 0.3)
+
+
+def test_a_second_run_is_refused_and_told_who_is_there(tmp_path, holder):
+    pid = holder()
+    owner = rf"process {pid} on {socket.gethostname()}"
+    with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):
+        RunDirectory(tmp_path).__enter__()
+
+
+def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder, caplog):
+    """The lock is a file's existence, and no flock: it works where the file system has no locks."""
+    caplog.set_level("INFO")
+    pid = holder()
+    kill(pid)
+    (tmp_path / "notes.txt").touch()
+    with RunDirectory(tmp_path):
+        assert f"taken over from process {pid} on {socket.gethostname()}, which ended" in caplog.text
+    caplog.clear()
+    with RunDirectory(tmp_path):  # released
+        assert caplog.text == ""
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_where_the_lock_does_not_reach_another_machine_its_signs_of_life_do(tmp_path, monkeypatch, alive):
-    monkeypatch.setattr(locks, "_DEAD", 3.0)
-    owner = {"host": "elsewhere", "pid": 7, "alive": time.time()}
-    (tmp_path / LOCK).write_text(json.dumps(owner))
-    said = []
+def test_another_hosts_lock_is_taken_over_when_it_gives_no_sign_of_life(tmp_path, monkeypatch, caplog, quick, alive):
+    caplog.set_level("INFO")
+    (tmp_path / LOCK).write_text(marker("elsewhere"))
+    (tmp_path / LOCK).chmod(0o600)
+    sleep = time.sleep
 
-    def sleep(seconds, real=time.sleep):
-        real(seconds)
+    def beat(seconds: float) -> None:
+        sleep(seconds)
         if alive:
-            (tmp_path / LOCK).write_text(json.dumps(owner | {"alive": time.time()}))
+            os.utime(tmp_path / LOCK)
 
-    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", beat)
     if alive:
-        with pytest.raises(UserError, match="process 7 on elsewhere"):
-            RunLock(tmp_path, said.append)
+        with pytest.raises(UserError, match=r"another run writes there \(process 7 on elsewhere\)"):
+            RunDirectory(tmp_path).__enter__()
     else:
-        RunLock(tmp_path, said.append).release()
-        assert "taken over from process 7 on elsewhere" in said[-1]
-    assert "waiting 3 s for a sign of life" in said[0]
+        with RunDirectory(tmp_path):
+            assert "taken over from process 7 on elsewhere" in caplog.text
+    assert "process 7 on elsewhere had this directory; waiting 1 s for a sign of life" in caplog.text
 
 
-LOCKED = """
-import fcntl, json, os, sys, time
-fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.lockf(fd, fcntl.LOCK_EX)
-print("held", flush=True)
-for i in range(int(sys.argv[2])):
-    os.pwrite(fd, json.dumps({"host": "elsewhere", "pid": 7, "alive": i * int(sys.argv[3])}).encode(), 0)
-    time.sleep(0.5)
-"""
+@pytest.mark.parametrize("content", ["", "5\x00 no lock"])
+def test_a_lock_file_that_names_nobody_is_taken_over(tmp_path, monkeypatch, content):
+    """A power failure, or a kill at the wrong microsecond, leaves an empty one."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.3 if not content else 4.0)
+    (tmp_path / LOCK).write_text(content)
+    with RunDirectory(tmp_path):
+        assert f"pid={os.getpid()}\n" in (tmp_path / LOCK).read_text()
 
 
-@pytest.mark.parametrize(
-    ("halves", "beats", "lease", "refusal"),
-    [
-        (6, 0, 60.0, ""),  # the file server lets go of what the dead machine held
-        (100, 1, 60.0, "process 7 on elsewhere); wait for it, or choose another output_dir"),
-        (100, 0, 2.0, r"if that machine is gone for certain, delete "),
-    ],
-)
-def test_a_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch, halves, beats, lease, refusal):
-    monkeypatch.setattr(locks, "_LEASE", lease)
-    monkeypatch.setattr(locks, "_DEAD", 1.0)
-    command = [sys.executable, "-c", LOCKED, str(tmp_path / LOCK), str(halves), str(beats)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    said, begun = [], time.monotonic()
-    try:
-        assert process.stdout.readline() == "held\n"
-        time.sleep(0.2)
-        if refusal:
-            with pytest.raises(UserError) as refused:
-                RunLock(tmp_path, said.append)
-            assert refusal in str(refused.value)
-            assert ("for certain" in str(refused.value)) == (not beats)
-        else:
-            RunLock(tmp_path, said.append).release()
-            assert "taken over from process 7 on elsewhere" in said[-1]
-    finally:
-        process.kill()
-        process.wait()
-    assert "process 7 on elsewhere has this directory; waiting for a sign of life" in said[0]
-    assert time.monotonic() - begun < 15
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_unharmed(tmp_path):
+    target, run = tmp_path / "precious", tmp_path / "run"
+    target.write_text("precious")
+    run.mkdir()
+    (run / LOCK).symlink_to(target)
+    with pytest.raises(UserError, match=r"run/\.lock is a link, which no run has made; delete it"):
+        RunDirectory(run).__enter__()
+    assert target.read_text() == "precious"
 
 
-def test_the_owner_shows_that_it_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "_BEAT", 0.05)
-    lock = RunLock(tmp_path, print)
-    first = json.loads((tmp_path / LOCK).read_text())
-    assert first["pid"] == os.getpid()
-    time.sleep(0.5)
-    assert json.loads((tmp_path / LOCK).read_text())["alive"] > first["alive"]
-    (tmp_path / "metrics.jsonl").touch()
-    lock.release()
-    assert (tmp_path / LOCK).read_text() == ""
+def test_a_run_whose_lock_was_taken_over_while_its_host_slept_ends_at_once(tmp_path, quick, monkeypatch):
+    ended = []
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    with RunDirectory(tmp_path):
+        (tmp_path / "new").write_text(marker("elsewhere"))
+        (tmp_path / "new").replace(tmp_path / LOCK)
+        deadline = time.monotonic() + 30
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert ended == [2]
 
 
 def test_a_run_that_was_refused_leaves_no_directory(tmp_path):
-    RunLock(tmp_path / "run", print).release()
+    with RunDirectory(tmp_path / "run") as run:
+        assert run.newest_checkpoint() is None
     assert not (tmp_path / "run").exists()
+
+
+def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
+    run = tmp_path / "run"
+    save(run, 3)
+    for n in (1, 2):
+        with RunDirectory(run, fresh=True) as opened:
+            assert opened.newest_checkpoint() is None
+            assert sorted(p.name for p in run.iterdir()) == [LOCK]
+            save(run, n)
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("*/*")) == [
+        "run.old-1/step_00000003",
+        "run.old-2/step_00000001",
+        "run/step_00000002",
+    ]
+
+
+def test_fresh_on_a_mount_point_says_what_to_do(tmp_path, monkeypatch):
+    save(tmp_path, 3)
+
+    def busy(self, target):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(UserError, match=r"cannot be renamed to .*\(Device or resource busy\); move its content away"):
+        RunDirectory(tmp_path, fresh=True).__enter__()
+    assert (tmp_path / "step_00000003").exists()
+
+
+def test_a_full_disk_at_the_start_names_the_directory(tmp_path, monkeypatch):
+    def full(self, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(UserError, match=rf"output_dir {tmp_path}/run cannot be used: No space left on device"):
+        RunDirectory(tmp_path / "run").__enter__()
+
+
+def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):
+    caplog.set_level("INFO")
+    state = {"config": {"n_layer": 2, "n_embd": 64, "learning_rate": 1e-3, "seed": 1}, "data": {}}
+    same = {"n_layer": 2, "n_embd": 64, "learning_rate": 2e-3, "seed": 1}
+    check_same_run(state, same, tmp_path)
+    assert caplog.messages == ["resuming with learning_rate 0.001 -> 0.002"]
+    with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 64 -> 96.*--fresh"):
+        check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tmp_path)
+    with pytest.raises(UserError, match=r"has no 'data': no run wrote it"):
+        check_same_run({"config": {}}, same, tmp_path)
