@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from recipe.checkpoint.manager import CheckpointManager
 from recipe.config import Config
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
@@ -25,9 +25,6 @@ from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
 from recipe.optim.spike_filter import SpikeFilter
-
-if TYPE_CHECKING:
-    from recipe.checkpoint.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
