@@ -1,4 +1,4 @@
-"""What the notebooks share: commands that can be told to stop, what an earlier session left, the Hub's token.
+"""What the notebooks share: running a command, resuming an earlier session's run, the Hub's token.
 
 A notebook imports this into its own Python, in which nothing of this project is installed: standard library only.
 """
@@ -8,33 +8,32 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 from contextlib import suppress
 from pathlib import Path
 
-_GRACE = 600  # seconds that a command told to stop may take, before it is killed
-# Of the commands: lines as they come, nothing that is the notebook's own, and more than torchrun's 30 s to save in.
+# Lines appear as they are written, nothing uses the notebook's plotting backend, and a training that is told to stop
+# gets more than torchrun's 30 s to save.
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPLBACKEND": "Agg",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
 }
-FAILED: list[str] = []  # commands that failed and did not end the notebook
+FAILED: list[str] = []  # commands that failed without ending the notebook
 
 
 def run(command: str, hours: float | None = None, essential: bool = True) -> bool:
-    """Runs a shell command and prints what it says; returns whether it came to a good end of its own.
+    """Runs a shell command and prints its output; returns whether it completed with exit code 0.
 
-    After `hours`, or when the cell is interrupted, it gets SIGTERM, at which a training saves a checkpoint and ends.
-    Raises RuntimeError where it fails by itself, unless it is not `essential`: then `summary` names it.
+    After `hours`, or when the cell is interrupted, it gets SIGTERM, at which a training saves a checkpoint and ends;
+    after ten more minutes it is killed. A command that fails by itself raises RuntimeError or, if it is not
+    `essential`, is only listed by `summary`.
     """
     print(f"$ {command}", flush=True)
-    # In a process group of its own: an interrupted cell would reach the launcher alone, or all of them twice.
+    limit = ["timeout", "--kill-after=10m", f"{hours}h"] if hours is not None else []
     process = subprocess.Popen(
-        command,
-        shell=True,
-        start_new_session=True,
+        [*limit, "sh", "-c", command],
+        start_new_session=True,  # otherwise an interrupted cell would reach the launcher alone, or every process twice
         env=os.environ | _ENVIRONMENT,
         text=True,
         errors="replace",
@@ -42,43 +41,23 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    told = threading.Event()
-
-    def tell(number: int) -> None:
-        told.set()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-
-    timers = (
-        [
-            threading.Timer(hours * 3600, tell, [signal.SIGTERM]),
-            threading.Timer(hours * 3600 + _GRACE, tell, [signal.SIGKILL]),
-        ]
-        if hours is not None
-        else []
-    )
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
     interrupted = False
     while True:
         try:
-            # To the end of the output and not of the process: a launcher may end at once, and its training saves still.
+            # Until the output ends, not the process: a launcher may be gone while its training still saves.
             for line in process.stdout:
                 print(line, end="", flush=True)
             break
         except KeyboardInterrupt:
             interrupted = True
-            tell(signal.SIGTERM)
-    for timer in timers:
-        timer.cancel()
+            os.killpg(process.pid, signal.SIGTERM)
     code = process.wait()
     if interrupted:
         raise KeyboardInterrupt
-    if told.is_set() and code:
-        print(f"stopped after {hours:.3g} hours, as it was told to", flush=True)
+    if limit and code in (124, -signal.SIGKILL):
+        print(f"stopped after {hours:.3g} hours, as planned", flush=True)
     elif code and essential:
-        raise RuntimeError(f"exit code {code}; what the command says above is the cause")
+        raise RuntimeError(f"exit code {code}; the command's output above names the cause")
     elif code:
         FAILED.append(command)
         print(f"FAILED     exit code {code}; the notebook goes on", flush=True)
@@ -86,40 +65,65 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
 
 
 def take_up(run_dir: str | Path, where: str | Path) -> bool:
-    """Copies into `run_dir` what an earlier session left of it anywhere under `where`: of the directories of that name
-    the one with the newest checkpoint, and that checkpoint alone. Returns whether there was a newer one than here."""
-    run_dir, found = Path(run_dir), Path(where).glob(f"**/{Path(run_dir).name}/step_*")
-    newest = max((path for path in found if _step(path) >= 0), key=_step, default=None)
-    here = max(map(_step, run_dir.glob("step_*")), default=-1)
-    if newest is None or _step(newest) <= here:
-        print(f"going on   from step {here} in {run_dir}" if here >= 0 else f"new run    nothing of it under {where}")
+    """Copies into `run_dir` what an earlier session left of this run anywhere under `where`, if that has a newer whole
+    checkpoint than the one here. Returns whether it had."""
+    run_dir = Path(run_dir)
+    here = next((_step(path) for path in _checkpoints(run_dir) if _whole(path)), -1)
+    newest_first = sorted(Path(where).glob(f"**/{run_dir.name}/step_*"), key=_step, reverse=True)
+    for source in dict.fromkeys(path.parent for path in newest_first):
+        if copy_run(source, run_dir, newer_than=here):
+            print(f"resuming   {source}, copied into {run_dir}")
+            return True
+    print(f"resuming   {run_dir} from step {here}" if here >= 0 else f"new run    nothing of it under {where}")
+    return False
+
+
+def copy_run(source: Path, target: Path, newer_than: int = -1) -> bool:
+    """Copies a run with its newest whole checkpoint, if that is `newer_than` a step; returns whether it was.
+
+    The copy is verified before it gets its name, and only then are old checkpoints in `target` deleted, but for one.
+    """
+    for checkpoint in (path for path in _checkpoints(source) if _step(path) > newer_than):
+        copy, incoming = target / checkpoint.name, target / ".incoming" / checkpoint.name
+        if _whole(copy):
+            break
+        shutil.rmtree(incoming.parent, ignore_errors=True)
+        _copy_files(checkpoint, incoming)
+        if _whole(incoming):
+            shutil.rmtree(copy, ignore_errors=True)  # damaged, if it is there
+            incoming.rename(copy)
+            break
+        print(f"skipping   {checkpoint}, which is damaged")
+    else:
         return False
-    copy_run(newest.parent, run_dir)
-    print(f"going on   from step {_step(newest)} of {newest.parent}, copied into {run_dir}")
-    return True
-
-
-def copy_run(source: Path, target: Path) -> None:
-    """Copies a run with its newest checkpoint, in place of an older one: under another name first, then renamed. A run
-    without any is left where it is."""
-    kept = max((path for path in source.glob("step_*") if _step(path) >= 0), key=_step, default=None)
-    if kept is None:
-        return
-    if not (target / kept.name).exists():
-        temporary = target / f".{kept.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        _copy_files(kept, temporary)
-        temporary.rename(target / kept.name)
+    shutil.rmtree(target / ".incoming", ignore_errors=True)
     for path in source.iterdir():
         if _step(path) < 0 and not path.name.startswith("."):
             _copy_files(path, target / path.name)
-    for path in target.glob("step_*"):
-        if path.name != kept.name:
-            shutil.rmtree(path)
+    for path in [path for path in _checkpoints(target) if path != copy][1:]:
+        shutil.rmtree(path)
+    return True
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    """A run's checkpoints, newest first, unverified."""
+    return sorted((path for path in run_dir.glob("step_*") if _step(path) >= 0), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    """The step in a checkpoint's name; -1 for anything else, unfinished checkpoints too."""
+    match = re.fullmatch(r"step_(\d+)", path.name)
+    return int(match[1]) if match else -1
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Whether the project's own verification, in its own environment, finds nothing wrong with a checkpoint."""
+    command = ["python", "-m", "recipe.checkpoint", "verify", checkpoint]
+    return checkpoint.is_dir() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """A file, or all of a directory; without their rights, for what is attached as an input is read-only."""
+    """Copies a file, or a directory's files, without permissions: what Kaggle attaches as an input is read-only."""
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         if path.is_file():
             copy = target / path.relative_to(source)
@@ -127,15 +131,9 @@ def _copy_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
-def _step(path: Path) -> int:
-    """The step of a checkpoint; -1 of anything else, unfinished ones too."""
-    match = re.fullmatch(r"step_(\d+)", path.name)
-    return int(match[1]) if match else -1
-
-
 def hub_token() -> bool:
-    """Whether HF_TOKEN is there: a secret of Kaggle or Colab, which goes into the environment, or the environment's."""
-    # Neither there, nor allowed, nor set: each has an exception of its own, and all of them mean the same here.
+    """Whether there is an HF_TOKEN: in the environment, or as a secret of Kaggle or Colab, which is then put there."""
+    # No such module, no access and no such secret each raise an exception of their own, and all mean the same here.
     with suppress(Exception):
         from kaggle_secrets import UserSecretsClient
 
@@ -147,18 +145,7 @@ def hub_token() -> bool:
     return bool(os.environ.get("HF_TOKEN"))
 
 
-def may_push(repo: str) -> bool:
-    """Whether there is a repository to push to, and a token; says so if not."""
-    if not repo:
-        print("not pushed: HUB is empty; name a repository there, ORG/NAME")
-    elif not hub_token():
-        print(f"not pushed: no token to push to {repo} with; add a secret HF_TOKEN (huggingface.co/settings/tokens)")
-    else:
-        return True
-    return False
-
-
 def summary(run_dir: str | Path) -> str:
-    """What of the notebook failed, if anything, and where the run is."""
+    """Where the run is, and which of the notebook's commands failed, if any."""
     failed = "".join(f"\nFAILED     {command}" for command in FAILED)
-    return f"{'not all' if failed else 'all'} is done; the run is in {run_dir}{failed}"
+    return f"{'not everything worked' if failed else 'all done'}; the run is in {run_dir}{failed}"

@@ -7,8 +7,8 @@ from tests.test_notebooks import check_installed, code, execute, read, recipe
 
 
 def test_a_kaggle_tpu(shards, tmp_path):
-    """All devices behind one process, from no earlier run to no push. What it shares with the T4s' notebook, to the
-    letter, is executed by tests/test_notebooks.py."""
+    """All devices behind one process, without an earlier run and without a push. The cells that are, to the letter,
+    those of the T4s' notebook are executed by tests/test_notebooks.py."""
     config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, dataset_name=shards)
     env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_USE_SPMD": "0", "ACCELERATE_USE_CPU": "false"}
     same, theirs, ours = {"hellaswag", "sample", "report"}, code(read("kaggle-t4x2")), code(read("kaggle-tpu"))
@@ -21,5 +21,5 @@ def test_a_kaggle_tpu(shards, tmp_path):
     assert by_step(run)[6]["val_loss"] < by_step(run)[0]["val_loss"]
     results = json.loads((run / "step_00000006" / "results.json").read_text())
     assert results["perplexity"]["windows"] == 8
-    assert "not pushed: HUB is empty" in printed["push"]
-    assert f"all is done; the run is in {run}" in printed["push"]
+    assert "not pushed: HUB names no repository" in printed["push"]
+    assert f"all done; the run is in {run}" in printed["push"]
