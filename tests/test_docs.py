@@ -1,4 +1,4 @@
-"""Every command of the README runs: the long ones shortened, on the tests' tiny shards and model."""
+"""Every command of README.md and docs/ runs: the long ones shortened, on the tests' tiny shards and model."""
 
 import json
 import os
@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from recipe.config import parse_config
 from tests.conftest import ROOT, SHAKESPEARE, TINY, flags
 
 BIN = Path(sys.executable).parent  # python and accelerate as they are, less their imports
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
+LAUNCHES = re.findall(r"\| `((?:python|accelerate|sbatch) [^`]+)`", PAGES[ROOT / "README.md"])  # in its table
+COMMANDS = LAUNCHES + [
     line.split(" #")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for block in BLOCKS
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")
 ]
@@ -82,9 +85,8 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         if "--processes" in words:
             words[words.index("--processes") + 1] = "2"
         return words
-    if "benchmarks" in words:
-        assert words[3] == "cost"
-        return [*words, "--out", str(tmp_path / "bench")]
+    if "recipe.estimate.cost" in words:
+        return words
     if "recipe.hub.export" in words:
         if words[3] == "push":  # tests/test_push.py does
             return [*words, "--help"]
@@ -100,17 +102,19 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
         if "multinode" in command:  # one of the machines alone
             launch += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
         launch = launch if re.search("ddp|zero", command) else []
+        words = [str(shards) if word == "data/openwebtext" else word for word in words]
         words = [*words[: words.index("recipe/train.py")], *launch, *words[words.index("recipe/train.py") :]]
         return [*words, "--dry_run"]
-    raise AssertionError(f"the README has a command that this test does not know how to run: {command}")
+    raise AssertionError(f"there is a command that this test does not know how to run: {command}")
 
 
 # A TPU's commands are run where torch_xla is, by tests/xla.
 RUN_HERE = [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN + NOT_HERE) and "tpu.yaml" not in c]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", RUN_HERE)
-def test_command_of_the_readme(command, shards, whole_run, tmp_path):
+def test_command_of_the_documentation(command, shards, whole_run, tmp_path):
     if command.startswith("make eval-lm"):
         pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
     words = shortened(command, shards, whole_run[0], tmp_path)
@@ -153,15 +157,42 @@ def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path)
     command = ["make", "-n", *targets, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--report_to wandb"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     subprocess.run(["sh", "-n"], input=said, text=True, check=True)
-    asked = {match[2]: match[1] for match in re.finditer(r"-c (\S+) -e '?(\.\S*?)'?[ ;]", said)}
+    asked = {match[2]: match[1] for match in re.finditer(r"PIP_CONSTRAINT=(\S+) .*? -e '?(\.\S*?)'?[ ;]", said)}
     wanted = {".[dev,deepspeed,trackers]", ".[deepspeed]", ".[trackers]", ".[tpu]" if hardware == "tpu" else "."}
     assert wanted <= asked.keys()
     assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
 
 
-def test_links_and_files_named_in_the_readme_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        if not target.startswith("http"):
-            assert (ROOT / target).exists(), target
-    for path in re.findall(r"`((?:recipe|eval|accelerate_configs|ds_configs|tests)/[\w./-]+)`", README):
-        assert (ROOT / path).exists(), path
+def test_training_commands_of_the_documentation_are_valid():
+    trained = [words for words in map(shlex.split, COMMANDS) if "recipe/train.py" in words and "--help" not in words]
+    assert len(trained) > 20
+    for words in trained:
+        parse_config(words[words.index("recipe/train.py") + 1 :])
+
+
+def test_links_and_files_named_in_the_documentation_exist():
+    for page, text in PAGES.items():
+        for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), (page, target)
+                linked = PAGES.get((page.parent / target).resolve(), "")
+                titles = [re.sub(r"[^\w ]", "", line).lower() for line in re.findall("^#+ (.*)$", linked, re.MULTILINE)]
+                assert not heading or heading.replace("-", " ") in titles, (page, target, heading)
+        for path in re.findall(r"`((?:recipe|eval|accelerate_configs|ds_configs|tests)/[\w./-]+)`", text):
+            assert (ROOT / path).exists(), (page, path)
+
+
+def test_each_page_begins_with_its_question_and_a_command_and_is_linked_from_the_readme():
+    for page, text in PAGES.items():
+        if page.parent.name == "docs":
+            assert re.match(r"# .*\n\n\*[^*]+\?\*\n\n(.+\n\n)?(.+\n)*.*```bash\n", text), page
+            assert f"(docs/{page.name})" in PAGES[ROOT / "README.md"], page
+
+
+def test_versions_named_beside_the_code_are_its_own():
+    import recipe
+
+    assert f"\nversion: {recipe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    ruff = re.search(r"ruff==([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
+    assert f"rev: v{ruff} " in (ROOT / ".pre-commit-config.yaml").read_text()
+    assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
