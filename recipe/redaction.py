@@ -1,4 +1,4 @@
-"""Hides secrets and the home directory in text that leaves the process: messages, logs, and what a run writes down."""
+"""Hides secrets and the home directory in text that leaves the process: messages, logs, and the files of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from contextlib import suppress
 from urllib.parse import quote
 
 HIDDEN = "***"
-_SHORTEST = 8  # characters; what is shorter is rather a number or a word, and would be hidden everywhere
+_SHORTEST = 8  # characters; a shorter value may be a number or a word, which would then be hidden everywhere
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(_|$)", re.IGNORECASE)
-_NOT_THE_SECRET = re.compile(r"_(PATH|FILE|DIR)$", re.IGNORECASE)  # where it lies
+_NOT_THE_SECRET = re.compile(r"_(PATH|FILE|DIR)$", re.IGNORECASE)  # only the place of one
 
 _SHAPES = [
     # https://user:secret@host -> https://host
@@ -28,22 +28,22 @@ _SHAPES = [
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # Hugging Face's; wandb's looks like a commit, and is known by what stands before it
+    # Hugging Face's. Weights & Biases' looks like a commit's hash; only the word before it tells.
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
     (re.compile(r"(key['\"]?\s*[:=]\s*['\"]?)[0-9a-f]{40}\b", re.IGNORECASE), rf"\1{HIDDEN}"),
 ]
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable or a flag of this name holds a secret, going by the name."""
+    """Whether a variable or a flag holds a secret, judged by its name."""
     return bool(_SECRET_NAME.search(name)) and not _NOT_THE_SECRET.search(name)
 
 
 def redact(text: str) -> str:
-    """`text` without what is secret in it, and with ~ for the home directory at the beginning of a path.
+    """`text` without its secrets, and with ~ for the home directory at the beginning of a path.
 
-    Secret are the values of environment variables with such names, user and password of a URL, parameters of a URL with
-    such names, and tokens known by their shape. To redact twice is to redact once.
+    Secrets are the values of environment variables whose names look secret, the user and password of a URL, parameters
+    of a URL whose names look secret, and tokens known by their shape. Redacting twice changes nothing more.
     """
     for value in _secret_values():
         text = text.replace(value, HIDDEN)
@@ -56,7 +56,7 @@ def redact(text: str) -> str:
 
 
 def redacted(values: dict) -> dict:
-    """The same dict with every string redacted, in lists and dicts within it too; keys stay."""
+    """A copy of `values` with every string redacted, also in nested lists and dicts; keys stay as they are."""
 
     def within(value):
         if isinstance(value, str):
@@ -69,12 +69,12 @@ def redacted(values: dict) -> dict:
 
 
 def keep_secrets() -> None:
-    """From here on redacts what this process logs, and the tracebacks that end it or a thread of it."""
+    """From now on redacts what this process logs, libraries included, and the tracebacks that end it or a thread."""
     make = logging.getLogRecordFactory()
 
     def record(*args, **kwargs) -> logging.LogRecord:
         made = make(*args, **kwargs)
-        with suppress(TypeError, ValueError):  # of a message that does not fit its arguments; logging reports that
+        with suppress(TypeError, ValueError):  # a message that does not fit its arguments; logging reports that
             made.msg, made.args = redact(made.getMessage()), ()
         return made
 
@@ -86,7 +86,7 @@ def keep_secrets() -> None:
 
 
 def _secret_values() -> list[str]:
-    """Longest first, each also as it stands in a URL and in JSON."""
+    """The environment's secrets, longest first, each also in its form in a URL and in JSON."""
     values = [v for k, v in os.environ.items() if len(v) >= _SHORTEST and looks_secret(k)]
     forms = {form for v in values for form in (v, quote(v, safe=""), json.dumps(v)[1:-1])}
     return sorted(forms, key=len, reverse=True)

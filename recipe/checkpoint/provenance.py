@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of how it came about: device, processes, precision, versions, code, data."""
+"""Where a checkpoint comes from: device, processes, precision, versions, code and data, kept in trainer_state.json."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recipe.engine.base import Engine
 from recipe.errors import UserError
 from recipe.redaction import redact, redacted
 
-_FILES = 10  # of a local text, whose names are kept
+_FILES = 10  # of a local text's files, whose names are kept
 
 
 def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None) -> list[dict]:
-    """{"from_step", "device", "engine", "processes", ...} of this process's part of the run, from `step` on, behind
-    those of the parts before it; the same circumstances again, after a stop, are one part."""
+    """The parts of a run, each {"from_step", "device", "engine", "processes", ...}: the `earlier` ones and, if anything
+    differs from the last of them, a new one from `step` on."""
     now = {
         "device": hardware.processor() if engine.device.type == "cpu" else engine.name.split(",")[0],
         "engine": engine.name,
@@ -37,13 +37,13 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
     parts = list(earlier or [])
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(now):
         parts.append({"from_step": step} | redacted(now))
-    if step == 0 and config.model.init_from:  # a Hub id, or only that there was something: a path is nobody's business
+    if step == 0 and config.model.init_from:  # a path is private: only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
     return parts
 
 
 def _commit() -> str | None:
-    """The commit of this code, with "+" for changes that it does not hold; None where it is no clone."""
+    """The commit of this code, with "+" if files were changed since; None where it is no clone."""
     if not (ROOT / ".git").exists():  # installed, perhaps within another repository
         return None
     found = [_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")]
@@ -59,8 +59,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def _data(config: Config) -> dict:
-    """What the manifest of the shards says of the text that they were made from, and the options. Where there is none
-    of ours, {"shards": the last name of where they lie}: `source` may then be another text's."""
+    """The text and the options that the shards were made from, by their manifest. Without one of this recipe's,
+    {"shards": the name of their directory}: the configuration may name another text."""
     data = config.data.dataset_name
     try:
         manifest = None if glob.has_magic(data) else Manifest.load(Path(data))
