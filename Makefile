@@ -116,7 +116,7 @@ push: .venv/installed ## the same to REPO=ORG/NAME on the Hub (RUN)
 
 ##@ Measure speed
 
-scoreboard: .venv/installed ## what each optimisation brings here (ARGS=--quick)
+scoreboard: .venv/installed ## what each optimization brings here (ARGS=--quick)
 	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
 bench-peers: .venv/installed ## recipe/train.py beside transformers and others (CONFIG)
@@ -126,10 +126,10 @@ bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
 	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 
 bench-data: .venv/installed ## preparing and reading data beside datasets.map
-	$(BIN)/python -m benchmarks.data $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODEL)
-	$(BIN)/python benchmarks/hellaswag.py $(MODEL_ARG) $(ARGS)
+	$(BIN)/python -m benchmarks hellaswag $(MODEL_ARG) $(ARGS)
 
 ##@ Develop
 

@@ -1,6 +1,6 @@
 """Command: how fast the step is on this machine, what makes it so, and how fast others are.
 
-    python -m benchmarks scoreboard      one row an optimisation
+    python -m benchmarks scoreboard      one row an optimization
     python -m benchmarks peers           transformers' Trainer and others beside recipe/train.py, in turns
     python -m benchmarks --help          the rest
 
@@ -20,169 +20,84 @@ from pathlib import Path
 import torch
 
 from benchmarks import peers, profile, report, scaling
-from benchmarks import roofline as floor
-from benchmarks.bench_config import Setting
-from benchmarks.comm_overhead import measure_two
-from benchmarks.interleaved import Void, Worker, compare, prepared, workers
-from benchmarks.scoreboard import ladder, scoreboard
+from benchmarks.bench_config import BenchConfig, say
+from benchmarks.interleaved import NO_TIME, Void, Worker, prepared, rate_of
+from benchmarks.scoreboard import add_mfu, ladder, scoreboard
 from benchmarks.scoreboard import lines as scoreboard_lines
 from benchmarks.variants import Variant
 from benchmarks.worker import make_step
 from recipe.engine import device as hardware
 from recipe.errors import UserError
-from recipe.estimate import cost
-from recipe.estimate.memory import MFU, flops_per_token
+from recipe.estimate.memory import flops_per_token
 
-MODES = ("regional", "default", "max-autotune")
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-def run_scoreboard(setting: Setting) -> dict:
-    """The scoreboard: a table, scoreboard.json, scoreboard.png."""
-    results = setting.introduce("scoreboard")
-    small = max(1, setting.micro // (2 if setting.on_cpu else 8))
-    first, rows = ladder(
-        setting.config.model,
-        setting.T,
-        small,
-        setting.micro,
-        gpus=setting.gpus,
-        on_cpu=setting.on_cpu,
-        torch_compile_mode=setting.config.run.torch_compile_mode,
-    )
+def run_scoreboard(bench: BenchConfig) -> dict:
+    """What each optimization brings: a table, scoreboard.json, scoreboard.png."""
+    results = bench.introduce("scoreboard")
     with prepared() as directory:
-        results["rows"] = scoreboard(
-            first,
-            rows,
-            directory,
-            flops=results["flops_per_token"],
-            peak=results["peak_flops"],
-            rounds=setting.rounds,
-            seconds=setting.seconds,
-            left=lambda: setting.left,
-            say=setting.say,
-            quick=setting.arguments.quick,
-        )
-    setting.say("\n" + "\n".join(scoreboard_lines(results["rows"])))
-    report.write(results, setting.out / "scoreboard.json")
-    report.bars(results, setting.out / "scoreboard.png")
+        results["rows"] = scoreboard(*ladder(bench), directory, bench.timing, quick=bench.arguments.quick)
+    add_mfu(results["rows"], results["flops_per_token"], results["peak_flops"])
+    say("\n" + "\n".join(scoreboard_lines(results["rows"])))
+    report.write(results, bench.out / "scoreboard.json")
+    report.bars(results, bench.out / "scoreboard.png")
     return results
 
 
-def run_peers(setting: Setting) -> dict:
-    """Peers beside recipe/train.py: a table, peers.json, peers.png."""
-    results = setting.introduce("peers")
-    ours = setting.ours()
-    others = peers.contenders(ours, setting.arguments.nanogpt)
-    setting.say(
+def run_peers(bench: BenchConfig) -> dict:
+    """transformers' Trainer and others beside recipe/train.py: a table, peers.json, peers.png."""
+    results, timing = bench.introduce("peers"), bench.timing
+    ours = bench.ours()
+    others = peers.contenders(ours, bench.arguments.nanogpt)
+    say(
         f"same       {ours.tokens:,} tokens a step, weights, {ours.precision}, AdamW, clipping; "
-        f"{setting.rounds} rounds of A B B A, turns of {setting.seconds:g} s"
+        f"{timing.rounds} rounds of A B B A, turns of {timing.seconds:g} s"
     )
     with prepared() as directory:
-        results["rows"] = peers.compare_peers(
-            ours,
-            others,
-            directory,
-            on_cpu=setting.on_cpu,
-            rounds=setting.rounds,
-            seconds=setting.seconds,
-            left=lambda: setting.left,
-            say=setting.say,
-            only=setting.arguments.only,
-        )
-    setting.say("\n" + "\n".join(peers.lines(results["rows"])))
-    if setting.arguments.llmc_log:
-        results["llm.c"] = peers.llmc_log(Path(setting.arguments.llmc_log))
-        setting.say(f"llm.c, by its log: {results['llm.c']['tokens_per_second']:,.0f} tokens/s (another run: no ratio)")
-    report.write(results, setting.out / "peers.json")
-    report.ratios(results, setting.out / "peers.png")
+        only = bench.arguments.only
+        results["rows"] = peers.compare_peers(ours, others, directory, timing, on_cpu=bench.on_cpu, only=only)
+    say("\n" + "\n".join(peers.lines(results["rows"])))
+    if bench.arguments.llmc_log:
+        results["llm.c"] = peers.llmc_log(Path(bench.arguments.llmc_log))
+        say(f"llm.c, by its log: {results['llm.c']['tokens_per_second']:,.0f} tokens/s (another run: no ratio)")
+    report.write(results, bench.out / "peers.json")
+    report.ratios(results, bench.out / "peers.png")
     return results
 
 
-def run_sweep(setting: Setting) -> dict:
-    """Micro-batch sizes of recipe/train.py, doubled until one does not fit: tokens/s, memory; sweep.json."""
-    results = setting.introduce("sweep") | {"rows": []}
-    micro, largest = 1, setting.arguments.micro_batch_size or (setting.micro if setting.on_cpu else 512)
-    with prepared() as directory:
-        while micro <= largest:
-            row = alone(setting, setting.ours(micro_batch=micro), directory)
-            results["rows"].append({"micro_batch_size": micro} | row)
-            setting.say(f"{micro:>5} sequences  {_measured(row)}")
-            if row["note"]:
-                break
-            micro *= 2
-    report.write(results, setting.out / "sweep.json")
-    return results
-
-
-def run_compile(setting: Setting) -> dict:
-    """Ways to compile, beside none: seconds until the first step is done, speed of the later ones; compile.json."""
-    results = setting.introduce("compile") | {"rows": []}
-    with (
-        prepared(fresh=True) as directory,
-        workers(directory, setting.ours(name="not compiled", compile="")) as (plain,),
-    ):
-        for mode in MODES:
-            row = {"mode": mode, "note": "left out: the time is up"}
-            if setting.left > 0:
-                with workers(directory, setting.ours(name=mode, compile=mode)) as (worker,):
-                    row = _compiled(setting, worker, plain) | {"mode": mode}
-            results["rows"].append(row)
-            setting.say(f"{mode:<14} {row['note']}")
-    report.write(results, setting.out / "compile.json")
-    return results
-
-
-def _compiled(setting: Setting, worker: Worker, plain: Worker) -> dict:
-    try:
-        first = worker.run(1)
-        found = compare(worker, plain, setting.rounds, setting.seconds)
-    except Void as void:
-        return {"note": str(void)}
-    low, high = found.interval()
-    note = f"{found.ratio:.2f}x ({low:.2f} to {high:.2f}) of not compiled; first step after {first:.0f} s"
-    return {"first_step_seconds": first, "speedup": [found.ratio, low, high], "note": note}
-
-
-def run_sizes(setting: Setting) -> dict:
-    """The four sizes of GPT-2 with their recipes: tokens/s, MFU, memory beside what was reckoned; sizes.json."""
-    if setting.on_cpu:
+def run_sizes(bench: BenchConfig) -> dict:
+    """The four sizes of GPT-2 on a GPU: tokens/s, MFU, memory beside the estimate; sizes.json."""
+    if bench.on_cpu:
         raise UserError("the four sizes are for a GPU: the largest would take a CPU minutes a step")
-    results = setting.introduce("sizes") | {"rows": []}
+    results = bench.introduce("sizes") | {"rows": []}
     with prepared() as directory:
         for name in SIZES:
-            setting.set_recipe(name)
-            compiled = setting.config.run.torch_compile
-            setting.micro = setting.arguments.micro_batch_size or setting.fitting(compiled)
-            row = alone(setting, setting.ours(), directory)
-            reckoned = setting.reckoned(setting.micro, compiled)
-            row |= {"recipe": name, "micro_batch_size": setting.micro, "memory_reckoned_bytes": reckoned}
+            bench.set_recipe(name)
+            compiled = bench.config.run.torch_compile
+            bench.micro = bench.arguments.micro_batch_size or bench.fitting(compiled)
+            row = alone(bench, bench.ours(), directory)
+            estimated = bench.estimated(bench.micro, compiled)
+            row |= {"recipe": name, "micro_batch_size": bench.micro, "memory_estimated_bytes": estimated}
             results["rows"].append(row)
-            setting.say(f"{name:<12} {setting.micro:>3} sequences  {_measured(row)}, reckoned {reckoned / 1e9:.1f} GB")
-    setting.set_recipe(setting.recipe)
-    report.write(results, setting.out / "sizes.json")
+            say(f"{name:<12} {bench.micro:>3} sequences  {_measured(row)}, estimated {estimated / 1e9:.1f} GB")
+    bench.set_recipe(bench.recipe)
+    report.write(results, bench.out / "sizes.json")
     return results
 
 
-def alone(setting: Setting, variant: Variant, directory: Path) -> dict:
-    """A variant by itself, the median of turns: tokens_per_second, mfu, peak_memory_bytes; null where `note` says
+def alone(bench: BenchConfig, variant: Variant, directory: Path) -> dict:
+    """A variant by itself: tokens_per_second (the median of turns), mfu, peak_memory_bytes; null where `note` says
     why."""
     result = dict.fromkeys(("tokens_per_second", "mfu", "peak_memory_bytes")) | {"note": ""}
-    if setting.left < 0:
-        return result | {"note": "left out: the time is up"}
+    if bench.timing.left < 0:
+        return result | {"note": NO_TIME}
     worker = Worker(variant, directory)
     try:
-        worker.run(1)
-        steps = max(1, round(setting.seconds / worker.run(1)))
-        turns = sorted(worker.run(steps) for _ in range(2 * setting.rounds + 1))
-        rate = variant.tokens / turns[setting.rounds]
+        rate = rate_of(worker, bench.timing)
         flops = flops_per_token(variant.model, variant.sequence_length)
-        peak = setting.peak
-        return result | {
-            "tokens_per_second": rate,
-            "mfu": rate * flops / peak if peak else None,
-            "peak_memory_bytes": worker.peak_memory,
-        }
+        mfu = rate * flops / bench.peak if bench.peak else None
+        return result | {"tokens_per_second": rate, "mfu": mfu, "peak_memory_bytes": worker.peak_memory}
     except Void as void:
         return result | {"note": str(void)}
     finally:
@@ -192,108 +107,90 @@ def alone(setting: Setting, variant: Variant, directory: Path) -> dict:
 def _measured(row: dict) -> str:
     if row["note"]:
         return row["note"]
-    mfu = f"  MFU {100 * row['mfu']:.1f} %" if row["mfu"] is not None else ""
+    mfu = f"  MFU {row['mfu']:.1%}" if row["mfu"] is not None else ""
     return f"{row['tokens_per_second']:>10,.0f} tokens/s{mfu}  {row['peak_memory_bytes'] / 1e9:.2f} GB"
 
 
-def run_profile(setting: Setting) -> dict:
-    """Where the time of a step goes, by group of kernels, and how near the step is to its floor; profile.json."""
-    results = setting.introduce("profile")
+def run_profile(bench: BenchConfig) -> dict:
+    """Where the time of a step goes, by operator or kernel; profile.json."""
+    results = bench.introduce("profile")
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    ours = setting.ours()
+    ours = bench.ours()
+    as_the_engine = {"pad_vocab_to": hardware.pad_vocab_to(device)}
+    if bench.on_cpu:
+        as_the_engine |= {"loss_by_rows": True, "attention": "blocks" if ours.precision == "bf16" else "sdpa"}
     with prepared() as directory:
-        actual = alone(setting, ours, directory)["tokens_per_second"]
-        profile.name_compiled_kernels()
-        as_the_engine = {"pad_vocab_to": hardware.pad_vocab_to(device)}
-        if setting.on_cpu:
-            as_the_engine |= {"loss_by_rows": True, "attention": "blocks" if ours.precision == "bf16" else "sdpa"}
         step = make_step(ours.but(kind="loop", **as_the_engine), f"{directory}/shards")
         results["profile"] = profile.profile_step(step, device)
         del step
-        torch.compiler.reset()
-    results["floor"] = floor.measure_floor(
-        ours.model, ours.micro_batch, setting.T, device, ours.precision, actual=1e6 / actual if actual else None
-    )
     gc.collect()
+    torch.compiler.reset()
     hardware.release_memory()  # for the workers of what comes next
-    setting.say("\n".join(profile.lines(results["profile"]) + floor.lines(results["floor"])))
-    report.write(results, setting.out / "profile.json")
+    say("\n".join(profile.lines(results["profile"])))
+    report.write(results, bench.out / "profile.json")
     return results
 
 
-def run_scaling(setting: Setting) -> dict:
-    """What talking costs DDP and ZeRO: by arithmetic for 8, 64 and 512 GPUs, and between two processes here;
-    scaling.json."""
-    results = report.circumstances() | {"table": scaling.table(), "anchors": scaling.anchors()}
-    results["two_processes"] = measure_two() if setting.left > 60 else None
-    setting.say("\n".join(scaling.lines(results["table"], results["two_processes"])))
-    report.write(results, setting.out / "scaling.json")
+def run_scaling(bench: BenchConfig) -> dict:
+    """What communication costs DDP and ZeRO-1 on 8, 64 and 512 GPUs, predicted; scaling.json."""
+    results = {"table": scaling.table(), "anchors": scaling.anchors()}
+    say("\n".join(scaling.lines()))
+    report.write(results, bench.out / "scaling.json")
     return results
-
-
-def run_cost(setting: Setting) -> dict:
-    """How long GPT-2's sizes take and what they cost, at --mfu and --price_per_hour; cost.json."""
-    mfu, price = setting.arguments.mfu, setting.arguments.price_per_hour
-    if not 0 < mfu <= 1 or price < 0:
-        raise UserError(f"--mfu {mfu:g} --price_per_hour {price:g}: a share between 0 and 1, and dollars")
-    results = {"table": cost.table(mfu, price)}
-    setting.say("\n".join(cost.lines(results["table"], price)))
-    report.write(results, setting.out / "cost.json")
-    return results
-
-
-def run_all(setting: Setting) -> dict:
-    """All of them, one after the other, within --minutes; <device>.json has all figures."""
-    results = report.circumstances()
-    with prepared():  # one for all: what is compiled twice is compiled once
-        return _run_all(setting, results)
 
 
 # In the order of their worth; what one leaves of its share goes to those after it.
-SHARES = {"peers": 30, "scoreboard": 35, "profile": 7, "sizes": 15, "sweep": 10, "compile": 8, "scaling": 5}
+SHARES = {"peers": 35, "scoreboard": 40, "sizes": 17, "profile": 8}
 
 
-def _run_all(setting: Setting, results: dict) -> dict:
+def run_all(bench: BenchConfig) -> dict:
+    """The full benchmark of a device within --minutes: peers, scoreboard, sizes, profile; DEVICE.json."""
+    results = report.circumstances()
+    slug = "-".join(results["device"].lower().replace("(", "").replace(")", "").split())
     shares = list(SHARES.items())
     for at, (name, share) in enumerate(shares):
-        left = setting.whole_left
-        setting.say(f"\n=== {name}, {left / 60:.1f} minutes left")
-        if left < 20:
-            results[name] = {"note": "left out: the time is up"}
-            setting.say(results[name]["note"])
-            continue
+        left = bench.timing.left
+        say(f"\n=== {name}, {left / 60:.1f} minutes left")
         try:
-            with setting.within(left * share / sum(s for _, s in shares[at:])):
-                results[name] = COMMANDS[name](setting)
+            if left < 20:
+                raise UserError(NO_TIME)
+            with bench.timing.within(left * share / sum(s for _, s in shares[at:])):
+                results[name] = COMMANDS[name](bench)
         except UserError as error:
             results[name] = {"note": str(error)}
-            setting.say(results[name]["note"])
+            say(str(error))
         except Exception as error:  # the others are worth having without it
             traceback.print_exc()
             results[name] = {"note": f"failed: {error!r}"}
-        slug = "-".join(results["device"].lower().replace("(", "").replace(")", "").split())
-        report.write(results, setting.out / f"{slug}.json")
+        report.write(results, bench.out / f"{slug}.json")
     return results
 
 
-COMMANDS: dict[str, Callable[[Setting], dict]] = {
+COMMANDS: dict[str, Callable[[BenchConfig], dict]] = {
     "scoreboard": run_scoreboard,
     "peers": run_peers,
-    "sweep": run_sweep,
     "sizes": run_sizes,
     "profile": run_profile,
-    "compile": run_compile,
     "scaling": run_scaling,
-    "cost": run_cost,
     "all": run_all,
+}
+# Commands with arguments of their own, each a module with a `main(argv)`.
+OTHERS = {
+    "data": "Preparing and reading data, beside datasets.map",
+    "hellaswag": "HellaSwag beside lm-evaluation-harness",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] and argv[0] in OTHERS:
+        from importlib import import_module
+
+        return import_module(f"benchmarks.{argv[0]}").main(argv[1:])
     arguments = _parser().parse_args(argv)
     started = time.monotonic()
     try:
-        COMMANDS[arguments.command](Setting(arguments))
+        COMMANDS[arguments.command](BenchConfig(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -307,8 +204,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(
-            f"{name:<12} {function.__doc__.split('; ')[0].split(':')[0].strip().rstrip('.')}"
-            for name, function in COMMANDS.items()
+            [f"{name:<12} {function.__doc__.split('; ')[0].split(':')[0]}" for name, function in COMMANDS.items()]
+            + [f"{name:<12} {text} (its own --help)" for name, text in OTHERS.items()]
         ),
     )
     parser.add_argument("command", choices=COMMANDS)
@@ -318,11 +215,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence_length", type=int, default=0, help="tokens a sequence (default: the recipe's)")
     parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
-    parser.add_argument("--minutes", type=float, default=1e4, help="leave out what would begin later than this")
+    parser.add_argument("--minutes", type=float, default=1e4, help="skip what would begin later than this")
     parser.add_argument("--quick", action="store_true", help="one round of short turns")
     parser.add_argument("--only", default="", help="rows that this regular expression matches (peers)")
-    parser.add_argument("--mfu", type=float, default=MFU, help="assumed share of a device's peak (cost)")
-    parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device (cost)")
     parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT to run beside ours (peers)")
     parser.add_argument("--llmc_log", default="", help="what llm.c's train_gpt2cu printed, to quote (peers)")
     parser.add_argument("--out", default="bench", help="directory of the results")

@@ -1,6 +1,6 @@
-"""Command: how fast the data are, beside `datasets.map` with GPT2TokenizerFast on the same file.
+"""How fast text is tokenized, beside `datasets.map` with GPT2TokenizerFast on the same file.
 
-    python -m benchmarks.data --text articles.parquet --output bench-data.json
+    python -m benchmarks data --text articles.parquet --output bench-data.json
 
 Ratios are of medians of interleaved rounds; absolute figures belong to the machine that printed them.
 """
@@ -8,35 +8,31 @@ Ratios are of medians of interleaved rounds; absolute figures belong to the mach
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 
-from recipe.config import ROOT, DataConfig
-from recipe.data.dataset import LocalSource
+from recipe.config import ROOT
 from recipe.data.prepare.documents import open_files
-from recipe.data.prepare.options import PrepareOptions, options_of
+from recipe.data.prepare.options import PrepareOptions
 from recipe.data.prepare.pipeline import prepare
-from recipe.data.shards import find_shards
-from recipe.data.streaming.status import directory_bytes
-from recipe.data.streaming.stream import Builder, StreamedSource, Waiting
 from recipe.errors import UserError
-
-T = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How fast the data are.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks data", description="How fast the data are.", allow_abbrev=False
+    )
     parser.add_argument("--text", default="", help="file of documents (default: tiny Shakespeare's speeches, 20 times)")
     parser.add_argument("--documents", type=int, default=0, help="first so many of them (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="of each way to tokenise, interleaved")
@@ -61,11 +57,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict:
         f"text       {arguments.text or 'tiny Shakespeare'}: {text.stat().st_size / 1e6:.1f} MB; {os.cpu_count()} cores"
     )
     figures = {"text": arguments.text, "bytes": text.stat().st_size, "cores": os.cpu_count()}
-    figures["tokenising"] = _tokenising(text, directory, arguments.rounds)
-    shards = directory / "ours 1 thread"
-    figures["rows"] = _rows(shards)
-    figures["resume_seconds"] = _resume(shards)
-    figures["stream"] = _stream(text, directory)
+    figures["tokenizing"] = _tokenizing(text, directory, arguments.rounds)
     figures["data_wait"] = _data_wait(directory, arguments.steps)
     return figures
 
@@ -93,14 +85,15 @@ def _documents(source: str) -> Iterator[str]:
             yield "".join(document.chunks())
 
 
-def _tokenising(text: Path, directory: Path, rounds: int) -> dict:
+def _tokenizing(text: Path, directory: Path, rounds: int) -> dict:
     def ours(name: str, **crew) -> Callable[[], tuple[int, float]]:
         def run() -> tuple[int, float]:
             out = directory / name
             for path in out.glob("*"):
                 path.unlink()
             start = time.perf_counter()
-            manifest = prepare(PrepareOptions(str(text), str(out), **crew), lambda _: None)
+            with redirect_stdout(io.StringIO()):
+                manifest = prepare(PrepareOptions(str(text), str(out), **crew))
             return manifest.tokens("train") + manifest.tokens("val"), time.perf_counter() - start
 
         return run
@@ -122,7 +115,7 @@ def _tokenising(text: Path, directory: Path, rounds: int) -> dict:
     if len(counts) > 1:
         raise AssertionError(f"the ways count different numbers of tokens: {counts}")
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"tokenising {counts.pop():,} tokens, text to file, medians of {rounds} interleaved rounds, imports left out")
+    print(f"tokenizing {counts.pop():,} tokens, text to file, medians of {rounds} interleaved rounds, without imports")
     for name, rate in medians.items():
         peer = medians[f"datasets.map {'1 process' if ' 1 ' in name else '2 processes'}"]
         spread = f"{min(rates[name]) / 1e6:.2f} to {max(rates[name]) / 1e6:.2f}"
@@ -155,108 +148,19 @@ def _peer(text: Path, directory: Path, processes: int) -> tuple[int, float]:
     return int(tokens), float(seconds)
 
 
-def _rows(shards: Path) -> dict:
-    """Tokens a second that one process gets, at the micro-batches of a small and of a large device."""
-    rates = {}
-    for micro in (8, 64):
-        with closing(LocalSource(find_shards(str(shards), "train"), T, 512, seed=1)) as source:
-            source.rows(0, 0, 512)  # opened and verified
-            start, taken, step = time.perf_counter(), 0, 0
-            while time.perf_counter() - start < 2:
-                step += 1
-                for lo in range(0, 512, micro):
-                    taken += source.rows(step, lo, lo + micro).size
-            rates[micro] = taken / (time.perf_counter() - start)
-        print(f"rows()     {rates[micro] / 1e6:.0f} M tokens/s in micro-batches of {micro} x {T}")
-    return rates
-
-
-def _resume(shards: Path) -> float:
-    """Seconds to the first micro-batch of step 100,000, shards opened before (they are verified in any case)."""
-    with closing(LocalSource(find_shards(str(shards), "train"), T, 512, seed=1)) as source:
-        source.rows(0, 0, 512)
-    start = time.perf_counter()
-    with closing(LocalSource(find_shards(str(shards), "train"), T, 512, seed=1)) as again:
-        again._verified = source._verified
-        again.rows(100_000, 0, 8)
-        seconds = time.perf_counter() - start
-    print(f"resume     at step 100,000 in {1e3 * seconds:.1f} ms, without verifying the shards")
-    return seconds
-
-
-def _stream(text: Path, directory: Path) -> dict:
-    """An epoch and a half of the text, read as it comes within a budget of a quarter of its tokens."""
-    out, tokens = directory / "streamed", sum(s.tokens for s in find_shards(str(directory / "ours 1 thread"), "train"))
-    shard = tokens // 40
-    budget = tokens * 2 // 4
-    data = DataConfig(
-        dataset_name=str(out),
-        train_text=str(text),
-        val_documents=20,
-        shard_tokens=shard,
-        first_shard_tokens=shard // 8,
-        disk_budget_gb=budget / 1e9,
-        streaming=True,
-    )
-    options_of(data).check()
-    most, done = [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.01):
-            most[0] = max(most[0], directory_bytes(out))
-
-    start = time.perf_counter()
-    builder = Builder(data, 1, None, None)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        waiting = Waiting(out, print)
-        waiting.until(lambda: (out / "train_000000.bin").exists(), "the first shard")
-        first = time.perf_counter() - start
-        length = 128  # of a sequence, so that a small text has many
-        steps = int(1.5 * tokens) // (8 * length)
-        with closing(StreamedSource(out, length, 8, 1, rank=0, first_step=0, steps=steps, say=print)) as source:
-            for step in range(steps):
-                source.rows(step, 0, 8)
-    finally:
-        done.set()
-        watcher.join()
-        builder.close()
-    seconds = time.perf_counter() - start
-    figures = {
-        "budget": budget,
-        "peak": most[0],
-        "first_shard_seconds": first,
-        "tokens_per_second": 1.5 * tokens / seconds,
-    }
-    print(
-        f"stream     first shard after {first:.1f} s; peak disk {most[0] / 1e6:.1f} MB of a budget of "
-        f"{budget / 1e6:.1f}; {figures['tokens_per_second'] / 1e6:.2f} M tokens/s read"
-    )
-    return figures
-
-
 def _data_wait(directory: Path, steps: int) -> float:
     """Share of the default recipe's step time that it waits for data."""
     run = directory / "run"
-    command = [
-        sys.executable,
-        str(ROOT / "recipe/train.py"),
-        "--output_dir",
-        str(run),
-        "--dataset_name",
-        f"{directory}/shards",
-        "--max_steps",
-        str(steps),
-        "--warmup_steps",
-        "10",
-        "--eval_steps",
-        "0",
-        "--eval_tokens",
-        "1024",
-        "--logging_steps",
-        "10",
-    ]
+    fields = {
+        "output_dir": run,
+        "dataset_name": directory / "shards",
+        "max_steps": steps,
+        "warmup_steps": 10,
+        "eval_steps": 0,
+        "eval_tokens": 1024,
+        "logging_steps": 10,
+    }
+    command = [sys.executable, str(ROOT / "recipe/train.py"), *(f"--{name}={value}" for name, value in fields.items())]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         raise UserError(f"the default recipe failed: {ran.stderr.strip().splitlines()[-1]}")
@@ -264,7 +168,3 @@ def _data_wait(directory: Path, steps: int) -> float:
     wait = float(np.mean([line["data_wait"] for line in lines if line.get("data_wait") is not None]))
     print(f"data wait  {100 * wait:.2f} % of the step time in {steps} steps of the default recipe")
     return wait
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """How fast HellaSwag is scored beside lm-evaluation-harness:
 
-    python benchmarks/hellaswag.py [MODEL] [--rows N] [--rounds N]
+    python -m benchmarks hellaswag [MODEL] [--rows N] [--rounds N]
 
 The same weights, rows, batch and device; each is timed from rows in memory to accuracies. Turns go A B C C B A, so that
 a ratio is of neighbours in time. The harness has its own copy of the model, as transformers builds it. Without MODEL it
@@ -10,14 +10,9 @@ is GPT-2 124M with random weights, which take the same time.
 import argparse
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
@@ -26,7 +21,7 @@ from transformers.activations import NewGELUActivation
 from eval import common, devices, harness, hellaswag
 
 BPE = Path(__file__).resolve().parent.parent / "recipe" / "data" / "gpt2_bpe"
-OURS_BOTH, OURS, THEIRS = "this project, ways A and B", "this project, way B", "lm-evaluation-harness (way B)"
+OURS_BOTH, OURS, THEIRS = "this project, both ways", "this project, lm-eval-style", "lm-evaluation-harness"
 
 
 def random_gpt2(device: torch.device, dtype: torch.dtype) -> common.Loaded:
@@ -49,7 +44,7 @@ def as_transformers_builds_it(loaded: common.Loaded) -> common.Loaded:
 
 
 def ours(loaded: common.Loaded, rows: list[dict], batch_size: int, ways: tuple[str, ...]) -> tuple[float, dict]:
-    """(seconds, {"A": {"acc": ...}, "B": ...}), as the command reckons them."""
+    """(seconds, {"A": {"acc": ...}, "B": ...}), as the command computes them."""
     start = time.perf_counter()
     scores = hellaswag.score_loaded(loaded, rows, batch_size=batch_size, ways=ways, progress=False)
     found = hellaswag.accuracies(scores, rows)
@@ -99,8 +94,13 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = arguments().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    common.run_main(lambda: compare(arguments().parse_args(argv)))
+    return 0
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Raises UserError where lm-eval is not installed, or there is no such model."""
     harness.require()
     if args.model_option or args.model:
         loaded = common.load(args, shared=True)
@@ -126,13 +126,9 @@ def main() -> None:
     print("\n" + report(seconds, len(rows)))
     b = found[THEIRS]["B"]
     print(
-        f"\nthe harness finds acc {b['acc']:.4f}, acc_norm {b['acc_norm']:.4f}; this project, way B, acc "
+        f"\nthe harness finds acc {b['acc']:.4f}, acc_norm {b['acc_norm']:.4f}; this project, lm-eval-style, acc "
         f"{found[OURS]['B']['acc']:.4f}, acc_norm {found[OURS]['B']['acc_norm']:.4f}"
     )
     if args.output:
         results = {"rows": len(rows), "batch_size": args.batch_size, "seconds": seconds, "found": found}
         common.write_results(args.output, "bench", about | results)
-
-
-if __name__ == "__main__":
-    common.run_main(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import multiprocessing.context
 import os
@@ -12,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.bench_config import Timing
 from benchmarks.variants import Variant
 from benchmarks.worker import use_device, work
 from recipe.config import ROOT
@@ -27,6 +29,7 @@ from recipe.data.prepare.options import PrepareOptions
 from recipe.data.prepare.pipeline import prepare
 from recipe.engine import device as hardware
 
+NO_TIME = "skipped: the time is up"
 _PATIENCE = 600  # seconds, for a turn: the first one compiles
 COMPARED = 20  # steps whose losses must agree
 # Nats between two variants' losses of a step: of one precision, rounding alone; of two, what bf16 rounds off.
@@ -99,9 +102,9 @@ class Worker:
 
 
 def _ready(ends: list[Connection]) -> list[Connection]:
-    """Those that have something to say. Raises Void where none has for too long."""
+    """Those that have answered. Raises Void where none does for too long."""
     if not (ready := wait(ends, timeout=_PATIENCE)):
-        raise Void(f"nothing was heard of it for {_PATIENCE} s")
+        raise Void(f"it has not answered for {_PATIENCE} s")
     return ready
 
 
@@ -168,12 +171,20 @@ class Paired:
         return statistics.median(pair[index] for pair in self.pairs)
 
 
-def compare(a: Worker, b: Worker, rounds: int, seconds: float) -> Paired:
-    """Turns of about `seconds` each, A B B A in every round. Raises Void where one fails, or their losses differ."""
+def rate_of(worker: Worker, timing: Timing) -> float:
+    """Tokens a second of a worker by itself, the median of turns. Raises Void where it fails."""
+    worker.run(1)
+    steps = max(1, round(timing.seconds / worker.run(1)))
+    return worker.variant.tokens / statistics.median(worker.run(steps) for _ in range(2 * timing.rounds + 1))
+
+
+def compare(a: Worker, b: Worker, timing: Timing) -> Paired:
+    """Turns of about `timing.seconds` each, A B B A in every round. Raises Void where one fails, or their losses
+    differ."""
     steps = []
     for worker in (a, b):
         worker.run(1)  # compiles, allocates
-        steps.append(max(1, round(seconds / worker.run(1))))
+        steps.append(max(1, round(timing.seconds / worker.run(1))))
         worker.release()
 
     def turn(worker: Worker, count: int) -> float:
@@ -183,7 +194,7 @@ def compare(a: Worker, b: Worker, rounds: int, seconds: float) -> Paired:
         return taken
 
     found = Paired()
-    for _ in range(rounds):
+    for _ in range(timing.rounds):
         a1, b1 = turn(a, steps[0]), turn(b, steps[1])
         b2, a2 = turn(b, steps[1]), turn(a, steps[0])
         found.pairs += [(a1, b1), (a2, b2)]
@@ -204,33 +215,12 @@ def agree(a: Worker, b: Worker) -> float:
     return apart
 
 
-_prepared: list[Path] = []
-
-
 @contextmanager
-def prepared(fresh: bool = False) -> Iterator[Path]:
-    """A directory with shards of tiny Shakespeare, the text that ships, for workers, and what they compile; it is
-    deleted in the end. Within another such context it is the same one, unless it is to be `fresh`."""
-    if _prepared and not fresh:
-        yield _prepared[-1]
-        return
+def prepared() -> Iterator[Path]:
+    """A directory with shards of tiny Shakespeare, the text that ships, for workers and what they compile; deleted in
+    the end."""
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
-        options = PrepareOptions(train_text=str(text), out=f"{name}/shards", val_fraction=0.1)
-        prepare(options, say=lambda line: None)
-        _prepared.append(Path(name))
-        try:
-            yield Path(name)
-        finally:
-            _prepared.pop()
-
-
-@contextmanager
-def workers(directory: Path, *variants: Variant) -> Iterator[list[Worker]]:
-    """Workers of the variants, which end with the context."""
-    with ExitStack() as closing:
-        started = []
-        for variant in variants:
-            started.append(Worker(variant, directory))
-            closing.callback(started[-1].close)
-        yield started
+        with redirect_stdout(io.StringIO()):
+            prepare(PrepareOptions(train_text=str(text), out=f"{name}/shards", val_fraction=0.1))
+        yield Path(name)

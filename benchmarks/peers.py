@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
-from benchmarks.interleaved import Void, Worker, agree, compare
+from benchmarks.bench_config import Timing, say
+from benchmarks.interleaved import NO_TIME, Void, Worker, agree, compare
 from benchmarks.variants import Variant
 from recipe.errors import UserError
 
@@ -35,54 +36,55 @@ def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
 
 
 def compare_peers(
-    ours: Variant,
-    others: list[Variant],
-    directory: Path,
-    *,
-    on_cpu: bool,
-    rounds: int,
-    seconds: float,
-    left: Callable[[], float],
-    say: Callable[[str], None],
-    only: str = "",
+    ours: Variant, others: list[Variant], directory: Path, timing: Timing, *, on_cpu: bool, only: str = ""
 ) -> list[dict]:
     """Each of `others` in turns with `ours`; on a CPU twice, with the allocator as it comes ("as shipped") and as our
-    trainer sets it ("our allocator"); `only` those whose "name, environment" it matches, a regular expression.
+    trainer sets it ("our allocator"); `only` those whose "name, environment" matches this regular expression.
 
     Returns a dict a peer and environment: name, environment, ratio (how many times as fast ours is), low, high (95 %
     bootstrap interval), tokens_per_second of both, peak_memory_bytes of both, losses_apart in nats; null where `void`
     says why.
     """
+    environments = (("as shipped", False), ("our allocator", True)) if on_cpu else (("", True),)
     results, longest = [], 0.0
     mine = Worker(ours, directory)
     try:
-        for peer in others:
-            for environment, tuned in (("as shipped", False), ("our allocator", True)) if on_cpu else (("", True),):
-                if not re.search(only, f"{peer.name}, {environment}"):
-                    continue
-                result = {"name": peer.name, "environment": environment, "void": ""}
-                if left() < longest:
-                    results.append(result | {"void": "left out: the time is up", "ratio": None})
-                    continue
-                say(f"...        {peer.name}{', ' if environment else ''}{environment}")
-                since = time.monotonic()
-                worker = Worker(peer.but(tuned=tuned), directory)
-                try:
-                    found = compare(mine, worker, rounds, seconds)
-                    result["ratio"], (result["low"], result["high"]) = found.ratio, found.interval()
-                    result["tokens_per_second"] = [1 / found.seconds(0), 1 / found.seconds(1)]
-                    result["peak_memory_bytes"] = [mine.peak_memory, worker.peak_memory]
-                    result["losses_apart"] = agree(mine, worker)
-                    result["pairs"] = found.pairs
-                except Void as void:
-                    result |= {"void": str(void), "ratio": None}
-                finally:
-                    worker.close()
-                longest = max(longest, time.monotonic() - since)
-                results.append(result)
+        for peer, (environment, tuned) in product(others, environments):
+            name = ", ".join(filter(None, (peer.name, environment)))
+            if not re.search(only, name):
+                continue
+            result = {"name": peer.name, "environment": environment, "void": NO_TIME, "ratio": None}
+            results.append(result)
+            if timing.left < longest:
+                continue
+            say(f"...        {name}")
+            since = time.monotonic()
+            result |= _beside(mine, peer.but(tuned=tuned), directory, timing)
+            longest = max(longest, time.monotonic() - since)
     finally:
         mine.close()
     return results
+
+
+def _beside(mine: Worker, peer: Variant, directory: Path, timing: Timing) -> dict:
+    worker = Worker(peer, directory)
+    try:
+        found = compare(mine, worker, timing)
+        low, high = found.interval()
+        return {
+            "void": "",
+            "ratio": found.ratio,
+            "low": low,
+            "high": high,
+            "tokens_per_second": [1 / found.seconds(0), 1 / found.seconds(1)],
+            "peak_memory_bytes": [mine.peak_memory, worker.peak_memory],
+            "losses_apart": agree(mine, worker),
+            "pairs": found.pairs,
+        }
+    except Void as void:
+        return {"void": str(void)}
+    finally:
+        worker.close()
 
 
 def lines(results: list[dict]) -> list[str]:

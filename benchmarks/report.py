@@ -36,24 +36,24 @@ def write(results: dict, path: Path) -> None:
 
 
 def bars(results: dict, path: Path) -> None:
-    """The scoreboard as a bar chart, a bar a row, with its speed-up over the first."""
+    """The scoreboard as a bar chart: each row's speed over the first row."""
     rows = [r for r in results["rows"] if r["tokens_per_second"]]
     if not rows:
         return
     plt, figure, axes = _figure(len(rows))
     totals = [r["total"] for r in rows]
-    colours = ["#2f6f9f" if r["kept"] else "#c9d3da" for r in rows]
-    axes.barh(range(len(rows)), totals, color=colours, height=0.72)
+    axes.barh(range(len(rows)), totals, color=["#2f6f9f" if r["kept"] else "#c9d3da" for r in rows], height=0.72)
     for y, r in enumerate(rows):
-        label = f" {r['total']:.2f}x   {_short(r['tokens_per_second'])} tokens/s"
+        label = f" {r['total']:.2f}x, {r['tokens_per_second']:,.0f} tokens/s"
         axes.text(r["total"], y, label, va="center", fontsize=9, color="#222222")
-    axes.set_yticks(range(len(rows)), [r["name"] if r["kept"] else f"({r['name']})" for r in rows])
+    axes.set_yticks(range(len(rows)), [r["name"] for r in rows])
     axes.set_xlim(0, 1.35 * max(totals))
     m = results["model"]
     title = f"GPT-2 {m['parameters'] / 1e6:,.0f}M, {results['sequence_length']} tokens a sequence"
-    _finish(
-        plt, figure, axes, results, title, "speed over the first row (each on top of those above; grey: not kept)", path
-    )
+    label = "speed over the first row, each row on top of those above it"
+    if not all(r["kept"] for r in rows):
+        label += " (gray: measured, but not part of the rows below)"
+    _finish(plt, figure, axes, results, title, label, path)
 
 
 def ratios(results: dict, path: Path) -> None:
@@ -72,8 +72,11 @@ def ratios(results: dict, path: Path) -> None:
     axes.set_yticks(range(len(rows)), names)
     axes.axvline(1, color="#222222", linewidth=0.8)
     axes.set_xlim(0, 1.2 * max(r["high"] for r in rows))
+    label = "ratio of tokens a second for the same work, measured in turns (median, 95 % interval)"
+    if any(r["environment"] == "our allocator" for r in rows):
+        label += "; gray: with our allocator settings"
     title = f"GPT-2 {results['model']['parameters'] / 1e6:,.0f}M: recipe/train.py is so many times as fast as"
-    _finish(plt, figure, axes, results, title, "ratio of tokens a second, same work, in turns (median, 95 %)", path)
+    _finish(plt, figure, axes, results, title, label, path)
 
 
 def _figure(rows: int):

@@ -1,46 +1,41 @@
-"""What talking costs: DDP and ZeRO on 8, 64 and 512 GPUs by arithmetic, and between two processes here.
+"""What communication costs DDP and ZeRO-1 on 8, 64 and 512 GPUs: a prediction from bytes, links and published speeds.
 
-    python -m benchmarks.scaling                  the table, the anchors, and two processes of this machine
-    python -m benchmarks.scaling --arithmetic     without the measurement
-
-The bytes are those of benchmarks/communication.py, the measurement is benchmarks/comm_overhead.py.
+Bytes that a device sends of S that all have: 2 (W-1)/W S to sum them everywhere, (W-1)/W S to sum each part on one
+device or to gather the parts (ring algorithms; Thakur et al. 2005, "Optimization of Collective Communication Operations
+in MPICH"; NCCL's bus bandwidth counts the same). Over several nodes: first within each node, then between devices of
+the same place, each with its own adapter, so that a node's adapters together carry (M-1)/M S, or twice that for a sum
+everywhere, with M nodes. The two phases' times add up. Latency is not counted, which flatters many devices that have
+little to send.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.comm_overhead import lines as two_lines
-from benchmarks.comm_overhead import measure_two
-from benchmarks.communication import BUS_EFFICIENCY, LINKS, collectives, seconds
 from recipe.config import ModelConfig
-from recipe.errors import UserError
-from recipe.estimate.memory import flops_per_token
+from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.estimate.memory import flops_per_token, parameter_count
 
-# Assumed share of a micro-step's time that is its backward pass: two of three products.
-BACKWARD = 2 / 3
+BUS_EFFICIENCY = 0.8  # assumed share of a link's speed that large collectives reach; not measured here
+BACKWARD = 2 / 3  # assumed share of a micro-step's time that is its backward pass: two of three products
+GPUS_A_NODE = 8
+TOTAL_SEQUENCES, SEQUENCE_LENGTH = 512, 1024  # 524,288 tokens a step
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Dense bf16 peak in FLOP/s, and the names of its links within a node and between nodes."""
+    """Dense bf16 peak in FLOP/s; bytes/s in one direction of its link within a node and of a node's adapters."""
 
     peak: float
-    link: str
-    network: str
+    link: float
+    network: float
 
 
-GPUS = {
-    "A100": Gpu(312e12, "NVLink 3", "InfiniBand 8 x 200 Gb/s"),
-    "H100": Gpu(989e12, "NVLink 4", "InfiniBand 8 x 400 Gb/s"),
-}
+# Nvidia's data sheets of A100, H100 SXM, DGX A100 and DGX H100: 12 and 18 links of 25 GB/s each way; eight adapters of
+# 200 and of 400 Gb/s.
+GPUS = {"A100": Gpu(312e12, 300e9, 200e9), "H100": Gpu(989e12, 450e9, 400e9)}
 MODELS = {"124M": ModelConfig(), "1558M": ModelConfig(n_layer=48, n_head=25, n_embd=1600)}
-TOTAL_SEQUENCES, SEQUENCE_LENGTH = 512, 1024  # 524,288 tokens a step
-# Sequences at once at which the runs below were measured; a device whose share is smaller takes that.
+# Sequences at once at which the runs below were measured; a device whose share is smaller takes its share at once.
 MICRO_BATCH = {"124M": 64, "1558M": 16}
 # Assumed share of the peak (PaLM's FLOPs) while a device computes: that of published runs, tokens/s a GPU in brackets.
 # All but the H100's 124M had eight GPUs, so that their communication is in it and counts twice here.
@@ -52,26 +47,59 @@ MFU = {
 }
 
 
+@dataclass(frozen=True)
+class Collective:
+    """`size` bytes that are summed everywhere (all_reduce), summed in parts (reduce_scatter) or gathered (all_gather);
+    `hideable` of them can be on their way while the device computes."""
+
+    kind: str
+    size: float
+    hideable: float = 0.0
+
+    def sent(self, world: int) -> float:
+        """Bytes that each of `world` devices sends."""
+        return (2 if self.kind == "all_reduce" else 1) * (world - 1) / world * self.size
+
+    def seconds(self, gpu: Gpu, world: int) -> float:
+        """Over `world` devices, which fill their nodes."""
+        inside = min(world, GPUS_A_NODE)
+        return (self.sent(inside) / gpu.link + self.sent(world // inside) / gpu.network) / BUS_EFFICIENCY
+
+
+def collectives(strategy: str, model: ModelConfig) -> list[Collective]:
+    """What a step of `strategy` (ddp, zero1, or llm.c's ZeRO-1) communicates.
+
+    DDP sums gradients in fp32. DeepSpeed's stage 1 sends those of the blocks' linear layers in half precision and the
+    others in fp32, sums them everywhere (use_multi_rank_bucket_allreduce, on by default in 0.19), and gathers the
+    updated weights in fp32. llm.c holds weights and gradients in bf16. The tied embedding's gradient is complete only
+    when backward has ended, so it is never hidden; neither is gathering what has just been updated.
+    """
+    D, N = model.n_embd, parameter_count(model)
+    embeddings = (VOCAB_SIZE + model.n_positions) * D
+    linear = model.n_layer * (12 * D * D + 9 * D)  # weights and biases of Conv1D
+    mixed = 2 * linear + 4 * (N - linear)
+    return {
+        "ddp": [Collective("all_reduce", 4 * N, 4 * (N - embeddings))],
+        "zero1": [Collective("all_reduce", mixed, mixed - 4 * embeddings), Collective("all_gather", 4 * N)],
+        "llm.c": [Collective("reduce_scatter", 2 * N, 2 * (N - embeddings)), Collective("all_gather", 2 * N)],
+    }[strategy]
+
+
 def predict(gpu: str, model: str, strategy: str, world: int, mfu: float | None = None) -> dict:
     """A step of TOTAL_SEQUENCES on `world` GPUs: milliseconds that it computes (at `mfu`, by default MFU's) and
-    communicates, and tokens/s with nothing hidden and with as much hidden as goes behind the last micro-step's
-    backward (every one's under stage 2; under stage 3 behind all that is computed). All without latency."""
-    hardware, size, name = GPUS[gpu], MODELS[model], (gpu, model)
+    communicates, how many of them are exposed if as much as possible hides behind the last micro-step's backward, and
+    tokens/s with nothing hidden and with that much hidden. All without latency."""
+    hardware, size = GPUS[gpu], MODELS[model]
     share = TOTAL_SEQUENCES // world
     micro = min(MICRO_BATCH[model], share)
-    accumulation = share // micro
-    rate = (mfu or MFU[name]) * hardware.peak / flops_per_token(size, SEQUENCE_LENGTH)  # tokens/s a device
+    rate = (mfu or MFU[gpu, model]) * hardware.peak / flops_per_token(size, SEQUENCE_LENGTH)  # tokens/s a device
     compute = share * SEQUENCE_LENGTH / rate
-    backward = BACKWARD * compute / accumulation
-    window = {"zero2": backward * accumulation, "zero3": compute}.get(strategy, backward)
-    link, network = LINKS[hardware.link], LINKS[hardware.network]
-    talk = hideable = 0.0
-    for collective in collectives(strategy, size, accumulation=accumulation):
-        if world > 1:
-            time = seconds(collective, world, link, network, BUS_EFFICIENCY)
-            talk += time
-            hideable += time * collective.hideable / collective.size
-    exposed = talk - min(hideable, window)
+    communication = hideable = 0.0
+    for collective in collectives(strategy, size):
+        seconds = collective.seconds(hardware, world)
+        communication += seconds
+        hideable += seconds * collective.hideable / collective.size
+    exposed = communication - min(hideable, BACKWARD * compute / (share // micro))
     tokens = TOTAL_SEQUENCES * SEQUENCE_LENGTH
     return {
         "gpu": gpu,
@@ -79,37 +107,25 @@ def predict(gpu: str, model: str, strategy: str, world: int, mfu: float | None =
         "strategy": strategy,
         "devices": world,
         "micro_batch": micro,
-        "accumulation": accumulation,
-        "mfu": mfu or MFU[name],
-        "compute_ms": 1e3 * compute,
-        "talk_ms": 1e3 * talk,
-        "exposed_ms": 1e3 * exposed,
-        "step_seconds": compute + talk,
-        "step_seconds_hidden": compute + exposed,
-        "share": talk / (compute + talk),
-        "share_exposed": exposed / (compute + exposed),
-        "tokens_per_second": tokens / (compute + talk),
-        "tokens_per_second_hidden": tokens / (compute + exposed),
         "small_micro_batch": micro < MICRO_BATCH[model],
+        "compute_ms": 1e3 * compute,
+        "communication_ms": 1e3 * communication,
+        "exposed_ms": 1e3 * exposed,
+        "share_exposed": exposed / (compute + exposed),
+        "tokens_per_second": tokens / (compute + communication),
+        "tokens_per_second_hidden": tokens / (compute + exposed),
     }
 
 
-def table(
-    worlds: tuple[int, ...] = (8, 64, 512), strategies: tuple[str, ...] = ("ddp", "zero1"), models=tuple(MODELS)
-) -> list[dict]:
-    """`predict` for every model, GPU and strategy, with the efficiencies beside the smallest world's tokens/s a
-    device."""
-    rows = []
-    for model in models:
-        for gpu in GPUS:
-            for strategy in strategies:
-                found = [predict(gpu, model, strategy, world) for world in worlds]
-                for row in found:
-                    for key in ("tokens_per_second", "tokens_per_second_hidden"):
-                        one = found[0][key] / worlds[0]
-                        row[key.replace("tokens_per_second", "efficiency")] = row[key] / row["devices"] / one
-                rows += found
-    return rows
+def table() -> list[dict]:
+    """`predict` for every model, GPU, strategy and number of devices."""
+    return [
+        predict(gpu, model, strategy, world)
+        for model in MODELS
+        for gpu in GPUS
+        for strategy in ("ddp", "zero1")
+        for world in (8, 64, 512)
+    ]
 
 
 def anchors() -> list[dict]:
@@ -123,91 +139,31 @@ def anchors() -> list[dict]:
     )
     rows = []
     for name, gpu, model, strategy, mfu, basis, published in cases:
-        row = predict(gpu, model, strategy, 8, mfu)
-        rows.append(
-            {
-                "name": name,
-                "basis": basis,
-                "published": published,
-                "talk_ms": row["talk_ms"],
-                "predicted": row["tokens_per_second"],
-                "predicted_hidden": row["tokens_per_second_hidden"],
-                "ratio": row["tokens_per_second"] / published,
-            }
-        )
+        predicted = predict(gpu, model, strategy, 8, mfu)["tokens_per_second"]
+        rows.append({"name": name, "basis": basis, "published": published, "predicted": predicted})
     return rows
 
 
-def by_link() -> list[dict]:
-    """Milliseconds of a step's communication over each kind of link alone: between 2 devices of a machine over PCIe, 8
-    over NVLink, and 2 nodes of 8 over a network, whose share is given without NVLink's."""
-    rows = []
-    for name, speed in LINKS.items():
-        world = 2 if "PCIe" in name else 8 if "NVLink" in name else 2  # of the ring that crosses this link
-        for model, size in MODELS.items():
-            row = {"link": name, "model": model, "ring": world}
-            for strategy in ("ddp", "zero1"):
-                sent = sum(c.sent(world) for c in collectives(strategy, size))
-                row[strategy] = 1e3 * sent / speed / BUS_EFFICIENCY
-            rows.append(row)
-    return rows
-
-
-def lines(rows: list[dict] | None = None, two: dict | None = None) -> list[str]:
-    """`table`, `anchors` and `by_link` for the terminal, and `measure_two`'s figures where there are any."""
-    rows = table() if rows is None else rows
+def lines() -> list[str]:
+    """`table` and `anchors` for the terminal."""
     out = [
         f"scaling    predicted, not measured: {TOTAL_SEQUENCES * SEQUENCE_LENGTH:,} tokens a step, links at "
-        f"{100 * BUS_EFFICIENCY:.0f} % of their speed, no latency, published MFU",
-        "           each pair: nothing hidden / hidden behind the last backward as far as it goes",
-        "  model  GPUs          way    micro  compute ms   talk ms (exposed)   share %       M tokens/s      scaling %",
+        f"{BUS_EFFICIENCY:.0%} of their speed, no latency, published MFU",
+        "           tokens/s: nothing hidden / hidden behind the last backward as far as it goes",
+        "  model  GPUs          strategy  micro  compute ms  communication ms (exposed)  exposed  M tokens/s",
     ]
-    for r in rows:
-        mark = "*" if r["small_micro_batch"] else " "
+    for r in table():
         out.append(
-            f"  {r['model']:6} {r['devices']:3} x {r['gpu']:6} {r['strategy']:6} {r['micro_batch']:4}{mark} "
-            f"{r['compute_ms']:10.1f} {r['talk_ms']:9.2f} ({r['exposed_ms']:6.2f}) "
-            f"{100 * r['share']:7.1f} / {100 * r['share_exposed']:4.1f} {r['tokens_per_second'] / 1e6:8.2f} / "
-            f"{r['tokens_per_second_hidden'] / 1e6:6.2f} {100 * r['efficiency']:6.0f} / "
-            f"{100 * r['efficiency_hidden']:3.0f}"
+            f"  {r['model']:6} {r['devices']:3} x {r['gpu']:6} {r['strategy']:8} {r['micro_batch']:5}"
+            f"{'*' if r['small_micro_batch'] else ' '} {r['compute_ms']:10.1f} "
+            f"{r['communication_ms']:14.2f} ({r['exposed_ms']:8.2f}) {r['share_exposed']:9.1%} "
+            f"{r['tokens_per_second'] / 1e6:6.2f} / {r['tokens_per_second_hidden'] / 1e6:.2f}"
         )
-    if any(r["small_micro_batch"] for r in rows):
-        out.append("  * sequences at once; fewer than the published run's, whose MFU it will not reach: not modelled")
-    out.append("anchors    tokens/s of all GPUs, predicted (nothing hidden / hidden) beside published")
+    out.append("  * fewer sequences at once than in the published run, whose MFU it will not reach: not modelled")
+    out.append("anchors    tokens/s of all GPUs, predicted (nothing hidden) beside published")
     for a in anchors():
         out.append(
-            f"  {a['name']:31} {a['predicted'] / 1e6:6.3f} / {a['predicted_hidden'] / 1e6:5.3f} M, published "
-            f"{a['published'] / 1e6:5.3f} M ({a['ratio']:.2f}x); computing as in {a['basis']}"
+            f"  {a['name']:31} {a['predicted'] / 1e6:6.3f} M, published {a['published'] / 1e6:5.3f} M "
+            f"({a['predicted'] / a['published']:.2f}x); computing as in {a['basis']}"
         )
-    out.append("links      milliseconds of a step's communication, DDP / ZeRO-1, over one kind of link alone")
-    out += [
-        f"  {r['link']:24} {r['model']:6} ring of {r['ring']}  {r['ddp']:9.2f} / {r['zero1']:9.2f}" for r in by_link()
-    ]
-    return out + (two_lines(two) if two else [])
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What communication costs.", allow_abbrev=False)
-    parser.add_argument("--arithmetic", action="store_true", help="without the measurement between two processes")
-    parser.add_argument(
-        "--strategies", nargs="+", default=["ddp", "zero1"], metavar="S", help="of ddp, zero1, zero2, zero3"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of the measurement, each with and without, and back")
-    parser.add_argument("--output", default="", help="JSON file for the figures")
-    arguments = parser.parse_args(argv)
-    try:
-        rows = table(strategies=tuple(arguments.strategies))
-        measured = [s for s in arguments.strategies if s != "zero3"]  # whose model does not run alone
-        two = None if arguments.arithmetic else measure_two(tuple(measured), rounds=arguments.rounds)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines(rows, two)))
-    if arguments.output:
-        figures = {"table": rows, "anchors": anchors(), "by_link": by_link(), "two_processes": two}
-        Path(arguments.output).write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return out

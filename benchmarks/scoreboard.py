@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.interleaved import Void, Worker, compare
+from benchmarks.bench_config import BenchConfig, Timing, say
+from benchmarks.interleaved import NO_TIME, Void, Worker, compare, rate_of
 from benchmarks.variants import Variant
-from recipe.config import ModelConfig
 from recipe.engine import device as hardware
 from recipe.errors import UserError
 
@@ -27,23 +26,16 @@ class Row:
     cannot: str = ""
 
 
-def ladder(
-    model: ModelConfig,
-    sequence_length: int,
-    small: int,
-    large: int,
-    *,
-    gpus: int,
-    on_cpu: bool,
-    torch_compile_mode: str,
-) -> tuple[Variant, list[Row]]:
-    """What the rows start from, and the rows. Every one takes the same steps, of `large` sequences a GPU: in
-    micro-batches of `small` until the row that raises them to `large`."""
+def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
+    """What the rows start from, and the rows. Every one takes the same steps, of `bench.micro` sequences a GPU: in
+    micro-batches of a part of them until the row that raises them to all."""
+    on_cpu, gpus, large, T = bench.on_cpu, bench.gpus, bench.micro, bench.T
+    small = max(1, large // (2 if on_cpu else 8))
     first = Variant(
         "fp32, nothing else",
         "loop",
-        model,
-        sequence_length,
+        bench.config.model,
+        T,
         small,
         large * max(1, gpus) // small,
         tuned=not on_cpu,
@@ -74,8 +66,8 @@ def ladder(
         where(on_cpu and half == "bf16", "attention in blocks", {"attention": "blocks"}, "for CPUs with bf16"),
         where(on_cpu, "loss by rows", {"loss_by_rows": True}, "for CPUs, whose caches hold some rows of logits"),
         Row("vocabulary padded to 128", {"pad_vocab_to": 128}, kept=not on_cpu),
-        Row("loss in chunks", {"loss_chunk_size": max(128, small * sequence_length // 8)}, kept=False),
-        Row("compile", {"compile": torch_compile_mode}),
+        Row("loss in chunks", {"loss_chunk_size": max(128, small * T // 8)}, kept=False),
+        Row("compile", {"compile": bench.config.run.torch_compile_mode}),
         Row("fused AdamW", {"fused": True}),
         where(large > small, f"micro-batch {large}", {"micro_batch": large}, f"{small} are the whole step here"),
         Row("recomputation", {"gradient_checkpointing": True}, kept=False),
@@ -90,79 +82,60 @@ def applied(now: Variant, row: Row, sequences: int) -> Variant:
     return variant.but(accumulation=sequences // (variant.micro_batch * variant.world))
 
 
-def scoreboard(
-    now: Variant,
-    rows: list[Row],
-    directory: Path,
-    *,
-    flops: int,
-    peak: float | None,
-    rounds: int,
-    seconds: float,
-    left: Callable[[], float],
-    say: Callable[[str], None],
-    quick: bool = False,
-) -> list[dict]:
-    """Measures the rows, from `now` on, each against the last one kept, in turns; `say` hears of each as it begins.
-    None begins when fewer seconds are `left` than the longest so far took, nor, with `quick`, one that is not kept.
+def scoreboard(now: Variant, rows: list[Row], directory: Path, timing: Timing, quick: bool = False) -> list[dict]:
+    """Measures the rows, from `now` on, each against the last one kept, in turns. No row begins when less time is left
+    than the longest so far took, nor, with `quick`, one that is not kept.
 
-    Returns a dict a row: tokens_per_second, speedup [ratio, low, high] over the last row kept, total (over the first
-    row, the ratios multiplied), mfu (`flops` a token, `peak` FLOP/s a device), peak_memory_bytes; null where `note`
-    says why.
+    Returns a dict a row; null where `note` says why: speedup [ratio, low, high] over the last row kept; total, over the
+    first row, which is the product of these ratios; tokens_per_second, the first row's times `total`, so that a drift
+    of the machine is in none of them; peak_memory_bytes.
     """
-    results, base, total, longest, sequences = [], None, 1.0, 0.0, now.sequences
+    results, base, longest, sequences = [], None, 0.0, now.sequences
+    total, first_rate = 1.0, 0.0
     try:
         for row in rows:
-            result = dict.fromkeys(("tokens_per_second", "speedup", "total", "mfu", "peak_memory_bytes"))
-            result = {"name": row.name, "kept": row.kept, "note": row.cannot} | result
-            if row.changes is None:
-                pass
-            elif quick and not row.kept:
-                result["note"] = "left out by --quick"
-            elif left() < longest:
-                result |= {"note": "left out: the time is up", "kept": False}
-            else:
-                say(f"...        {row.name}")
-                since = time.monotonic()
-                variant = applied(now, row, sequences)
-                worker = Worker(variant, directory)
-                try:
-                    result |= _measure(worker, base, total, flops, peak, rounds, seconds)
-                except Void as void:
-                    result["note"], result["kept"] = str(void), False
-                if result["kept"]:
-                    base, worker, now = worker, base, variant
-                    total = result["total"]
-                if worker:
-                    worker.close()
-                longest = max(longest, time.monotonic() - since)
+            result = dict.fromkeys(("tokens_per_second", "speedup", "total", "peak_memory_bytes"))
+            result = {"name": row.name, "kept": row.kept, "note": row.cannot, "world": now.world} | result
             results.append(result)
+            if row.changes is None:
+                continue
+            if quick and not row.kept:
+                result["note"] = "skipped by --quick"
+                continue
+            if timing.left < longest:
+                result |= {"note": NO_TIME, "kept": False}
+                continue
+            say(f"...        {row.name}")
+            since = time.monotonic()
+            variant = applied(now, row, sequences)
+            worker = Worker(variant, directory)
+            try:
+                if base is None:
+                    first_rate = rate_of(worker, timing)
+                else:
+                    found = compare(worker, base, timing)
+                    result["speedup"] = [found.ratio, *found.interval()]
+                result["total"] = total * (result["speedup"] or [1.0])[0]
+                result["tokens_per_second"] = first_rate * result["total"]
+                result |= {"peak_memory_bytes": worker.peak_memory, "world": variant.world}
+            except Void as void:
+                result["note"], result["kept"] = str(void), False
+            if result["kept"]:
+                base, worker, now, total = worker, base, variant, result["total"]
+            if worker:
+                worker.close()
+            longest = max(longest, time.monotonic() - since)
     finally:
         if base:
             base.close()
     return results
 
 
-def _measure(
-    worker: Worker, base: Worker | None, total: float, flops: int, peak: float | None, rounds: int, seconds: float
-) -> dict:
-    variant = worker.variant
-    if base is None:
-        worker.run(1)
-        steps = max(1, round(seconds / worker.run(1)))
-        a_token = sorted(worker.run(steps) for _ in range(rounds))[rounds // 2] / variant.tokens
-        speedup = None
-    else:
-        found = compare(worker, base, rounds, seconds)
-        a_token, speedup, total = found.seconds(0), [found.ratio, *found.interval()], total * found.ratio
-    rate = 1 / a_token
-    return {
-        "tokens_per_second": rate,
-        "speedup": speedup,
-        "total": total,
-        "mfu": rate * flops / (peak * variant.world) if peak else None,
-        "peak_memory_bytes": worker.peak_memory,
-    }
+def add_mfu(results: list[dict], flops: int, peak: float | None) -> None:
+    """Gives each row its share of the devices' peak, at so many FLOPs a token; null where the peak is not known."""
+    for r in results:
+        rate = r["tokens_per_second"]
+        r["mfu"] = rate * flops / (peak * r["world"]) if rate and peak else None
 
 
 def lines(results: list[dict]) -> list[str]:

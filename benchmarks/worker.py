@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,12 +26,12 @@ from benchmarks.variants import (
     our_model,
     transformers_model,
 )
-from recipe import faults
 from recipe.data.dataset import LocalSource
+from recipe.data.prefetch import Batches
 from recipe.data.shards import find_shards
 from recipe.engine import device as hardware
+from recipe.engine.base import Engine
 from recipe.model import loss
-from recipe.monitor import metrics as recipe_metrics
 from recipe.optim import adamw as optim
 
 
@@ -127,18 +128,7 @@ def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
     """recipe/train.py as a user starts it, held up before each step."""
     from recipe.train import main
 
-    at, end_step = faults.at, recipe_metrics.RunningLoss.end_step
-
-    def gated(point: str) -> None:
-        if point == "step.begin":
-            gate.step_begins()
-        at(point)
-
-    def recorded(self, skipped) -> None:
-        gate.record(self.step)
-        end_step(self, skipped)
-
-    faults.at, recipe_metrics.RunningLoss.end_step = gated, recorded
+    gate_batches(gate, variant.accumulation)
     with tempfile.TemporaryDirectory() as directory:
         m = variant.model
         fields = {
@@ -168,6 +158,29 @@ def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
         }
         code = main([f"--{k}={v}" for k, v in fields.items()])
         raise RuntimeError(f"recipe/train.py ended with exit code {code}; see the log")
+
+
+def gate_batches(gate: Gate, accumulation: int) -> None:
+    """Puts the gate before the first micro-batch of each step that the trainer takes, and records each step's loss.
+
+    Nothing else of the trainer knows of it: its batches wait, and what goes into backward is added up.
+    """
+    taken, total = count(), []
+    next_batch, backward = Batches.__next__, Engine.backward
+
+    def gated(batches: Batches) -> torch.Tensor:
+        if next(taken) % accumulation == 0:
+            gate.step_begins()
+        return next_batch(batches)
+
+    def recorded(engine: Engine, loss: torch.Tensor) -> None:
+        total.append(loss.detach())
+        if len(total) == accumulation:
+            gate.record(sum(total))
+            total.clear()
+        backward(engine, loss)
+
+    Batches.__next__, Engine.backward = gated, recorded
 
 
 def _loop(variant: Variant, shards: str, gate: Gate) -> None:
@@ -232,7 +245,7 @@ def _rows(variant: Variant, source: LocalSource, device: torch.device) -> Iterat
 
 def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     on_cpu = torch.accelerator.current_accelerator() is None
     if variant.tuned and on_cpu:
@@ -279,33 +292,39 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(
-            output_dir=directory,
-            max_steps=10**6,
-            per_device_train_batch_size=variant.micro_batch,
-            gradient_accumulation_steps=variant.accumulation,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            warmup_steps=0,
-            weight_decay=OPTIMIZER.weight_decay,
-            adam_beta1=OPTIMIZER.adam_beta1,
-            adam_beta2=OPTIMIZER.adam_beta2,
-            adam_epsilon=OPTIMIZER.adam_epsilon,
-            max_grad_norm=OPTIMIZER.max_grad_norm,
-            optim="adamw_torch_fused",
-            bf16=variant.precision == "bf16",
-            fp16=variant.precision == "fp16",
-            torch_compile=bool(variant.compile),
-            use_cpu=on_cpu,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            logging_nan_inf_filter=False,
-            dataloader_num_workers=0 if on_cpu else 4,
-            dataloader_pin_memory=not on_cpu,
-        )
+        arguments = _training_arguments(variant, directory, on_cpu)
         Recorded(
             transformers_model(variant), arguments, train_dataset=Rows(source_of(variant, shards)), callbacks=[Gated()]
         ).train()
+
+
+def _training_arguments(variant: Variant, directory: str, on_cpu: bool):
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=directory,
+        max_steps=10**6,
+        per_device_train_batch_size=variant.micro_batch,
+        gradient_accumulation_steps=variant.accumulation,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=OPTIMIZER.weight_decay,
+        adam_beta1=OPTIMIZER.adam_beta1,
+        adam_beta2=OPTIMIZER.adam_beta2,
+        adam_epsilon=OPTIMIZER.adam_epsilon,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
+        optim="adamw_torch_fused",
+        bf16=variant.precision == "bf16",
+        fp16=variant.precision == "fp16",
+        torch_compile=bool(variant.compile),
+        use_cpu=on_cpu,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        logging_nan_inf_filter=False,
+        dataloader_num_workers=0 if on_cpu else 4,
+        dataloader_pin_memory=not on_cpu,
+    )

@@ -1,20 +1,24 @@
 """What the evaluation commands share: finding and loading a model, scoring tokens, progress, results, errors."""
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub.constants
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +30,7 @@ METRICS = Path(__file__).resolve().parent / "metrics"
 STEP_DIR = re.compile(r"step_(\d+)")
 MODEL_FILES = ("config.json", "model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
+HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
 # Rows of logits held in float32 at once, by device: 128 x 50257 x 4 bytes is 26 MB, and larger pieces were slower on a
 # CPU (they fall out of its cache); other devices take 2048 (412 MB).
 PIECE = {"cpu": 128}
@@ -134,13 +139,19 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
     dtype = choose_dtype(args.dtype, device)
     if directory is None:
         print(f"{name} is no directory here: asking the Hub for it", flush=True)
+    why = (
+        ""
+        if directory or reach_hub()
+        else "the Hub does not answer (or HF_HUB_OFFLINE is set), and the model is not in the cache"
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model, report = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # whatever the libraries raise on a broken directory or an absent Hub
-        way_out = "check the directory" if directory else "neither a directory nor to be had from the Hub"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model {name}: {way_out} ({reason})") from error
+    except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
+        if why:
+            raise UserError(f"model {name}: {why}. Check the network, or name a directory: MODEL=runs/NAME") from error
+        way_out = "check the directory" if directory else "neither a directory nor a model on the Hub"
+        raise UserError(f"model {name}: {way_out} ({first_line(error)})") from error
     # transformers fills absent weights with random numbers: such a model must not get a score.
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
@@ -151,6 +162,52 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
         f"model {name}: {model.num_parameters():,} parameters, {device.type}, {loaded.describe()['dtype']}", flush=True
     )
     return loaded
+
+
+def reach_hub() -> bool:
+    """Whether the Hub answers within HUB_PATIENCE seconds.
+
+    If it does not, the libraries are set to offline: what is in their caches still loads, and the rest fails at once
+    instead of after a minute of silent retries.
+    """
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    answers = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE))
+
+    thread = threading.Thread(target=ask, daemon=True)  # looking up a name may take longer than the request's limit
+    thread.start()
+    thread.join(HUB_PATIENCE)
+    if not answers:
+        import datasets
+
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    return bool(answers)
+
+
+def load_split(name: str, config: str, column: str, way_out: str) -> list[str]:
+    """A column of the test split of a data set on the Hub. Raises UserError, with the way out, if there is none."""
+    print(f"asking the Hub for {name}, test", flush=True)
+    reached = reach_hub()
+    import datasets
+
+    datasets.utils.logging.set_verbosity_error()
+    try:
+        return list(datasets.load_dataset(name, config, split="test")[column])
+    except Exception as error:  # the libraries raise many kinds without a network or the data set
+        reason = (
+            first_line(error)
+            if reached
+            else "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
+        )
+        raise UserError(f"{name}: {reason}. {way_out}") from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

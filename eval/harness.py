@@ -117,13 +117,17 @@ def evaluate(
         if unknown:
             raise common.UserError(f"--tasks {','.join(unknown)}: lm-eval has none of this name (`lm-eval ls tasks`)")
         lm = HFLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, softmax_dtype="float32")
+        if not set(tasks) <= {"hellaswag"} | ({"lambada_openai"} if rows else set()):
+            common.reach_hub()
         options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
         except (OSError, RuntimeError) as error:  # an absent network or data set; one that wants to run code
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             way_out = "Without a network there are hellaswag, and lambada_openai with --rows FILE"
-            raise common.UserError(f"--tasks {','.join(tasks)}: no data to be had ({reason}). {way_out}") from error
+            reason = common.first_line(error)
+            raise common.UserError(
+                f"--tasks {','.join(tasks)}: the data cannot be loaded ({reason}). {way_out}"
+            ) from error
 
 
 def summary(results: dict) -> dict:

@@ -70,17 +70,8 @@ def load_texts(path: Path | None) -> tuple[list[str], str]:
     """(texts of all rows, where they are from): of a file (`read_rows`), or of the Hub's data set."""
     if path:
         return read_rows(path), str(path)
-    from datasets import load_dataset
-    from datasets.utils import logging
-
-    logging.set_verbosity_error()
-    print(f"no --rows: asking the Hub for {DATA_SET}, test", flush=True)
-    try:
-        return list(load_dataset(DATA_SET, "default", split="test")["text"]), DATA_SET
-    except Exception as error:  # whatever the libraries raise without a network
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        way_out = 'Use --rows FILE: JSON lines with "text"'
-        raise common.UserError(f"{DATA_SET}: not to be had from the Hub ({reason}). {way_out}") from error
+    way_out = 'Use --rows FILE: JSON lines with "text"'
+    return common.load_split(DATA_SET, "default", "text", way_out), DATA_SET
 
 
 def encode_text(loaded: common.Loaded, text: str) -> Request:

@@ -84,19 +84,8 @@ def joined_text(path: Path | None) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), str(path)
         except UnicodeDecodeError as error:
             raise common.UserError(f"--text {path}: not UTF-8 at byte {error.start}") from None
-    from datasets import load_dataset
-    from datasets.utils import logging
-
-    logging.set_verbosity_error()
-    name = "/".join(DATA_SET)
-    print(f"no --text: asking the Hub for {name}, test", flush=True)
-    try:
-        rows = load_dataset(*DATA_SET, split="test")["text"]
-    except Exception as error:  # whatever the libraries raise without a network
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        way_out = 'Use --text FILE: the rows of the test split, joined by "\\n\\n"'
-        raise common.UserError(f"{name}: not to be had from the Hub ({reason}). {way_out}") from error
-    return "\n\n".join(rows), name
+    way_out = 'Use --text FILE: the rows of the test split, joined by "\\n\\n"'
+    return "\n\n".join(common.load_split(*DATA_SET, "text", way_out)), "/".join(DATA_SET)
 
 
 def score_windows(loaded: common.Loaded, tokens: np.ndarray, windows: list[Window], *, batch_size: int) -> list[float]:

@@ -3,35 +3,48 @@
 import json
 from dataclasses import replace
 from functools import partial, update_wrapper
+from types import SimpleNamespace
 
+import matplotlib.image
 import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import peers, report
+from benchmarks import peers, profile, report, scaling
+from benchmarks.bench_config import Timing
 from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
-from benchmarks.scoreboard import Row, applied, ladder, lines, scoreboard
+from benchmarks.scoreboard import Row, add_mfu, applied, ladder, lines, scoreboard
 from benchmarks.variants import Variant
-from recipe.config import ModelConfig
+from recipe.config import ModelConfig, parse_config
 from recipe.errors import UserError
+from recipe.estimate.memory import flops_per_token, parameter_count
 from tests.conftest import ROOT
 
 TINY = Variant(
     "tiny", "loop", ModelConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32), 32, micro_batch=2, accumulation=2
 )
-# What each may do otherwise without doing other work.
+QUICK = Timing(rounds=1, seconds=0.05)
+# What each does differently without doing other work.
 SAME = {
-    "plain": {"tuned": False, "fused": False, "attention": "plain", "micro_batch": 1, "accumulation": 4},
-    "blocks": {"attention": "blocks"},
-    "by rows": {"loss_by_rows": True},
-    "padded": {"pad_vocab_to": 128},
-    "chunked": {"loss_chunk_size": 16},
-    "recomputed": {"gradient_checkpointing": True},
-    "trainer": {"kind": "recipe"},
-    "two processes": {"kind": "recipe", "world": 2, "accumulation": 1},
+    "plain, two micro-steps more": {
+        "tuned": False,
+        "fused": False,
+        "attention": "plain",
+        "micro_batch": 1,
+        "accumulation": 4,
+    },
+    "every switch": {
+        "attention": "blocks",
+        "loss_by_rows": True,
+        "pad_vocab_to": 128,
+        "gradient_checkpointing": True,
+    },
+    "loss in chunks": {"loss_chunk_size": 16},
+    "recipe/train.py": {"kind": "recipe"},
     "transformers": {"kind": "hf-loop"},
     "transformers' Trainer": {"kind": "hf-trainer"},
 }
+SLOW = {"two processes": {"kind": "recipe", "world": 2, "accumulation": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +61,9 @@ def reference(directory):
     worker.close()
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", [*SAME, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_variant_takes_the_same_steps(directory, reference, name):
-    variant = replace(TINY, name=name, **SAME[name])
+    variant = replace(TINY, name=name, **(SAME | SLOW)[name])
     assert variant.tokens == TINY.tokens
     worker = Worker(variant, directory)
     try:
@@ -64,6 +77,7 @@ def test_every_variant_takes_the_same_steps(directory, reference, name):
         worker.close()
 
 
+@pytest.mark.slow
 def test_nanogpt_takes_the_same_steps(directory, reference, tmp_path):
     """Of a stand-in with nanoGPT's interface: transformers' model behind it, with transposed weights."""
     (tmp_path / "model.py").write_text(NANOGPT)
@@ -124,7 +138,7 @@ def test_other_work_is_void(directory, reference):
     worker = Worker(narrow, directory)
     try:
         with pytest.raises(Void, match="losses differ"):
-            compare(worker, reference, rounds=1, seconds=0.05)
+            compare(worker, reference, QUICK)
     finally:
         worker.close()
 
@@ -159,7 +173,8 @@ def test_ratios_are_of_neighbours_in_time():
 @pytest.mark.parametrize(("on_cpu", "gpus"), [(True, 0), (False, 1), (False, 8)])
 def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
     monkeypatch.setattr("benchmarks.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
-    first, rows = ladder(ModelConfig(), 1024, 8, 64, gpus=gpus, on_cpu=on_cpu, torch_compile_mode="default")
+    config = parse_config(["--config", "gpt2", "--torch_compile_mode", "default"])
+    first, rows = ladder(SimpleNamespace(config=config, on_cpu=on_cpu, gpus=gpus, micro=64, T=1024))
     variants, now = [], first
     for row in rows:
         if row.changes is not None:
@@ -187,8 +202,8 @@ def test_the_scoreboard_builds_on_what_is_kept(directory):
         Row("aside", {"gradient_checkpointing": True}, kept=False),
         Row("kept", {"attention": "blocks"}),
     ]
-    how = {"flops": 10**6, "peak": 1e12, "rounds": 1, "seconds": 0.05, "say": lambda line: None}
-    results = scoreboard(TINY, rows, directory, left=lambda: 1e9, **how)
+    results = scoreboard(TINY, rows, directory, QUICK)
+    add_mfu(results, 10**6, 1e12)
     assert [bool(r["tokens_per_second"]) for r in results] == [True, False, False, True, True]
     assert [r["kept"] for r in results] == [True, True, False, False, True]
     first, _, fails, aside, kept = results
@@ -197,13 +212,41 @@ def test_the_scoreboard_builds_on_what_is_kept(directory):
     assert "Error" in fails["note"]
     assert kept["total"] == pytest.approx(kept["speedup"][0])  # over the first, not over the one set aside
     assert kept["speedup"][1] <= kept["speedup"][0] <= kept["speedup"][2]
+    for row in (aside, kept):  # the figures of a row make the ratio that is shown beside them
+        assert row["tokens_per_second"] / first["tokens_per_second"] == pytest.approx(row["total"])
     table = "\n".join(lines(results))
     assert "not here" in table
     assert "(aside)" in table
-    late = scoreboard(TINY, rows[:1], directory, left=lambda: -1.0, **how)
-    assert late[0]["note"] == "left out: the time is up"
+    late = scoreboard(TINY, rows[:1], directory, Timing(1, 0.05, ends=0.0))
+    assert late[0]["note"] == "skipped: the time is up"
     assert aside["peak_memory_bytes"] > 0
     json.dumps(results, allow_nan=False)
+
+
+def texts_of(figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize("source", ["docs/results/cpu-scoreboard.json", None])
+def test_the_picture_shows_what_the_figures_make(source, tmp_path, monkeypatch):
+    """Each ratio is that of the figures beside it, and a gray bar is explained where there is one, and only there."""
+    if source:
+        results = json.loads((ROOT / source).read_text())
+    else:
+        row = {"name": "a", "kept": True, "tokens_per_second": 10.0, "speedup": None, "total": 1.0}
+        gray = row | {"name": "b", "kept": False, "tokens_per_second": 20.0, "speedup": [2.0, 1.9, 2.1], "total": 2.0}
+        results = {"rows": [row, gray], "device": "x", "torch": "2", "sequence_length": 8, "model": {"parameters": 1}}
+    drawn = []
+    finish = report._finish
+    monkeypatch.setattr(report, "_finish", lambda plt, figure, *a: (drawn.append(figure), finish(plt, figure, *a)))
+    report.bars(results, tmp_path / "bars.png")
+    rows = [r for r in results["rows"] if r["tokens_per_second"]]
+    assert len(texts_of(drawn[0])) == len(rows)
+    for text, row in zip(texts_of(drawn[0]), rows, strict=True):
+        ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+        assert text.startswith(f" {ratio:.2f}x, {row['tokens_per_second']:,.0f} tokens/s")
+    assert ("gray" in drawn[0].axes[0].get_xlabel()) == (not all(row["kept"] for row in rows))
+    assert matplotlib.image.imread(tmp_path / "bars.png").shape[1] > 800
 
 
 def command(*words) -> int:
@@ -225,12 +268,13 @@ def tiny(tiny_recipe, tmp_path) -> tuple:
     return "--quick", "--config", tiny_recipe, "--precision", "fp32", "--out", tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_json_and_picture(tiny, tmp_path, capsys, monkeypatch):
     whole = bench.ladder
 
-    def some(*arguments, **options):
+    def some(config):
         """Without those that compile, which take most of the time."""
-        first, rows = whole(*arguments, **options)
+        first, rows = whole(config)
         return first, [row for row in rows if row.name not in ("compile", "SDPA", "loss by rows", "fused AdamW")]
 
     monkeypatch.setattr(bench, "ladder", some)
@@ -239,13 +283,14 @@ def test_the_command_writes_table_json_and_picture(tiny, tmp_path, capsys, monke
     assert (tmp_path / "scoreboard.png").read_bytes().startswith(b"\x89PNG")
     rows = {r["name"]: r for r in found["rows"]}
     assert rows["recipe/train.py"]["tokens_per_second"] > 0
-    assert rows["recomputation"]["note"] == "left out by --quick"
+    assert rows["recomputation"]["note"] == "skipped by --quick"
     assert found["torch"] == torch.__version__
     assert found["peak_source"] == "the largest product measured here"
     printed = capsys.readouterr().out
     assert all(name in printed for name in rows)
 
 
+@pytest.mark.slow
 def test_the_command_compares_with_peers(tiny, tmp_path, monkeypatch):
     contenders = peers.contenders
     monkeypatch.setattr(peers, "contenders", lambda *a: [v for v in contenders(*a) if not v.compile])
@@ -261,19 +306,27 @@ def test_the_command_compares_with_peers(tiny, tmp_path, monkeypatch):
     assert (tmp_path / "peers.png").exists()
 
 
-def test_the_command_sweeps_profiles_and_compiles(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "MODES", ("regional",))
-    for name in ("sweep", "profile", "compile"):
-        assert command(name, *tiny, "--micro_batch_size", "2") == 0, capsys.readouterr().err
-    sweep, profile, compiled = (
-        json.loads((tmp_path / f"{n}.json").read_text()) for n in ("sweep", "profile", "compile")
-    )
-    assert [r["micro_batch_size"] for r in sweep["rows"]] == [1, 2]
-    assert all(r["tokens_per_second"] > 0 and r["peak_memory_bytes"] > 0 for r in sweep["rows"])
-    assert sum(profile["profile"]["shares"].values()) == pytest.approx(1)
-    assert profile["floor"]["floor_of_actual"] > 0
-    assert [r["mode"] for r in compiled["rows"]] == ["regional"]
-    assert all(r["speedup"][0] > 0 for r in compiled["rows"])
+def test_what_the_profiler_counts_is_what_was_done():
+    """Two products a step, five steps, two of them to warm up."""
+    a, calls = torch.randn(256, 256), []
+
+    def step():
+        calls.append(1)
+        torch.mm(a, a)
+        torch.mm(a, a)
+
+    figures = profile.profile_step(step, torch.device("cpu"))
+    assert len(calls) == 5
+    assert next(iter(figures["seconds"])) == "aten::mm"
+    assert figures["seconds"]["aten::mm"] > 0.5 * figures["accounted_seconds"]
+    assert "aten::mm" in "\n".join(profile.lines(figures))
+
+
+@pytest.mark.slow
+def test_the_command_profiles(tiny, tmp_path):
+    assert command("profile", *tiny, "--micro_batch_size", "2") == 0
+    found = json.loads((tmp_path / "profile.json").read_text())["profile"]
+    assert sum(found["seconds"].values()) == pytest.approx(found["accounted_seconds"])
 
 
 def test_all_goes_on_after_a_part_that_fails_and_ends_in_time(tiny, tmp_path, monkeypatch, capsys):
@@ -284,7 +337,7 @@ def test_all_goes_on_after_a_part_that_fails_and_ends_in_time(tiny, tmp_path, mo
         if name == "peers":
             raise RuntimeError("no such kernel")
         ran.append(name)
-        assert 0 < setting.left < setting.whole_left
+        assert 0 < setting.timing.left < 6e5
         return {"of": name}
 
     for name in set(bench.COMMANDS) - {"all"}:
@@ -312,7 +365,7 @@ def test_the_four_sizes_want_a_gpu(tiny, capsys):
 def test_mistakes_of_the_command_are_named(tmp_path, capsys):
     assert command("peers", "--nanogpt", tmp_path, "--out", tmp_path) == 2
     assert "no model.py there" in capsys.readouterr().err
-    assert command("sweep", "--config", "none-such", "--out", tmp_path) == 2
+    assert command("scoreboard", "--config", "none-such", "--out", tmp_path) == 2
     assert "no such file" in capsys.readouterr().err
     with pytest.raises(UserError, match="total_batch_size"):
         peers.llmc_log(ROOT / "README.md")
@@ -324,3 +377,44 @@ def test_pictures_of_what_could_not_be_measured(tmp_path):
     nothing = {"rows": [{"name": "a", "environment": "", "ratio": None, "void": "x"}]}
     report.ratios(nothing, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+# What communication costs. GPT-2 124M: V D = 38,597,376; wpe 786,432; linear layers 12 (12 D^2 + 9 D) = 85,017,600.
+GPT2 = ModelConfig()
+N, EMBEDDINGS, LINEAR = 124_439_808, 39_383_808, 85_017_600
+MIXED = 2 * LINEAR + 4 * (N - LINEAR)
+
+
+def test_the_bytes_of_a_step_by_hand():
+    assert parameter_count(GPT2) == N
+    (ddp,) = scaling.collectives("ddp", GPT2)
+    assert (ddp.kind, ddp.size, ddp.hideable) == ("all_reduce", 497_759_232, 497_759_232 - 4 * EMBEDDINGS)
+    reduce, gather = scaling.collectives("zero1", GPT2)
+    assert (reduce.size, reduce.hideable, gather.size, gather.hideable) == (MIXED, MIXED - 4 * EMBEDDINGS, 4 * N, 0)
+
+
+def test_a_prediction_by_hand():
+    """64 H100 at 36.2 %: 8 sequences each in one micro-step, 19.57 ms; DDP over NVLink and eight adapters."""
+    row = scaling.predict("H100", "124M", "ddp", 64)
+    compute = 8192 * flops_per_token(GPT2, 1024) / (0.362 * 989e12)
+    communication = 2 * 4 * N * (7 / 8 / 450e9 + 7 / 8 / 400e9) / 0.8
+    assert (row["micro_batch"], row["small_micro_batch"]) == (8, True)
+    assert row["compute_ms"] == pytest.approx(1e3 * compute)
+    assert row["communication_ms"] == pytest.approx(1e3 * communication)
+    hidden = communication * (1 - EMBEDDINGS / N)
+    assert hidden < 2 / 3 * compute  # it all hides behind backward
+    assert row["exposed_ms"] == pytest.approx(1e3 * (communication - hidden))
+    assert row["tokens_per_second"] == pytest.approx(524288 / (compute + communication))
+    long = scaling.predict("A100", "1558M", "ddp", 512)  # no more than backward's length hides
+    assert long["exposed_ms"] == pytest.approx(long["communication_ms"] - 2 / 3 * long["compute_ms"])
+
+
+def test_published_figures_stand_beside_the_predicted_ones():
+    """A change of a formula that moves a prediction away from what was published must be seen."""
+    found = scaling.anchors()
+    assert len(found) == 4
+    for row in found:
+        assert 0.95 < row["predicted"] / row["published"] < 1.1, row
+    rows = scaling.table()
+    assert len({(r["model"], r["gpu"], r["strategy"], r["devices"]) for r in rows}) == len(rows) == 24
+    assert "512 x H100" in "\n".join(scaling.lines())

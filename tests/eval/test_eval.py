@@ -4,8 +4,9 @@ import io
 import json
 import math
 import os
-import subprocess
+import socket
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
-from eval import common, perplexity, sample
+from eval import common, hellaswag, perplexity, sample, wikitext
+from tests import processes
 from tests.conftest import environment
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 BPE = REPOSITORY / "recipe" / "data" / "gpt2_bpe"
 END_OF_TEXT = 50256
 
@@ -40,11 +42,6 @@ def model_dir(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def loaded(model_dir):
     return common.load(common.parser("").parse_args([str(model_dir), "--device", "cpu"]))
-
-
-def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(REPOSITORY / "eval" / f"{script}.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def main_of(module, monkeypatch, *arguments: str) -> None:
@@ -207,7 +204,8 @@ def test_no_room_for_prompt(loaded):
 
 
 def test_sample_command_is_quiet_and_says_what_it_cut(model_dir, tmp_path):
-    out = run("sample", model_dir, "--prompt", "", "--max_new_tokens", "300", "--output", "out.json", cwd=tmp_path)
+    command = [REPOSITORY / "eval" / "sample.py", model_dir, "--prompt", "", "--max_new_tokens", "300"]
+    out = processes.run(*command, "--output", "out.json", env=environment(), cwd=tmp_path)
     assert (out.returncode, out.stderr) == (0, "")
     assert "63 new tokens instead of 300: the model has 64 positions" in out.stdout
     assert json.loads((tmp_path / "out.json").read_text())["sample"]["prompt"] == ""
@@ -373,24 +371,43 @@ def test_results_that_are_not_ours_stay(tmp_path):
     assert path.read_text() == "[1, 2]"
 
 
-@pytest.mark.parametrize(
-    ("script", "argument", "message"),
-    [
-        ("hellaswag", None, "no model given and no checkpoint under runs/"),
-        ("perplexity", "runs/absent", "model runs/absent: no such directory"),
-    ],
-)
-def test_errors_are_one_line_and_exit_2(script, argument, message, tmp_path):
-    out = run(script, *[argument] * (argument is not None), cwd=tmp_path)
-    assert out.returncode == 2
-    assert message in out.stderr
-    assert out.stderr.startswith("error: ")
-    assert out.stderr.count("\n") == 1
+def silent_hub(monkeypatch) -> None:
+    """A Hub that accepts connections and never answers, as behind a firewall; the libraries' own retries would take
+    minutes."""
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setattr(common, "HUB_PATIENCE", 0.5)
+    monkeypatch.setattr(common, "_silent", server, raising=False)  # kept open
+
+
+def test_without_a_network_a_hub_id_fails_within_seconds(monkeypatch, capsys):
+    silent_hub(monkeypatch)
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        common.run_main(lambda: main_of(sample, monkeypatch, "somebody/some-model"))
+    assert stopped.value.code == 2
+    assert time.monotonic() - begun < 15
+    printed = capsys.readouterr()
+    assert "somebody/some-model is no directory here: asking the Hub for it" in printed.out
+    assert "the Hub does not answer" in printed.err
+    assert "MODEL=runs/NAME" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_without_a_network_a_data_set_fails_within_seconds(monkeypatch):
+    silent_hub(monkeypatch)
+    begun = time.monotonic()
+    with pytest.raises(common.UserError, match=r"the Hub does not answer .* Use --text FILE"):
+        wikitext.joined_text(None)
+    assert time.monotonic() - begun < 15
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
+        (hellaswag, ["--model", "runs/absent"], "model runs/absent: no such directory"),
         (perplexity, [], "Use --data DIR or --text FILE"),
         (perplexity, ["--text", "absent.txt"], "absent.txt"),
         (perplexity, ["--sequence_length", "65", "--text", "absent.txt"], "the model has 64 positions"),

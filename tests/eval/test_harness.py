@@ -29,6 +29,7 @@ def needs_lm_eval():
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
 
 
+@pytest.mark.slow
 def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch, capfd, caplog):
     needs_lm_eval()
     output = tmp_path / "results.json"
@@ -100,7 +101,7 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: whole(None, include_path, False))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
         harness.evaluate(loaded, ["no_such", "hellaswag"], limit=1, batch_size=1)
-    with pytest.raises(common.UserError, match=r"no data to be had .*lambada_openai with --rows"):
+    with pytest.raises(common.UserError, match=r"the data cannot be loaded .*lambada_openai with --rows"):
         harness.evaluate(loaded, ["lambada_openai"], limit=1, batch_size=1)
     with pytest.raises(common.UserError, match="--tasks: names none"):
         command(monkeypatch, "--tasks", " , ")
@@ -112,6 +113,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch):
         command(monkeypatch, "--tasks", "hellaswag")
 
 
+@pytest.mark.slow
 def test_speed_beside_the_harness(tiny_gpt2):
     """One turn each on the same rows: both find the same; only our copy has the fused GELU."""
     needs_lm_eval()
