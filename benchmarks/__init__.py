@@ -1,1 +1,1 @@
-"""Measures the step: one optimisation after the other, beside its peers, and beside what the device can do."""
+"""Measures the speed of the training step: one optimization after the other, and beside its peers."""

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--text", default="", help="file of documents (default: tiny Shakespeare's speeches, 20 times)")
     parser.add_argument("--documents", type=int, default=0, help="first so many of them (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each way to tokenise, interleaved")
+    parser.add_argument("--rounds", type=int, default=3, help="of each way to tokenize, interleaved")
     parser.add_argument("--steps", type=int, default=60, help="of the default recipe, for its wait for data")
     parser.add_argument("--output", default="", help="JSON file for the figures")
     arguments = parser.parse_args(argv)

@@ -37,7 +37,7 @@ TOLERANCE = {"same": 0.01, "other": 0.05}
 
 
 class Void(Exception):
-    """A variant that this device cannot run, or that did other work; the message says which."""
+    """A variant that this device cannot run, or that did other work; the message has the reason."""
 
 
 class Worker:

@@ -64,8 +64,8 @@ def ratios(results: dict, path: Path) -> None:
     plt, figure, axes = _figure(len(rows))
     values = [r["ratio"] for r in rows]
     spread = [[r["ratio"] - r["low"] for r in rows], [r["high"] - r["ratio"] for r in rows]]
-    colours = ["#c9d3da" if r["environment"] == "our allocator" else "#2f6f9f" for r in rows]
-    axes.barh(range(len(rows)), values, xerr=spread, color=colours, height=0.72, ecolor="#222222", capsize=2)
+    colors = ["#c9d3da" if r["environment"] == "our allocator" else "#2f6f9f" for r in rows]
+    axes.barh(range(len(rows)), values, xerr=spread, color=colors, height=0.72, ecolor="#222222", capsize=2)
     for y, r in enumerate(rows):
         axes.text(r["high"], y, f"  {r['ratio']:.2f}x", va="center", fontsize=9)
     names = [", ".join(filter(None, (r["name"], r["environment"]))) for r in rows]

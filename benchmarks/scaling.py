@@ -129,7 +129,7 @@ def table() -> list[dict]:
 
 
 def anchors() -> list[dict]:
-    """Published tokens/s beside what the arithmetic makes of them. `basis` says where the speed of computing is from:
+    """Published tokens/s beside what the arithmetic makes of them. `basis` is the source of the computing speed:
     only where it is from another run is the comparison more than a check of the bytes."""
     cases = (
         ("journal, 124M, 8 x H100, DDP", "H100", "124M", "ddp", 0.362, "its run on one H100", 3.05e6),

@@ -1,4 +1,4 @@
-"""The scoreboard: one row an optimisation, each on top of those before it that are kept."""
+"""The scoreboard: one row an optimization, each on top of those before it that are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe.errors import UserError
 
 @dataclass(frozen=True)
 class Row:
-    """An optimisation: the `changes` to the variant of the last row kept, or why this device `cannot` do it.
+    """An optimization: the `changes` to the variant of the last row kept, or why this device `cannot` do it.
 
     `kept`: later rows build on it. What is not kept costs speed here and is there for memory, or for another device.
     """
@@ -140,7 +140,7 @@ def add_mfu(results: list[dict], flops: int, peak: float | None) -> None:
 
 def lines(results: list[dict]) -> list[str]:
     """The table."""
-    head = f"{'optimisation':<26} {'tokens/s':>10} {'x last row kept':>22} {'x first':>8} {'MFU':>7} {'memory':>9}"
+    head = f"{'optimization':<26} {'tokens/s':>10} {'x last row kept':>22} {'x first':>8} {'MFU':>7} {'memory':>9}"
     out = [head]
     for r in results:
         name = r["name"] if r["kept"] or r["tokens_per_second"] is None else f"({r['name']})"

@@ -1,4 +1,4 @@
-"""What can be timed: our trainer, a bare loop around our model with every optimisation on a switch, and the peers."""
+"""What can be timed: our trainer, a bare loop around our model with a switch for every optimization, and the peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A variant in a process of its own, which takes steps when it is told to and says how long they took."""
+"""A variant in a process of its own, which takes as many steps as it is asked for and reports how long they took."""
 
 from __future__ import annotations
 

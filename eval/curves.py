@@ -141,7 +141,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def read_runs(paths: list[str]) -> list[Run]:
-    """The runs; those of one name are called by as much of their paths as tells them apart."""
+    """The runs; where two have one name, all are called by as much of their paths as distinguishes them."""
     runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name="/".join(run.directory.resolve().parts[-2:])) for run in runs]
@@ -161,8 +161,8 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 def dataset_of(config: dict, about: object) -> str:
     """Which of DATASETS a run trains and validates on; empty for any other.
 
-    `about` is trainer_state.json's: for each part of the run, what the manifest of the shards says they were made
-    from. Shards without a manifest of ours are known by their name only.
+    `about` is trainer_state.json's: for each part of the run, the text that the shards were made from, according to
+    their manifest. Shards without a manifest of ours are known by their name only.
     """
     parts = [part.get("data") for part in about if isinstance(part, dict)] if isinstance(about, list) else []
     names = {

@@ -88,7 +88,7 @@ def _on_tpu() -> bool:
 
 def shapes(device: torch.device) -> dict:
     """Options of `eval.loglikelihood.score` for a device that compiles a program for each shape: few shapes, and rows
-    cut over its cores."""
+    sharded across its cores."""
     if device.type != "xla":
         return {}
     import numpy as np

@@ -1,8 +1,9 @@
 """HellaSwag in both of its published ways: `python eval/hellaswag.py MODEL [--limit N]`.
 
-Way A is llm.c's and build-nanogpt's: the context as it is, each ending encoded by itself, length in tokens.
-Way B is lm-evaluation-harness's `hellaswag` version 1: cleaned text after the activity's label, context and ending
-encoded as one string, length in characters. Neither puts a token before the context.
+llm.c-style, "A" in results: the context as it is, each ending encoded by itself, length in tokens (as in
+build-nanogpt).
+lm-eval-style, "B" in results: lm-evaluation-harness's `hellaswag` version 1, with cleaned text after the activity's
+label, context and ending encoded as one string, length in characters. Neither puts a token before the context.
 
 All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.07830).
 """
@@ -31,7 +32,7 @@ from eval.loglikelihood import Request, rows_of, score
 from eval.published import HELLASWAG, SOURCES
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
-WAYS = {"A": "llm.c / build-nanogpt", "B": "lm-evaluation-harness hellaswag v1"}
+WAYS = {"A": "llm.c-style (also build-nanogpt)", "B": "lm-eval-style (lm-evaluation-harness hellaswag v1)"}
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def compare(ours: list[dict[str, RowScore]], theirs: list[dict[str, RowScore]], 
 def table(result: dict) -> str:
     """The result beside what is published, way by way."""
     lines = [f"HellaSwag validation, {result['rows']:,} rows (chance: 0.2500; +- is the 95 % interval)"]
-    for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly as A"}).items():
+    for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style"}).items():
         lines += ["", f"{f'{way}. ' if way in WAYS else '   '}{title:<46} {'acc':<18} acc_norm"]
         if way in result:
             ours = [f"{result[way][name]:.4f} +- {result[way][f'{name}_ci95']:.4f}" for name in ("acc", "acc_norm")]

@@ -143,7 +143,7 @@ def table(result: dict) -> str:
         *(line(f"{model}, harness", *numbers) for model, numbers in HARNESS.items()),
         "   (issues 2159 and 911 of EleutherAI/lm-evaluation-harness)",
         "",
-        "   scored otherwise: the last token instead of the last word (not to be compared)",
+        "   scored differently: the last token instead of the last word (not comparable)",
         *(line(f"{model}, paper", *numbers) for model, numbers in PAPER.items()),
         "   (table 3 of GPT-2's paper, Radford et al. 2019; EleutherAI/lm-evaluation-harness issue 356)",
     ]

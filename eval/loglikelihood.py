@@ -21,7 +21,7 @@ class Request:
 
     tokens: list[int]
     n_scored: int
-    length: int = 0  # what a normalised score divides by, in whatever unit
+    length: int = 0  # what a normalized score divides by, in whatever unit
 
     def cut(self, max_length: int) -> "Request":
         """What a model of `max_length` positions can see: tokens are lost on the left.
@@ -36,7 +36,7 @@ class Row:
     """What the model is given of one or several requests, and where their scored tokens are predicted.
 
     `ids`, `positions` and `segments` have one number a position: segment 0 is the shared context, i + 1 what is request
-    i's alone. `columns` and `targets` have one number a scored token; `counts` says how many are each request's.
+    i's alone. `columns` and `targets` have one number a scored token; `counts` has how many are each request's.
     """
 
     ids: np.ndarray
@@ -116,7 +116,7 @@ def scored_states(
             positions (N, T) and a mask (N, 1, T, T) too.
         max_length: positions that the model has.
         multiples: of what N, T and M are filled up to, for a device that compiles for each shape.
-        place: brings a tensor with N rows to the device, where it is to be cut over several; else `.to(device)`.
+        place: brings a tensor with N rows to the device, sharded where there are several; else `.to(device)`.
     """
     place = place or (lambda tensor: tensor.to(device))
     n, t, m = multiples

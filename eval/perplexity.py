@@ -47,7 +47,7 @@ def read_shard(path: Path) -> np.ndarray:
 
 
 def cut(tokens: np.ndarray, sequence_length: int) -> list[np.ndarray]:
-    """Windows of T + 1 tokens at stride T; tokens that do not fill one are left out, as in training."""
+    """Windows of T + 1 tokens at stride T; tokens that do not fill one are skipped, as in training."""
     starts = range(0, len(tokens) - sequence_length, sequence_length)
     return [tokens[start : start + sequence_length + 1] for start in starts]
 

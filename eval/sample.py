@@ -211,7 +211,7 @@ def main() -> None:
         raise common.UserError("--temperature and --top_k must not be negative, --top_p lies in (0, 1]")
     if args.interactive and (args.prompt is not None or args.output):
         raise common.UserError(
-            "--interactive takes its prompts from the terminal and writes no results: leave out "
+            "--interactive takes its prompts from the terminal and writes no results: remove "
             f"--{'output' if args.output else 'prompt'}"
         )
     loaded = common.load(args)

@@ -3,7 +3,7 @@
 The text is the raw test split, its rows joined by blank lines, and the windows are those of transformers' guide
 "Perplexity of fixed-length models" (https://huggingface.co/docs/transformers/perplexity): as long as the model has
 positions, each starting `stride` tokens after the one before and scoring the tokens that none has scored. A window's
-first token is never scored, since nothing in the window stands before it: with stride < window that leaves out the
+first token is never scored, since nothing in the window stands before it: with stride < window that skips the
 text's first token alone, with stride = window (no overlap) one in each window, as in the guide.
 
 Counting. `perplexity` is exp of the mean over all scored tokens, each of the same weight. The guide, as it stands

@@ -412,7 +412,7 @@ def test_without_a_network_a_data_set_fails_within_seconds(monkeypatch):
         (perplexity, ["--text", "absent.txt"], "absent.txt"),
         (perplexity, ["--sequence_length", "65", "--text", "absent.txt"], "the model has 64 positions"),
         (sample, ["--top_p", "0"], "--top_p lies in"),
-        (sample, ["--interactive", "--prompt", "The"], "leave out --prompt"),
+        (sample, ["--interactive", "--prompt", "The"], "remove --prompt"),
         (sample, ["--output", "absent/results.json"], "absent: not a directory"),
     ],
 )

@@ -1,4 +1,4 @@
-"""HellaSwag: way A by hand, way B against lm-evaluation-harness itself, shares of ranks, and the metric module."""
+"""HellaSwag: llm.c-style by hand, lm-eval-style against the harness itself, shares of ranks, and the metric module."""
 
 import dataclasses
 import itertools
