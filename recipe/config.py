@@ -113,7 +113,7 @@ class RunConfig:
     eval_steps: int = _opt(250, "steps between validations (0: at the end only)")
     eval_tokens: int = _opt(10_485_760, "tokens of a validation, at most (the same ones every time)")
     save_steps: int = _opt(1000, "steps between checkpoints (0: at the end only)")
-    save_total_limit: int = _opt(2, "newest checkpoints kept")
+    save_total_limit: int = _opt(2, "newest checkpoints kept, beside the best one and milestones")
     milestone_steps: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
     push_to_hub: str = _opt("", "ORG/NAME on the Hub to which milestones and the final checkpoint go (empty: none)")
     hub_private_repo: bool = _opt(False, "push_to_hub makes a private repository, and pushes to no public one")

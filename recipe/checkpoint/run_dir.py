@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from filelock import SoftFileLease, Timeout
 
 from recipe.checkpoint.format import checkpoints, newest_valid, sweep
@@ -112,6 +113,8 @@ def _locked(run_dir: Path) -> SoftFileLease:
     before, timeout = lock.owner, _PATIENCE
     if before and before.hostname.partition("?")[0] == socket.gethostname():
         timeout = 0.5  # filelock sees at once whether the process lives
+        if _is_zombie(before.pid):
+            lock.force_break()
     elif before:
         timeout = _LEASE + _HEARTBEAT
         logger.info("lock       %s had this directory; waiting %.0f s for a sign of life", _described(before), timeout)
@@ -128,6 +131,14 @@ def _locked(run_dir: Path) -> SoftFileLease:
     if before:
         logger.info("lock       taken over from %s, which ended without releasing it", _described(before))
     return lock
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended, but its parent has not noticed: filelock takes it for alive."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _lost(compromise) -> None:

@@ -65,11 +65,14 @@ def test_a_second_run_is_refused_and_told_who_is_there(tmp_path, holder):
         RunDirectory(tmp_path).__enter__()
 
 
-def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder, caplog):
-    """The lock is a file's existence, and no flock: it works where the file system has no locks."""
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder, caplog, noticed):
+    """The lock is a file's existence, and no flock: it works where the file system has no locks. A process that was
+    killed in a container or a notebook may stay a zombie, whose parent has not noticed."""
     caplog.set_level("INFO")
     pid = holder()
-    kill(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | (0 if noticed else os.WNOWAIT))
     (tmp_path / "notes.txt").touch()
     with RunDirectory(tmp_path):
         assert f"taken over from process {pid} on {socket.gethostname()}, which ended" in caplog.text
