@@ -76,13 +76,17 @@ def _encode(text: str) -> np.ndarray:
 
 def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:
     """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens,
-    and cuts there where it is asked to. It does parse a literal "<|endoftext|>"."""
+    and truncates there if asked to. It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no
+    other special token."""
     from transformers import GPT2TokenizerFast  # seconds to import; only export needs it
 
     vocab = json.loads((_FILES / "encoder.json").read_text(encoding="utf-8"))
     merges = (_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]  # after a version line
     return GPT2TokenizerFast(
-        vocab=vocab, merges=[tuple(merge.split()) for merge in merges], model_max_length=max_length
+        vocab=vocab,
+        merges=[tuple(merge.split()) for merge in merges],
+        model_max_length=max_length,
+        pad_token="<|endoftext|>",
     )
 
 

@@ -205,8 +205,12 @@ class GPT2LMHeadModel(nn.Module):
         """Writes config.json and generation_config.json: with the weights, all that transformers needs."""
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = ["GPT2LMHeadModel"], torch.float32
+        config.n_ctx = config.n_positions  # llama.cpp's converter reads OpenAI's name for it
+        config.pad_token_id = config.eos_token_id
         config.save_pretrained(directory)
-        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        tokens = {f"{kind}_token_id": config.eos_token_id for kind in ("bos", "eos", "pad")}
+        # Without max_length a pipeline generates 256 tokens, which may be more than there are positions.
+        GenerationConfig(max_length=config.n_positions, **tokens).save_pretrained(directory)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, **kwargs) -> "GPT2LMHeadModel":
