@@ -112,7 +112,7 @@ export: .venv/installed ## the latest checkpoint of RUN with its model card into
 	$(BIN)/python -m recipe.hub.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## the same to REPO=ORG/NAME on the Hub (RUN)
-	$(BIN)/python -m recipe.hub.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(if $(REPO),--repo $(REPO)) $(ARGS)
+	$(BIN)/python -m recipe.hub.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo "$(REPO)" $(ARGS)
 
 ##@ Measure speed
 

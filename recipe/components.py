@@ -24,7 +24,6 @@ from recipe.data.streaming.stream import Builder, StreamedSource, Waiting
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
 from recipe.errors import UserError
-from recipe.hub.push import Uploads, check_push
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.redaction import redacted
 
@@ -158,38 +157,6 @@ def _above_the_bar(line: str) -> None:
     with suppress(OSError, ValueError):
         tqdm.write(wrapped(line))
         sys.stdout.flush()
-
-
-def open_uploads(
-    config: Config, engine: Engine, checkpoint: Checkpoint | None, say: Callable[[str], None], closing: ExitStack
-) -> Uploads | None:
-    """What pushes checkpoints, on the main process of a run that wants it; ended by `closing`, if it was not before.
-    The `checkpoint` that the run goes on from is queued if a kill came between it and the queue. Raises UserError, on
-    all processes, where the Hub will not let them in."""
-    run, error = config.run, ""
-    if not run.push_to_hub:
-        return None
-    try:
-        if engine.is_main:
-            check_push(run.push_to_hub, run.hub_private_repo, say)
-    except UserError as e:
-        error = str(e)
-    if error := engine.from_main(error):
-        raise UserError(error)
-    if not engine.is_main:
-        return None
-    uploads = Uploads(
-        Path(run.output_dir),
-        run.push_to_hub,
-        run.hub_private_repo,
-        _above_the_bar,
-        milestone_steps=run.milestone_steps,
-        last_step=config.optimizer.max_steps,
-    )
-    closing.callback(uploads.close, wait=False)
-    if checkpoint:
-        uploads.add(checkpoint.path, again=False)
-    return uploads
 
 
 def find_checkpoint(config: Config, engine: Engine, closing: ExitStack) -> Checkpoint | None:

@@ -115,9 +115,10 @@ class RunConfig:
     save_steps: int = _opt(1000, "steps between checkpoints (0: at the end only)")
     save_total_limit: int = _opt(2, "newest checkpoints kept, beside the best one and milestones")
     milestone_steps: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
-    push_to_hub: str = _opt("", "ORG/NAME on the Hub to which milestones and the final checkpoint go (empty: none)")
-    hub_private_repo: bool = _opt(False, "push_to_hub makes a private repository, and pushes to no public one")
-    hub_license: str = _opt("mit", "licence of the weights in their model card, by the Hub's name for it, or other")
+    push_to_hub: bool = _opt(False, "upload milestones and the final checkpoint to hub_model_id while the run goes on")
+    hub_model_id: str = _opt("", "ORG/NAME of the repository on the Hub for push_to_hub")
+    hub_private_repo: bool = _opt(False, "push_to_hub creates a private repository, and uploads to no public one")
+    hub_license: str = _opt("mit", "license of the weights in their model card, by the Hub's name for it, or other")
     sample_steps: int = _opt(0, "steps between samples printed from the live model (0: never)")
     sample_prompt: str = _opt("\n", "what a sample during training continues")
     hellaswag_steps: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
@@ -278,8 +279,9 @@ def _validated(config: Config) -> Config:
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
     )
     require(not (error := license_error(run.hub_license)), f"hub_license {error}")
-    if run.push_to_hub:
-        check_repo_name(run.push_to_hub, "push_to_hub")
+    require(bool(run.hub_model_id) or not run.push_to_hub, "push_to_hub needs hub_model_id, ORG/NAME on the Hub")
+    if run.hub_model_id:
+        check_repo_name(run.hub_model_id, "hub_model_id")
     if opt.total_batch_tokens % data.sequence_length:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "

@@ -16,11 +16,11 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from recipe import faults
-from recipe.checkpoint.format import Checkpoint, Retention, checkpoints
+from recipe.checkpoint.format import Checkpoint, Retention
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import about
 from recipe.cli import emit
-from recipe.components import check_alike, find_checkpoint, model_files, open_data, open_uploads
+from recipe.components import check_alike, find_checkpoint, model_files, open_data
 from recipe.config import Batch, Config, OptimizerConfig, batch_arithmetic, parse_config
 from recipe.data.dataset import LocalSource, check_same_data
 from recipe.data.prefetch import Batches
@@ -32,7 +32,7 @@ from recipe.errors import ExitCode, UserError
 from recipe.estimate.memory import flops_per_token, price
 from recipe.estimate.micro_batch import micro_batch
 from recipe.evaluation import hellaswag, sample, validate
-from recipe.hub.push import Uploads
+from recipe.hub.upload import Uploads, open_uploads
 from recipe.log import set_up_logging
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -76,20 +76,19 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
         return 0
     with ExitStack() as closing:  # what works in the background ends with the run
         checkpoint = find_checkpoint(config, engine, closing)
-        uploads = open_uploads(config, engine, checkpoint, say, closing)
+        uploads = open_uploads(config, engine)
         beyond = checkpoint.step - config.optimizer.max_steps if checkpoint else -1
         if beyond > 0 or (beyond == 0 and engine.from_main(has_finished(config))):
             say(f"complete   {checkpoint.path} holds the whole run; --max_steps trains longer, --fresh starts over")
-            if uploads:
-                engine.stop.begin()  # Ctrl-C from now on leaves the rest queued
-                uploads.close(wait=True, stop=lambda: engine.stop.requested)
+            engine.stop.begin()  # from now on Ctrl-C leaves the rest for later
+            uploads.wait(stopped=lambda: engine.stop.requested)
             return 0
         source, validation = open_data(config, batch, engine, checkpoint, say, closing)
         faults.at("start.model")
         model = build_model(config, load_init_from=checkpoint is None, **engine.model_options)
         result = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
-        if uploads and result.saved and result.val_loss is not None:
-            uploads.close(wait=True, stop=lambda: engine.stop.requested)
+        if result.saved and result.val_loss is not None:
+            uploads.wait(stopped=lambda: engine.stop.requested)
     if not result.saved:
         say(
             f"NOT SAVED  the last checkpoint could not be written into {config.run.output_dir}; mend that, and the "
@@ -112,7 +111,7 @@ def train(
     source: LocalSource,
     validation: LocalSource,
     checkpoint: Checkpoint | None,
-    uploads: Uploads | None,
+    uploads: Uploads,
     closing: ExitStack,
 ) -> Result:
     """Trains to max_steps, from `checkpoint` if there is one."""
@@ -256,10 +255,7 @@ def train(
                     log.write(record)
                 progress.report(record, saver.failed if saver else "", throughput.pauses)
                 tracker.log(record)
-                if uploads:
-                    for path in checkpoints(run_dir)[-1:]:
-                        uploads.add(path, again=False)
-                    uploads.report()
+                uploads.start(step)
             if last:
                 break
             engine.wait_for_batches(batches)
@@ -292,9 +288,6 @@ def train(
     engine.stop.leave()
     with progress.during("saving"):
         saved = engine.from_main(saver.conclude(lambda: engine.stop.requested) if saver else None)
-    if uploads:
-        for path in checkpoints(run_dir)[-1:]:
-            uploads.add(path, again=False)
     progress.close()
     if engine.anywhere(batches.error() is not None):  # saved all the same
         cause = batches.error() or "the data of another process have ended; what it says is the cause"

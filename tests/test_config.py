@@ -87,7 +87,7 @@ def test_a_recipe_that_cannot_be_read(recipe, text, message):
         ("eval_steps", -1, "eval_steps is -1"),
         ("run_name", "../elsewhere", "run_name '../elsewhere' must be letters"),
         *(
-            ("push_to_hub", name, f"push_to_hub '{name}' must be ORG/NAME")
+            ("hub_model_id", name, f"hub_model_id '{name}' must be ORG/NAME")
             for name in ("gpt2", "a/b/c", "/acme/gpt2", "acme/", "../gpt2", "acme/..", "acme/gpt 2", "acmé/gpt2")
         ),
         ("config", "nowhere.yaml", "--config nowhere.yaml: no such file"),

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, TINY, by_step, environment
-from tests.hub.push_server import PushHub
-from tests.hub.upload_faults import REPO
+from tests.hub.push_server import REPO, PushHub
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient (pip install -e '.[dev]')")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient (pip install -e '.[dev]')")

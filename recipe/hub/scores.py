@@ -13,193 +13,178 @@ from huggingface_hub import EvalResult
 from recipe.redaction import redact
 
 HELLASWAG_ROWS, LAMBADA_ROWS = 10042, 5153
-_WAYS = {"A": "way A, as llm.c and build-nanogpt score", "B": "way B, as lm-evaluation-harness (hellaswag v1) scores"}
-_NO_METRICS = ("rows", "samples", "sample_len", "limit", "version", "num_fewshot")  # beside an lm-eval task's metrics
-_HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
-
-
-@dataclass(frozen=True)
-class Score:
-    """A figure. `type` is the Hub's name of the metric, `dataset` {"type", "name", "split", ...} as EvalResult has
-    them, `args` what the figure depends on, `half` the half width of its 95 % interval."""
-
-    dataset: dict
-    type: str
-    name: str
-    value: float
-    how: str = ""
-    args: dict = field(default_factory=dict)
-    half: float | None = None
-    source: str = ""
-
-    @property
-    def data(self) -> str:
-        """What it was measured on, for a reader."""
-        return ", ".join(filter(None, (self.dataset["name"], self.dataset.get("split"))))
-
-    @property
-    def shown(self) -> str:
-        return f"{self.value:.4f}" + (f" ± {self.half:.4f}" if self.half is not None else "")
-
-    def entry(self) -> EvalResult:
-        about = {f"dataset_{k}": v for k, v in self.dataset.items() if v}
-        source = {"source_name": "lm-evaluation-harness", "source_url": self.source} if self.source else {}
-        return EvalResult(
-            task_type="text-generation",
-            **about,
-            metric_type=self.type,
-            metric_value=round(self.value, 6),
-            metric_name=self.name,
-            metric_args=self.args or None,
-            **source,
-        )
-
-
-def of_run(lines: list[dict], config: dict, step: int, text: dict) -> Iterator[Score]:
-    """Of metrics.jsonl's `lines` up to `step`: figures of these very weights. `text` is what they were trained on, as
-    card.data_set has it."""
-    own = next((line for line in reversed(lines) if line["step"] == step), {})
-    if (loss := own.get("val_loss")) is not None:
-        tokens = config.get("eval_tokens")
-        most = f", at most {tokens:,} tokens" if tokens else ""
-        data = _validation(
-            config.get("val_data") or config.get("dataset_name") or "the run's validation data", config, text
-        )
-        yield Score(data, "loss", "validation loss, nats a token", loss, f"by the run, in its precision{most}")
-    rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
-    for way, title in _WAYS.items():
-        for kind in ("acc", "acc_norm"):
-            if (value := own.get(f"hellaswag_{way}_{kind}")) is not None:
-                how = f"{title}{_first(rows, HELLASWAG_ROWS)}; by the run, in its precision"
-                yield Score(_HELLASWAG, "accuracy", f"{kind}, way {way}, during training", value, how, {"rows": rows})
-
-
 _HELLASWAG = {"type": "Rowan/hellaswag", "name": "HellaSwag", "split": "validation"}
 # What the evaluation commands call `data_set` where the text is the whole data set's, going by its digest.
 _KNOWN = {
     "Salesforce/wikitext": {"name": "WikiText-2", "config": "wikitext-2-raw-v1", "split": "test"},
     "EleutherAI/lambada_openai": {"name": "LAMBADA", "config": "default", "split": "test"},
 }
+_STYLES = {"A": "llm.c-style", "B": "lm-eval-style"}  # how HellaSwag is scored
+_HARNESS = {"source_name": "lm-evaluation-harness", "source_url": "https://github.com/EleutherAI/lm-evaluation-harness"}
+_NOT_METRICS = ("rows", "samples", "sample_len", "limit", "version", "num_fewshot")  # beside the metrics of a task
+_LOSSES = {
+    "loss": ("loss", "loss, nats per token"),
+    "perplexity": ("perplexity", "perplexity per token"),
+    "word_perplexity": ("perplexity", "perplexity per word"),
+    "bits_per_byte": ("bits_per_byte", "bits per byte"),
+}
+_HOW = {  # settings of a loss, as a reader wants them
+    "sequence_length": "{:,} tokens at once",
+    "stride": "stride {:,}",
+    "limit_windows": "the first {:,} windows",
+    "tokens": "{:,} tokens",
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure.
+
+    Attributes:
+        dataset: what it was measured on: "type", "name", "config", "split", "revision", as EvalResult has them.
+        type: the Hub's name of the metric.
+        name: the metric's name for a reader.
+        how: how it was measured, for a reader.
+        half: the half width of its 95 % interval.
+        whole: whether all of the data set was evaluated, and not a part for a quick look.
+        more: other fields of the EvalResult.
+    """
+
+    dataset: dict
+    type: str
+    name: str
+    value: float
+    how: str = ""
+    half: float | None = None
+    whole: bool = True
+    more: dict = field(default_factory=dict)
+
+    def row(self) -> tuple[str, str, str, str]:
+        data = ", ".join(filter(None, (self.dataset["name"], self.dataset.get("split"))))
+        interval = f" ± {self.half:.4f}" if self.half is not None else ""
+        return data, self.name, f"{self.value:.4f}{interval}", self.how
+
+    def entry(self) -> EvalResult:
+        """For model-index, from which leaderboards read."""
+        return EvalResult(
+            task_type="text-generation",
+            metric_type=self.type,
+            metric_name=self.name,
+            metric_value=round(self.value, 6),
+            **{f"dataset_{key}": value for key, value in self.dataset.items() if value},
+            **self.more,
+        )
+
+
+def of_run(line: dict, config: dict, text: dict) -> Iterator[Score]:
+    """Of the line of metrics.jsonl for these very weights. `text` is what they were trained on, from
+    model_card.data_set."""
+    if (loss := _number(line.get("val_loss"))) is not None:
+        tokens = config.get("eval_tokens")
+        at_most = f", at most {tokens:,} tokens" if tokens else ""
+        own = config.get("val_data") or config.get("dataset_name") or "the run's validation data"
+        data = _validation(own, config, text)
+        yield Score(data, "loss", "validation loss, nats per token", loss, f"by the run, in its precision{at_most}")
+    rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
+    for key, style in _STYLES.items():
+        for kind in ("acc", "acc_norm"):
+            if (value := _number(line.get(f"hellaswag_{key}_{kind}"))) is not None:
+                how = f"by the run, in its precision, {_rows(rows, HELLASWAG_ROWS)}"
+                whole = rows >= HELLASWAG_ROWS
+                yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}, during training", value, how, whole=whole)
 
 
 def of_results(results: dict, config: dict, text: dict) -> Iterator[Score]:
     """Of a results.json. `config` is the run's, `text` as in `of_run`."""
-    if found := _of(results, "hellaswag"):
-        yield from _hellaswag(found)
-    if found := _of(results, "perplexity"):
-        yield from _losses(_validation(found.get("data"), config, text), found, ("loss", "perplexity", "bits_per_byte"))
-    if found := _of(results, "wikitext2"):
-        yield from _losses(_named(found), found, ("perplexity", "word_perplexity", "bits_per_byte"))
-    if found := _of(results, "lambada"):
-        yield from _lambada(found)
-    if found := _of(results, "lm_eval"):
-        yield from _lm_eval(found)
+    yield from _hellaswag(_dict(results, "hellaswag"))
+    found = _dict(results, "perplexity")
+    yield from _losses(_validation(found.get("data"), config, text), found, ("loss", "perplexity", "bits_per_byte"))
+    found = _dict(results, "wikitext2")
+    yield from _losses(_named(found), found, ("perplexity", "word_perplexity", "bits_per_byte"))
+    yield from _lambada(_dict(results, "lambada"))
+    yield from _lm_eval(_dict(results, "lm_eval"))
 
 
 def _hellaswag(found: dict) -> Iterator[Score]:
-    rows = _number(found.get("rows", HELLASWAG_ROWS))
-    for way, title in _WAYS.items():
-        own = _of(found, way)
+    rows = _number(found.get("rows")) or 0
+    for key, style in _STYLES.items():
+        own = _dict(found, key)
         for kind in ("acc", "acc_norm"):
             if (value := _number(own.get(kind))) is not None:
-                how = f"{title}{_first(rows, HELLASWAG_ROWS)}{_in(found)}"
-                half, args = _number(own.get(f"{kind}_ci95")), {"rows": rows} if rows else {}
-                yield Score(_HELLASWAG, "accuracy", f"{kind}, way {way}", value, how, args, half)
+                how = f"{_rows(rows, HELLASWAG_ROWS)}{_dtype(found)}"
+                half, whole = _number(own.get(f"{kind}_ci95")), rows >= HELLASWAG_ROWS
+                yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}", value, how, half, whole)
+
+
+def _losses(data: dict, found: dict, names: tuple[str, ...]) -> Iterator[Score]:
+    settings = {key: found[key] for key in _HOW if _number(found.get(key)) is not None}
+    how = ", ".join(_HOW[key].format(value) for key, value in settings.items()) + _dtype(found)
+    for name in names:
+        if (value := _number(found.get(name))) is not None:
+            more = {"metric_args": settings} if settings else {}
+            yield Score(data, *_LOSSES[name], value, how, whole="limit_windows" not in found, more=more)
 
 
 def _lambada(found: dict) -> Iterator[Score]:
-    data, rows = _named(found), _number(found.get("rows"))
-    of = f" of {LAMBADA_ROWS:,}" if rows != LAMBADA_ROWS and data["type"] in _KNOWN else ""
-    how, args = (
-        (f"{'the first ' * bool(of)}{rows:,}{of} rows" if rows else "") + _in(found),
-        {"rows": rows} if rows else {},
-    )
-    if (value := _number(found.get("acc"))) is not None:
-        yield Score(data, "accuracy", "acc", value, how, args, _number(found.get("acc_ci95")))
-    if (value := _number(found.get("perplexity"))) is not None:
-        yield Score(data, "perplexity", "perplexity", value, how, args)
+    data, rows = _named(found), _number(found.get("rows")) or 0
+    known = data["type"] in _KNOWN  # of another text nobody knows how many rows it has
+    how = f"{_rows(rows, LAMBADA_ROWS if known else rows)}{_dtype(found)}"
+    for kind, type in (("acc", "accuracy"), ("perplexity", "perplexity")):
+        if (value := _number(found.get(kind))) is not None:
+            half, whole = _number(found.get(f"{kind}_ci95")), known and rows >= LAMBADA_ROWS
+            yield Score(data, type, kind, value, how, half, whole)
 
 
 def _lm_eval(found: dict) -> Iterator[Score]:
-    """Of tasks as eval/harness.py's `summary` has them: metrics without ",none", and how many rows as sample_len."""
+    """Of tasks as eval/harness.py writes them: metrics without ",none", and the number of rows as sample_len."""
     version, limit = found.get("version"), _number(found.get("limit"))
-    for task, metrics in _of(found, "tasks").items():
-        task, metrics = redact(task), metrics if isinstance(metrics, dict) else {}  # a key, which `redacted` leaves
+    for task, metrics in _dict(found, "tasks").items():
+        metrics, task = metrics if isinstance(metrics, dict) else {}, redact(task)
         rows = _number(metrics.get("sample_len"))
-        how = "lm-evaluation-harness" + (f" {version}" if version else "")
-        how += (f", {rows:,} rows" if rows else "") + (f", limit {limit:,}" if limit else "") + _in(found)
-        args = {k: v for k, v in (("rows", rows), ("limit", limit)) if v}
+        how = f"lm-evaluation-harness {version or ''}" + (f", {rows:,} rows" if rows else "")
+        how += (f", limit {limit:,}" if limit else "") + _dtype(found)
         for key, value in metrics.items():
             kind, _, filtered = key.partition(",")
-            if _number(value) is None or "stderr" in key or kind in _NO_METRICS:
+            if _number(value) is None or "stderr" in key or kind in _NOT_METRICS:
                 continue
             error = _number(metrics.get(f"{kind}_stderr" + key[len(kind) :]))
+            name = f"{kind}{f' ({filtered})' if filtered not in ('', 'none') else ''}, lm-evaluation-harness"
+            type = "accuracy" if kind.startswith("acc") else kind
             half = None if error is None else 1.96 * error
-            way = "" if filtered in ("", "none") else f" ({filtered})"
-            name, type = f"{kind}{way}, lm-evaluation-harness", "accuracy" if kind.startswith("acc") else kind
-            yield Score({"type": task, "name": task}, type, name, value, how, args, half, _HARNESS)
-
-
-_NAMES = {
-    "loss": ("loss", "loss, nats a token"),
-    "perplexity": ("perplexity", "perplexity, of a token"),
-    "word_perplexity": ("perplexity", "perplexity, of a word"),
-    "bits_per_byte": ("bits_per_byte", "bits a byte"),
-}
-
-
-def _losses(data: dict, found: dict, keys: tuple[str, ...]) -> Iterator[Score]:
-    names = ("sequence_length", "stride", "tokens", "windows", "limit_windows")
-    args = {k: found[k] for k in names if _number(found.get(k)) is not None}
-    words = {
-        "sequence_length": "{:,} at once",
-        "stride": "stride {:,}",
-        "limit_windows": "the first {:,} windows",
-        "tokens": "{:,} tokens",
-    }
-    how = ", ".join(words[k].format(args[k]) for k in words if k in args) + _in(found)
-    for key in keys:
-        if (value := _number(found.get(key))) is not None:
-            yield Score(data, *_NAMES[key], value, how, args)
+            yield Score({"type": task, "name": task}, type, name, value, how, half, whole=not limit, more=_HARNESS)
 
 
 def _validation(data: str | None, config: dict, text: dict) -> dict:
-    """Shards or a text that a loss is of: a directory, a glob or a file. Only the run's own directory holds what was
-    held out of the text that it was trained on, and only where the run validated on that."""
-    if not data or any(
-        _path(own) != _path(data) for own in (config.get("dataset_name"), config.get("val_data") or data)
-    ):
+    """The shards or text of a loss. Only the run's own directory holds the validation part of the text that it was
+    trained on, and only where the run validated on that."""
+
+    def path(name: str | None) -> str | None:
+        return os.path.normpath(redact(name)) if name else None
+
+    own = (config.get("dataset_name"), config.get("val_data") or data)
+    if not data or any(path(name) != path(data) for name in own):
         return _local(data)
-    name = text.get("id") or text.get("name") or "the run's own data"
     if "id" not in text:
-        return _local(f"{name}, held out")
-    return {
-        "type": text["id"],
-        "name": f"{name}, held out",
-        "config": text.get("subset"),
-        "revision": text.get("commit"),
-    }
-
-
-def _path(name: str | None) -> str | None:
-    return os.path.normpath(redact(name)) if name else None
+        return _local(f"{text.get('name') or 'own data'}, held out")
+    of_hub = {"config": text.get("subset"), "revision": text.get("commit")}
+    return {"type": text["id"], "name": f"{text['id']}, held out"} | of_hub
 
 
 def _named(found: dict) -> dict:
-    """What the command has recognised; another text, or one that an earlier version scored, by its name."""
+    """A data set that the command has recognized, or another text by its file's name."""
     known = _KNOWN.get(found.get("data_set"))
     return {"type": found["data_set"]} | known if known else _local(found.get("data_set") or found.get("data"))
 
 
 def _local(path: str | None) -> dict:
-    """A text by its last name alone: its directories are nobody's business. The name is the `config` too, since
-    huggingface_hub puts figures into one group that differ in nothing but the data set's name."""
+    """A text by its file's name alone: its directories are private. The name is the `config` too, since
+    huggingface_hub groups figures by everything but the data set's name."""
     name = Path(redact(path)).name if isinstance(path, str) else ""
     name = name if name.strip("~.") else "a local text"
     return {"type": "text", "name": name, "config": name}
 
 
-def _of(results: dict, key: str) -> dict:
+def _dict(results: dict, key: str) -> dict:
     found = results.get(key)
     return found if isinstance(found, dict) else {}
 
@@ -209,9 +194,9 @@ def _number(value) -> float | None:
     return value if fine else None
 
 
-def _first(rows: int | None, every: int) -> str:
-    return "" if rows is None or rows >= every else f", the first {rows:,} of {every:,} rows"
+def _rows(rows: int, every: int) -> str:
+    return f"the first {rows:,} of {every:,} rows" if rows < every else f"{rows:,} rows"
 
 
-def _in(found: dict) -> str:
-    return f"; in {found['dtype']}" if found.get("dtype") else ""
+def _dtype(found: dict) -> str:
+    return f", in {found['dtype']}" if found.get("dtype") else ""

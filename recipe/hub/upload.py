@@ -1,257 +1,268 @@
-"""The process that brings queued checkpoints to the Hugging Face Hub, and what it makes of the Hub's errors.
+"""Uploads a run's checkpoints to the Hugging Face Hub.
 
-push.py starts `python -m recipe.hub.upload RUN`, which ends when its standard input does, that is with the trainer,
-however that ends. What it does it says on its standard output, one JSON object a line. The token stays where
-huggingface_hub finds it, in the environment or its own file: nothing here writes it.
+The milestones and the final checkpoint belong there: each on a branch of its own, such as step-005000, the final one on
+main too. `sync` uploads those that are on the disk and not on the Hub, in one commit for each branch. `Uploads` calls
+it in the background of a training run, and `python -m recipe.hub.export push` in the foreground. Milestones and the
+newest checkpoint are never pruned, so that nothing else needs to remember what is left to upload after a failure.
+
+The token stays where huggingface_hub finds it, in the environment or in its own file.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
-import os
-import re
-import sys
+import logging
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import huggingface_hub.constants
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
+from huggingface_hub.utils import disable_progress_bars
 
-from recipe import faults
-from recipe.hub.outbox import MAIN, Entry, alone, entries
-from recipe.redaction import redact
+from recipe.checkpoint.format import checkpoints, model_only, step_of, verify
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.hub.access import Failure, check_access, clean, failure_of, limit_requests, open_repository, page
+from recipe.hub.model_card import CARD, model_card
 
-TIMEOUT = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or 60)  # seconds in which no byte moves
-_LONGEST_WAIT = 60  # seconds between two attempts, unless the Hub asks for more
-_LONGEST_ASKED = 3600
-_TRIES = 5  # at what another attempt mends at times, but not always
-_POLL = 0.5  # seconds between looks into an empty queue
-_BAD_CARD = "Invalid metadata in README.md."  # how create_commit begins what the Hub has against a card
-_NO_SENSE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-_CONFLICT = (409, 412, 423)  # another commit came in between
-_PASSING = (408, 425, 429)  # and whatever is 500 or more
+logger = logging.getLogger(__name__)
 
-Tell = Callable[..., None]  # tell(event, **values)
+MAIN = "main"
+_WEIGHTS = "model.safetensors"
+_LIMIT = 900.0  # seconds that the end of a run waits for its uploads, at most
+_PAUSE = 60.0  # seconds between a failure and the next attempt while the run trains, and so between warnings
+_RETRIES = (1, 2, 4, 8)  # seconds between attempts while somebody waits
 
 
-class Refused(Exception):
-    """What another attempt would meet again."""
+@dataclass(frozen=True)
+class Target:
+    """What goes where: the milestones of a run to branches of `repo`, the checkpoint `final` to main too.
+
+    Attributes:
+        repo: ORG/NAME on the Hub.
+        private: create a private repository, and upload nothing to a public one.
+        milestone_steps: checkpoints at multiples of this step are milestones (0: none).
+        final: the checkpoint for main; it need not exist yet.
+        license: of the weights, for the model card (empty: the run's hub_license).
+        card: "new" uploads a model card with new weights, "renew" replaces the card of earlier uploads if it differs,
+            "none" uploads no card.
+    """
+
+    repo: str
+    private: bool = False
+    milestone_steps: int = 0
+    final: Path | None = None
+    license: str = ""
+    card: str = "new"
+
+    def branches(self, run: Path, up_to: int | None = None) -> dict[str, Path]:
+        """{branch: checkpoint} of what is on the disk, the oldest first, up to step `up_to` (None: all)."""
+        steps = {step_of(path): path for path in checkpoints(run)}
+        steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
+        if self.final and (self.final / "trainer_state.json").is_file():
+            steps[recorded_step(self.final)] = self.final
+        found = {branch_of(step): p for step, p in sorted(steps.items()) if up_to is None or step <= up_to}
+        return found | {MAIN: self.final} if self.final in found.values() else found
 
 
-class Passing(Exception):
-    """What waiting may mend; `after` is how many seconds of it the Hub asks for."""
-
-    def __init__(self, reason: str, after: float = 0.0):
-        super().__init__(reason)
-        self.after = after
+def branch_of(step: int) -> str:
+    return f"step-{step:06d}"
 
 
-# Talking to the Hub
+def recorded_step(checkpoint: Path) -> int:
+    """The step of a checkpoint, whatever its directory is called."""
+    return json.loads((checkpoint / "trainer_state.json").read_text())["step"]
 
 
-@contextmanager
-def hub_client(timeout: float) -> Iterator[None]:
-    """Within it a request of huggingface_hub ends after `timeout` seconds in which nothing moves (by itself it would
-    wait for ever), and one that fails says so at once as Passing (by itself it would try five times more, silently)."""
+@dataclass
+class Known:
+    """What earlier calls of `sync` found: branches that are up to date, and why others are refused for good."""
 
-    def make():
-        client = default_client_factory()
-        client.timeout = timeout
-        send = client.send
+    uploaded: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
 
-        def send_once(request, **options):
-            try:
-                response = send(request, **options)
-            except Exception as error:  # types of an HTTP library, which is another one from version to version
-                raise Passing(f"{type(error).__name__}: {error}") from error
-            if response.status_code >= 500 or response.status_code in _PASSING:
-                raise Passing(f"HTTP {response.status_code}: {_words_of(response)}", _asked(response.headers))
-            return response
 
-        client.send = send_once
-        return client
+def sync(run: Path, target: Target, known: Known, up_to: int | None = None) -> None:
+    """Uploads the checkpoints of `run` up to step `up_to` (None: all) that the Hub does not have; adds to `known`.
 
-    huggingface_hub.set_client_factory(make)
+    A checkpoint that does not agree with its manifest, or holds a symbolic link, is refused with a warning. Raises
+    UserError for a public repository where a private one is wanted, and whatever huggingface_hub raises, which
+    `failure_of` explains.
+    """
+    wanted = target.branches(run, up_to)
+    wanted = {branch: path for branch, path in wanted.items() if branch not in known.uploaded | known.refused.keys()}
+    if not wanted:
+        return
+    api = HfApi()
+    open_repository(api, target.repo, target.private)
+    there = {branch.name for branch in api.list_repo_refs(target.repo).branches}
+    for branch, checkpoint in wanted.items():
+        card = _card(checkpoint, target)
+        if branch not in there or not _is_up_to_date(api, target, branch, checkpoint, card):
+            if problem := _problem(checkpoint):
+                known.refused[branch] = problem
+                logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problem)
+                continue
+            if branch not in there:
+                api.create_branch(target.repo, branch=branch, exist_ok=True)
+            _commit(api, target, branch, checkpoint, card)
+            logger.info("upload     %s is at %s", branch, page(target.repo, branch))
+        known.uploaded.add(branch)
+
+
+def _problem(checkpoint: Path) -> str:
+    """Why a checkpoint must not be uploaded, or empty. Reads every byte."""
+    if links := sorted(path.name for path in checkpoint.iterdir() if path.is_symlink()):
+        return f"{links[0]} is a symbolic link"
+    return "; ".join(verify(checkpoint)[:1])
+
+
+def _card(checkpoint: Path, target: Target) -> bytes | None:
+    if target.card == "none":
+        return None
     try:
-        yield
-    finally:
-        huggingface_hub.set_client_factory(default_client_factory)
+        return model_card(checkpoint, repo=target.repo, license=target.license).encode()
+    except Exception as error:  # whatever it is, the weights matter more than their description
+        logger.warning("upload     %s has no model card: %s", checkpoint, clean(f"{type(error).__name__}: {error}"))
+        return None
 
 
-def _words_of(response) -> str:
-    return response.headers.get("X-Error-Message") or response.reason_phrase or "no more is said"
+def _is_up_to_date(api: HfApi, target: Target, branch: str, checkpoint: Path, card: bytes | None) -> bool:
+    """Whether the branch has this checkpoint's very weights, and its card where that is to be renewed."""
+    found = {file.path: file for file in api.get_paths_info(target.repo, [_WEIGHTS, CARD], revision=branch)}
+    expected = json.loads((checkpoint / "manifest.json").read_text())["files"][_WEIGHTS]["sha256"]
+    if _WEIGHTS not in found or found[_WEIGHTS].lfs is None or found[_WEIGHTS].lfs.sha256 != expected:
+        return False
+    if card is None or target.card != "renew":
+        return True
+    blob = hashlib.sha1(b"blob %d\0" % len(card) + card).hexdigest()  # the name that git gives to a file's content
+    return CARD in found and found[CARD].blob_id == blob
 
 
-def _asked(headers) -> float:
-    """Seconds that the Hub asks to wait: in Retry-After, or with RateLimit: "api";r=0;t=55."""
-    after = headers.get("Retry-After", "").strip()
-    limit = re.search(r";\s*r=0\s*;\s*t=(\d+)", headers.get("RateLimit", ""))
-    return min(float(after) if after.isdigit() else float(limit[1]) if limit else 0.0, _LONGEST_ASKED)
+def _commit(api: HfApi, target: Target, branch: str, checkpoint: Path, card: bytes | None) -> None:
+    """Uploads the model's files and the card in one commit; files that are there already are not sent again."""
+    # create_commit and not upload_folder: the card is made here, and what the trainer put beside the model stays.
+    files = [CommitOperationAdd(path.name, str(path)) for path in model_only(checkpoint)]
+    options = {"commit_message": f"Step {recorded_step(checkpoint)}", "revision": branch}
+    with_card = [*files, CommitOperationAdd(CARD, card)] if card else files
+    try:
+        api.create_commit(target.repo, with_card, **options)
+    except ValueError as error:
+        if not (card and str(error).startswith("Invalid metadata in README.md")):
+            raise
+        logger.warning("upload     %s goes up without its card, which the Hub refuses: %s", branch, clean(str(error)))
+        api.create_commit(target.repo, files, **options)
 
 
-def judge(error: BaseException) -> tuple[str, str, float]:
-    """("passing" | "perhaps" | "permanent", what to tell the user, seconds to wait at least)."""
-    for e in _chain(error):
-        if isinstance(e, Passing):
-            return "passing", clean(str(e)), e.after
-        if isinstance(e, Refused):
-            return "permanent", clean(str(e)), 0.0
-        if (response := getattr(e, "response", None)) is not None:
-            # An upload's own link leads past the Hub, and runs out.
-            expired = response.request.method == "PUT" and response.status_code == 403
-            kind = "perhaps" if expired or response.status_code in _CONFLICT else "permanent"
-            return kind, clean(f"HTTP {response.status_code}: {_words_of(response)}"), 0.0
-    words = (str(error).strip().splitlines() or [""])[0]
-    # Errors of files, and answers that make no sense, may be lasting. The rest is of Xet's connections.
-    kind = "perhaps" if isinstance(error, _NO_SENSE) else "passing"
-    return kind, clean(f"{type(error).__name__}: {words}"), 0.0
+class Uploads:
+    """Brings the checkpoints of a run to the Hub in the background; one sync at a time, and nothing of it raises."""
 
+    def __init__(self, run: Path, target: Target | None):
+        """Without a `target`, which is so on all processes but one, `start` and `wait` do nothing."""
+        self._run, self._target, self._known = run, target, Known()
+        self._thread: threading.Thread | None = None
+        self._failure: Failure | None = None
+        self._not_before = 0.0  # time.monotonic() of the next attempt
+        if target:
+            disable_progress_bars()
+            limit_requests()
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set()
-    while error and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    def start(self, step: int) -> None:
+        """Begins to upload what was evaluated up to `step`, unless that is going on, or failed in the last minute.
+        Call it after the metrics of `step` were written, since a model card has them."""
+        if self._target and time.monotonic() >= self._not_before:
+            self._begin(step)
 
+    def wait(self, limit: float = _LIMIT, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Uploads all that is left and returns whether everything is on the Hub. Ends after `limit` seconds, after
+        some attempts that fail, or when `stopped()`."""
+        if self._target is None:
+            return True
+        deadline = time.monotonic() + limit
+        if missing := self._missing():
+            logger.info("upload     waiting for %s (at most %.0f s; Ctrl-C leaves the rest for later)", missing, limit)
+        for pause in (0, *_RETRIES):
+            wake = time.monotonic() + max(pause, self._failure.after if pause and self._failure else 0)
+            while time.monotonic() < min(wake, deadline) and not stopped():
+                time.sleep(0.05)
+            # What runs already may have begun before the last checkpoint was there; the second one takes the rest.
+            for _ in range(2):
+                self._begin(None)
+                while self._running() and time.monotonic() < deadline and not stopped():
+                    self._thread.join(0.05)
+            if stopped() or time.monotonic() >= deadline or self._failure is None or self._failure.lasting:
+                break
+        if missing := self._missing():
+            run, repo = shlex.quote(str(self._run)), self._target.repo
+            logger.warning(
+                "upload     not on the Hub: %s; python -m recipe.hub.export push %s --repo %s uploads it",
+                missing,
+                run,
+                repo,
+            )
+        return not missing
 
-def clean(text: str) -> str:
-    """`text` without what must not be shown: a token, user:secret@ of a URL, the signature in its query."""
-    if token := huggingface_hub.get_token():  # which may come from a file, of which redact knows nothing
-        text = text.replace(token, "***")
-    text = redact(text)
-    return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", re.sub(r"//[^/\s@]+@", "//", text))[:300]
-
-
-def page(repo: str, branch: str = "") -> str:
-    return clean(huggingface_hub.constants.ENDPOINT) + f"/{repo}" + (f"/tree/{branch}" if branch else "")
-
-
-def open_repo(api: HfApi, repo: str, private: bool) -> None:
-    """Makes the repository, unless it is there. Raises Refused where it is public and must not be."""
-    api.create_repo(repo, private=private or None, exist_ok=True)
-    if private and not api.repo_info(repo).private:
-        raise Refused(
-            f"{repo} is a public repository, and hub_private_repo wants a private one; make it private in its "
-            "settings on the Hub, or name another"
-        )
-
-
-class Uploader:
-    """Brings entries up, each as one commit a branch. What was done before it was killed is not done again: files
-    that are there are not sent, and a commit without a change is not made."""
-
-    def __init__(self, tell: Tell):
-        self._tell, self._api = tell, HfApi()
-        self._opened: set[str] = set()
-        self.moved: set[tuple] = set()  # what has gone up, for those who wait for progress
-
-    def upload(self, entry: Entry, last: bool = False) -> None:
-        """Raises whatever the libraries raise; `judge` tells what that means. `last`: no other attempt will follow one
-        that fails for what may be lasting."""
-        faults.at("upload.begin")
-        if entry.repo not in self._opened:
-            open_repo(self._api, entry.repo, entry.private)
-            self._opened.add(entry.repo)
-        for branch in entry.todo:
-            if branch != MAIN:
-                self._api.create_branch(entry.repo, branch=branch, exist_ok=True)
-            additions = [CommitOperationAdd(path.name, str(path)) for path in entry.files()]
-            for number, addition in enumerate(additions, 1):
-                # One by one, and create_commit and not upload_folder, which may make several commits of them.
-                faults.at("upload.during")
-                self._api.preupload_lfs_files(entry.repo, [addition], revision=branch, free_memory=False)
-                self.moved.add((entry.path.name, branch, number))
-                self._tell("file", name=entry.path.name, branch=branch, number=number, of=len(additions))
-            self._commit(entry, branch, additions, last)
-            entry = dataclasses.replace(entry, todo=tuple(b for b in entry.todo if b != branch)).write()
-            self.moved.add((entry.path.name, branch))
-            self._tell("uploaded", name=entry.path.name, url=page(entry.repo, branch))
-        faults.at("upload.after")
-        entry.remove()
-
-    def _commit(self, entry: Entry, branch: str, additions: list[CommitOperationAdd], last: bool) -> None:
-        options = {"commit_message": f"Step {entry.step}", "revision": branch}
-        rest = [addition for addition in additions if addition.path_in_repo != "README.md"]
-        try:
-            self._api.create_commit(entry.repo, additions, **options)
-        except Exception as error:
-            if len(rest) == len(additions) or not (reason := _against_the_card(error, last)):
-                raise
-            # The weights are worth more than what is said of them.
-            self._tell("card", name=entry.path.name, reason=reason)
-            self._api.create_commit(entry.repo, rest, **options)
-
-
-def _against_the_card(error: Exception, last: bool) -> str:
-    """Why a commit is to be tried without its card; empty where that is not what stands in its way, or may pass."""
-    if str(error).startswith(_BAD_CARD):
-        return clean(" ".join(str(error)[len(_BAD_CARD) :].split()))
-    kind, reason, _ = judge(error)
-    answers = [e.response for e in _chain(error) if getattr(e, "response", None) is not None]
-    # An answer that is no JSON is not in its error: it may have been another request's.
-    of_card = not isinstance(error, OSError) or bool(answers)
-    of_card = of_card and all(str(answer.request.url).endswith("/api/validate-yaml") for answer in answers)
-    lasting = (kind == "permanent" and answers) or (kind == "perhaps" and last)
-    return reason if of_card and lasting else ""
-
-
-def drain(run: Path, tell: Tell, patience: float = float("inf")) -> None:
-    """Uploads what is queued until nothing is left that another attempt could bring up, or until it has failed for
-    `patience` seconds without anything new on the Hub. Entries with an error, or held, are left alone."""
-    uploader = Uploader(tell)
-    failures, doubtful, moved, since = 0, 0, 0, time.monotonic()
-    while entry := next((e for e in entries(run) if not e.error and not e.held), None):
-        try:
-            uploader.upload(entry, last=doubtful == _TRIES - 1)
-            failures = doubtful = 0
-            continue
-        except Exception as e:  # whatever it is, it is judged, and nobody else hears of it
-            kind, reason, after = judge(e)
-        if len(uploader.moved) > moved:
-            failures, moved, since = 0, len(uploader.moved), time.monotonic()
-        failures, doubtful = failures + 1, doubtful + (kind == "perhaps")
-        if kind == "permanent" or doubtful >= _TRIES:
-            current = next((e for e in entries(run) if e.path == entry.path), entry)  # one branch of it may be done
-            dataclasses.replace(current, error=reason).write()
-            tell("refused", name=entry.path.name, reason=reason)
-            failures = doubtful = 0
-            continue
-        if time.monotonic() - since > patience:
+    def _begin(self, up_to: int | None) -> None:
+        if self._running() or (self._failure and self._failure.lasting):
             return
-        wait = max(after, min(_LONGEST_WAIT, 2 ** (failures - 1)))
-        tell("failing", name=entry.path.name, reason=reason, wait=wait)
-        time.sleep(wait)
+        thread = threading.Thread(target=self._sync, args=(up_to,), name="upload", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads to be had; the next call tries again
+            return
+        self._thread = thread
+
+    def _running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _sync(self, up_to: int | None) -> None:
+        try:
+            sync(self._run, self._target, self._known, up_to)
+            self._failure = None
+        except Exception as error:
+            self._failure = failure_of(error)
+            later = "" if self._failure.lasting else "; trying again later"
+            if time.monotonic() >= self._not_before:
+                logger.warning("upload     to %s failed: %s%s", self._target.repo, self._failure.reason, later)
+                self._not_before = time.monotonic() + max(_PAUSE, self._failure.after)
+
+    def _missing(self) -> str:
+        missing = [b for b in self._target.branches(self._run) if b not in self._known.uploaded]
+        return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
 
 
-def main() -> int:
-    run = Path(sys.argv[1])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(OSError):
-        os.nice(10)  # the step comes first
+def open_uploads(config: Config, engine) -> Uploads:
+    """The uploads of a training run; they do nothing unless it has push_to_hub. Collective.
 
-    def tell(event: str, **values) -> None:
-        print(json.dumps({"event": event, **values}), flush=True)
-
-    try:
-        with alone(run, float("inf")), hub_client(TIMEOUT):
-            while True:
-                drain(run, tell)
-                time.sleep(_POLL)
-    except Exception as error:  # without a traceback, which could show what is secret
-        print(judge(error)[1], file=sys.stderr)
-        return 1
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(0)  # what is half done is done again by the next one
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises UserError, on all processes, where the token must not write to hub_model_id. A Hub that cannot be reached is
+    no error: the run goes on, and tries again.
+    """
+    run, error = config.run, ""
+    run_dir = Path(run.output_dir)
+    if not run.push_to_hub:
+        return Uploads(run_dir, None)
+    target = Target(
+        run.hub_model_id,
+        private=run.hub_private_repo,
+        milestone_steps=run.milestone_steps,
+        final=run_dir / f"step_{config.optimizer.max_steps:08d}",
+    )
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    if engine.is_main and offline:
+        logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; make push does, later")
+    elif engine.is_main:
+        try:
+            check_access(target.repo, target.private, "hub_model_id")
+            logger.info("upload     to %s, each checkpoint while the run goes on", page(target.repo))
+        except UserError as e:
+            error = str(e)
+        except Exception as e:
+            logger.warning("upload     the Hub cannot be reached (%s); the run tries again later", failure_of(e).reason)
+    if error := engine.from_main(error):
+        raise UserError(error)
+    return Uploads(run_dir, target if engine.is_main and not offline else None)

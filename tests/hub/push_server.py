@@ -11,15 +11,15 @@ import hashlib
 import json
 import re
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.hub.card_spec import problems
 from tests.hub.server import LFS, MEANING, Answer, Hub, error, success
 
 TOKEN = "hf_canary_of_the_tests"
+REPO = "acme/gpt2"
 
 
 @dataclass
@@ -49,7 +49,6 @@ class PushHub(Hub):
         }
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}  # LFS', by SHA-256
-        self.arrivals: list[tuple[float, str]] = []  # seconds, path
         self._state = threading.Lock()
 
     def __enter__(self):
@@ -65,15 +64,6 @@ class PushHub(Hub):
         """Requests whose path contains `part`."""
         return sum(r.method == method and part in r.path for r in self.requests)
 
-    def waited(self, part: str) -> float:
-        """Seconds between the first and the second request whose path contains `part`."""
-        first, second = [seconds for seconds, path in self.arrivals if part in path][:2]
-        return second - first
-
-    def fault(self, method: str, path: str):
-        self.arrivals.append((time.monotonic(), path))
-        return super().fault(method, path)
-
     def records(self, path: str) -> bool:
         return "agent-harnesses" not in path
 
@@ -84,10 +74,13 @@ class PushHub(Hub):
                 return self._store(path.removeprefix("/lfs/"), body)
         if headers.get("Authorization") != f"Bearer {self.token}":
             return error(401, *MEANING[401])
-        given = [json.loads(line) for line in body.splitlines()]
+        paths_info = re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/(.+)", path)
+        given = [] if paths_info else [json.loads(line) for line in body.splitlines()]
         with self._state:
             if path == "/api/whoami-v2":
                 return success(self.me)
+            if paths_info:
+                return self._paths_info(*paths_info.groups(), parse_qs(body.decode())["paths"])
             if path == "/api/validate-yaml":
                 wrong = [{"message": p} for p in problems(given[0]["content"])]
                 answer = {"errors": wrong, "warnings": []}
@@ -130,6 +123,20 @@ class PushHub(Hub):
             return self._commit(name, rest, given)
         private = self.repositories[name].private
         return success({"id": name, "sha": head.oid, "private": private, "gated": False, "siblings": []})
+
+    def _paths_info(self, name: str, branch: str, paths: list[str]) -> Answer:
+        files, entries = self.files(name, branch), []
+        for path in paths:
+            if (content := files.get(path)) is not None:
+                entry = {"type": "file", "path": path, "size": len(content)}
+                if Path(path).suffix in LFS:
+                    entry["lfs"] = {
+                        "oid": hashlib.sha256(content).hexdigest(),
+                        "size": len(content),
+                        "pointerSize": 130,
+                    }
+                entries.append(entry | {"oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()})
+        return success(entries)
 
     def _mode(self, head: Commit, file: dict) -> dict:
         path, lfs = file["path"], Path(file["path"]).suffix in LFS

@@ -1,11 +1,15 @@
 """What people do with an exported model, with the libraries that they do it with."""
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
 from recipe.hub.export import export
@@ -49,23 +53,34 @@ def lines() -> list[str]:
 
 
 def greedy(model: GPT2LMHeadModel, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` more tokens behind `ids` (1, T), each the likeliest, all of them computed anew for each."""
+    """`count` more tokens behind `ids` (1, T), each the likeliest, all of them recomputed for each."""
     for _ in range(count):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     return ids
 
 
-def test_a_pipeline_generates_text(exported):
+def test_a_pipeline_generates_text_with_all_its_defaults(exported):
     generate = pipeline("text-generation", model=str(exported), device="cpu")
-    (answer,) = generate("First Citizen:", max_new_tokens=12, do_sample=False)
-    assert answer["generated_text"].startswith("First Citizen:")
-    assert len(answer["generated_text"]) > len("First Citizen:")
-    both = generate(["KING", "First Citizen:"], max_new_tokens=12, do_sample=False)
-    assert both[1][0]["generated_text"] == answer["generated_text"]
+    (answer,) = generate("ROMEO:")
+    assert answer["generated_text"].startswith("ROMEO:")
+    (tokens,) = generate("ROMEO:", return_tensors=True)
+    assert len(tokens["generated_token_ids"]) <= 64  # without max_length it would go on to 256, beyond the positions
+    one, two = generate(["KING", "First Citizen:"], batch_size=2, max_new_tokens=12, do_sample=False)  # padded
+    assert two[0]["generated_text"] != "First Citizen:"
+    assert one[0]["generated_text"].startswith("KING")
+
+
+def test_a_prompt_longer_than_the_positions_is_refused_or_shortened(exported):
+    generate = pipeline("text-generation", model=str(exported), device="cpu")
+    long = "First Citizen:\n" * 40
+    with pytest.raises(ValueError, match="`max_length` is set to 64"):  # and no IndexError
+        generate(long)
+    (answer,) = generate(long, handle_long_generation="hole", max_new_tokens=10)  # as the card advises
+    assert len(answer["generated_text"]) > len(long)
 
 
 @torch.no_grad()
-def test_generating_with_the_cache_is_what_this_projects_own_model_says_without(exported):
+def test_generating_with_the_cache_agrees_with_this_projects_own_model_without(exported):
     theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
     ours = GPT2LMHeadModel.from_pretrained(str(exported)).eval()
     tokenizer = AutoTokenizer.from_pretrained(exported)
@@ -109,6 +124,7 @@ def same(directory: Path, model: torch.nn.Module, exported: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_transformers_trainer_fine_tunes_it(exported, lines, tmp_path):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     rows = []
@@ -125,17 +141,45 @@ def test_transformers_trainer_fine_tunes_it(exported, lines, tmp_path):
     assert GPT2LMHeadModel.from_pretrained(str(tmp_path / "tuned"))  # and this project trains on from there
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL: pip install -e '.[trl]'")
 def test_trl_fine_tunes_it(exported, lines, tmp_path):
+    """With the max_length that the card names; its default is 1,024, whatever the model's positions are."""
     from trl import SFTConfig, SFTTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    tokenizer.pad_token = tokenizer.eos_token  # GPT-2 has none
-    settings = SFTConfig(str(tmp_path / "runs"), max_length=48, bf16=False, **STEPS)
-    rows = datasets.Dataset.from_dict({"text": lines})
-    trainer = SFTTrainer(str(exported), args=settings, train_dataset=rows, processing_class=tokenizer)
+    assert "SFTConfig(max_length=64)" in (exported / "README.md").read_text()
+    settings = SFTConfig(str(tmp_path / "runs"), max_length=64, bf16=False, **STEPS)
+    rows = datasets.Dataset.from_dict({"text": [*lines, SHAKESPEARE.read_text()[:2_400]]})  # the last of 600 tokens
+    trainer = SFTTrainer(str(exported), args=settings, train_dataset=rows)
     trainer.train()
     assert falls(trainer.state.log_history)
     trainer.save_model(str(tmp_path / "tuned"))
     assert same(tmp_path / "tuned", trainer.model, exported)
     assert AutoTokenizer.from_pretrained(tmp_path / "tuned").eos_token_id == 50256
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP does not name a directory of llama.cpp's source")
+def test_llama_cpp_converts_it(exported, tmp_path):
+    """`pip download --no-deps --no-binary :all: llama-cpp-python` has the converter, in vendor/llama.cpp."""
+    source, out = Path(os.environ["LLAMA_CPP"]), tmp_path / "model.gguf"
+    command = [sys.executable, source / "convert_hf_to_gguf.py", exported, "--outtype", "f32", "--outfile", out]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    sys.path.insert(0, str(source / "gguf-py"))
+    try:
+        from gguf import GGUFReader
+    finally:
+        sys.path.pop(0)
+    reader = GGUFReader(out)
+    assert reader.fields["gpt2.context_length"].contents() == 64
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    weights = load_file(exported / "model.safetensors")
+    assert len(found) >= len(weights)
+    assert torch.equal(found["token_embd.weight"], weights["transformer.wte.weight"])
+    assert torch.equal(found["position_embd.weight"], weights["transformer.wpe.weight"])
+    for layer in range(2):
+        for theirs, ours in (("attn_qkv", "attn.c_attn"), ("attn_output", "attn.c_proj"), ("ffn_up", "mlp.c_fc")):
+            name = f"transformer.h.{layer}.{ours}"
+            assert torch.equal(found[f"blk.{layer}.{theirs}.weight"], weights[f"{name}.weight"].T)
+            assert torch.equal(found[f"blk.{layer}.{theirs}.bias"], weights[f"{name}.bias"])

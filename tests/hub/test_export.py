@@ -1,0 +1,131 @@
+"""A checkpoint as a directory for others: whole, the right one, and in the way of nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from recipe.config import parse_config
+from recipe.data.catalog import LICENSES
+from recipe.errors import UserError
+from recipe.hub import export
+
+FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_path, capsys):
+    run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
+    newest = run / "step_00000020"
+    (newest / "notes.txt").write_text("of mine")
+    (newest / "results.json").write_text('{"hellaswag": {"rows": 10042, "B": {"acc_norm": 0.28}}}')
+    assert export.main([str(run), "--out", str(out), "--license", "cc-by-4.0"]) == 0
+    assert "exported" in capsys.readouterr().out
+    assert {p.name for p in out.iterdir()} == FILES
+    assert (out / "model.safetensors").read_bytes() == (newest / "model.safetensors").read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert (config["n_positions"], config["n_ctx"]) == (64, 64)  # llama.cpp's converter reads the latter
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert [generation[k] for k in ("max_length", "bos_token_id", "eos_token_id", "pad_token_id")] == [64] + 3 * [50256]
+    tokenizer = json.loads((out / "tokenizer_config.json").read_text())
+    assert (tokenizer["model_max_length"], tokenizer["pad_token"]) == (64, "<|endoftext|>")
+    card = ModelCard.load(out / "README.md")
+    assert card.data.license == "cc-by-4.0"
+    assert {e.metric_value for e in card.data.eval_results} > {0.28}
+    (newest / "results.json").write_text("[]")
+    assert export.main([str(run), "--out", str(tmp_path / "other")]) == 2
+    assert "results.json is not what eval/ writes" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_second_export_into_the_same_place_needs_force(whole_run, tmp_path, capsys):
+    """Which replaces an export, and deletes nothing else."""
+    run, out = str(whole_run[0]), tmp_path / "out"
+    assert export.main([run, "--out", str(out)]) == 0
+    assert export.main([run, "--out", str(out), "--dtype", "bfloat16"]) == 2
+    assert f"--out {out} exists; replace it with --force (make export ARGS=--force)" in capsys.readouterr().err
+    assert export.main([run, "--out", str(out), "--dtype", "bfloat16", "--force"]) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    (out / "thesis.tex").write_text("of mine")
+    assert export.main([run, "--out", str(out), "--force"]) == 2
+    assert "holds thesis.tex, which no export writes" in capsys.readouterr().err
+    assert export.main([run, "--out", str(tmp_path), "--force"]) == 2
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert export.main([run, "--out", str(empty), "--force"]) == 2
+    assert (out / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_can_be_halved(whole_run, tmp_path, dtype):
+    run, out = whole_run[0], tmp_path / "out"
+    export.export(run, out, dtype=dtype)
+    halves, whole = load_file(out / "model.safetensors"), load_file(run / "step_00000020" / "model.safetensors")
+    assert halves.keys() == whole.keys()
+    assert all(torch.equal(halves[k], whole[k].to(getattr(torch, dtype))) for k in whole)
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == getattr(torch, dtype)
+    assert f"in float32; here they are rounded to {dtype}." in (out / "README.md").read_text()
+
+
+def test_weights_beyond_the_range_of_fp16_are_refused(tmp_path):
+    save_file({"a": torch.tensor([1.0, 7e4])}, tmp_path / "weights")
+    with pytest.raises(UserError, match="--dtype float16: a has weights beyond its range"):
+        export._cast(tmp_path / "weights", tmp_path / "out", "float16")
+
+
+def test_the_best_is_the_lowest_validation_loss_of_what_is_whole(whole_run, tmp_path):
+    run = shutil.copytree(whole_run[0], tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as log:
+        log.write('{"step": 10, "val_loss": 0.5}\n{"step": 15, "val_loss": 0.1}\n{"step": 20, "val_loss": null}\n')
+    assert export.best_valid(run) == run / "step_00000010"
+    with open(run / "metrics.jsonl", "a") as log:
+        log.write('{"step": 20, "val_loss": 0.4}\n')
+    assert export.best_valid(run) == run / "step_00000020"
+    (run / "step_00000020" / "config.json").write_text("{}")
+    assert export.export(run, tmp_path / "out", best=True) == run / "step_00000010"
+    with pytest.raises(UserError, match=r"step_00000020: config\.json has 2 bytes"):
+        export.export(run / "step_00000020", tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["copy", "link", "."])
+def test_a_checkpoint_is_exported_whatever_it_is_called(whole_run, tmp_path, monkeypatch, name):
+    checkpoint = whole_run[0] / "step_00000010"
+    if name == "copy":
+        shutil.copytree(checkpoint, tmp_path / name)
+    elif name == "link":
+        (tmp_path / name).symlink_to(checkpoint)
+    monkeypatch.chdir(checkpoint if name == "." else tmp_path)
+    assert export.main([name, "--out", str(tmp_path / "out")]) == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "the weights after step 10." in card.text
+    values = [e.metric_value for e in card.data.eval_results or []]
+    assert values == ([] if name == "copy" else [round(whole_run[1][10]["val_loss"], 6)])  # it is away from its run
+
+
+def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
+    run, out = whole_run[0], tmp_path / "out"
+
+    def refused(*arguments: str | Path) -> str:
+        assert export.main([*map(str, arguments), "--out", str(out)]) == 2
+        assert not list(tmp_path.iterdir())
+        return capsys.readouterr().err
+
+    assert "--license 'cc-by-4' is no licen" in refused(run, "--license", "cc-by-4")
+    assert "no checkpoint there" in refused(tmp_path / "nowhere")
+    assert f"name {run}" in refused(run / "step_00000010", "--best")
+    with pytest.raises(UserError, match="hub_license 'MIT' is no licen"):
+        parse_config(["--hub_license=MIT"])
+    with pytest.raises(UserError, match="push_to_hub needs hub_model_id, ORG/NAME on the Hub"):
+        parse_config(["--push_to_hub"])
+    assert {"mit", "apache-2.0", "cc-by-nc-2.0", "cc0-1.0", "other"} < LICENSES
