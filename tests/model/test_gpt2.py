@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -13,15 +12,14 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from recipe.config import OptimizerConfig
 from recipe.errors import UserError
 from recipe.model.attention import block_attention
-from recipe.model.gpt2 import GPT2LMHeadModel, causal_attention
-from recipe.model.loss import IGNORE_INDEX, next_token_loss
-from recipe.optim.adamw import make_optimizer, named_state, norm_and_divisor
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim.adamw import make_optimizer
 from tests.conftest import ASSETS
 
 # The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block
 # are what differs between the sizes, their number is not.
 SIZES = {
-    "gpt2": {"n_embd": 768, "n_head": 12, "vocab_size": 50257},
+    "gpt2": {"n_embd": 768, "n_head": 12, "vocab_size": 5003},
     "gpt2-medium": {"n_embd": 1024, "n_head": 16, "vocab_size": 5003},
     "gpt2-large": {"n_embd": 1280, "n_head": 20, "vocab_size": 5003},
     "gpt2-xl": {"n_embd": 1600, "n_head": 25, "vocab_size": 5003},
@@ -53,7 +51,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", ["gpt2", *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size != "gpt2")]
+)
 def test_equal_to_transformers(size, tmp_path):
     config = config_of(size)
     ours, theirs = pair(config)
@@ -116,82 +116,6 @@ def test_greedy_generation_gives_the_same_tokens():
         ids = torch.cat([ids, ours(ids)[:, -1:].argmax(-1)], 1)
     assert torch.equal(ids, expected)
     assert len(set(ids[0].tolist())) > 10  # not one token over and over
-
-
-def test_weight_decay_reaches_matrices_and_embeddings_only():
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
-    )
-    before = {name: p.detach().clone().add_(1) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        p.data.copy_(before[name])
-        p.grad = torch.zeros_like(p)  # without a gradient, decay alone moves a weight
-    make_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1), fused=False).step()
-    for name, p in model.named_parameters():
-        kept = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
-        assert torch.allclose(p, before[name] * kept), name
-
-
-def loss_and_grads(**options):
-    torch.manual_seed(1)
-    hidden = torch.randn(2, 25, 16, requires_grad=True)
-    weight = torch.randn(503, 16, requires_grad=True)
-    targets = torch.randint(503, (2, 25))
-    targets[0, :7] = IGNORE_INDEX
-    loss = next_token_loss(hidden, weight, targets, **options)
-    (loss * 3).backward()  # as a loss scale would
-    return loss, hidden.grad, weight.grad, F.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize(
-    "options", [{"chunk_size": 7}, {"chunk_size": 64}, {"pad_vocab_to": 64}, {"chunk_size": 7, "pad_vocab_to": 64}]
-)
-def test_chunks_and_padding_change_no_number(options):
-    loss, *grads, plain = loss_and_grads()
-    other, *other_grads, _ = loss_and_grads(**options)
-    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
-    assert other.item() == pytest.approx(loss.item(), rel=1e-6)
-    for grad, other_grad in zip(grads, other_grads, strict=True):
-        assert relative(other_grad, grad) < 1e-6
-
-
-@pytest.mark.parametrize("by_rows", [True, False])
-@pytest.mark.parametrize("options", [{}, {"pad_vocab_to": 64}])
-def test_the_loss_by_rows_and_the_plain_one_are_exact(by_rows, options, monkeypatch):
-    """Against fp64, with ignored positions, more rows than are taken at a time, and a target that is hopeless."""
-    monkeypatch.setattr("recipe.model.loss._by_rows", lambda hidden: by_rows)
-    torch.manual_seed(1)
-    hidden, weight = torch.randn(2, 25, 16), torch.randn(503, 16)
-    targets = torch.randint(503, (2, 25))
-    targets[0, :7] = IGNORE_INDEX
-    hidden[1, 3] = 30 * weight[5]  # sure of token 5, by hundreds of nats
-    targets[1, 3] = (weight @ weight[5]).argmin()
-    found = [t.clone().requires_grad_() for t in (hidden, weight)]
-    exact = [t.double().requires_grad_() for t in (hidden, weight)]
-    loss = next_token_loss(*found, targets, **options)
-    expected = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), targets.flatten())
-    assert expected > 10
-    (loss * 3).backward()
-    (expected * 3).backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for ours, theirs in zip(found, exact, strict=True):
-        assert relative(ours.grad, theirs.grad) < 2e-6
-    with torch.no_grad():
-        assert next_token_loss(*found, targets, **options).item() == loss.item()
-
-
-@pytest.mark.parametrize("chunk_size", [0, 4])
-def test_nothing_to_predict_is_zero_and_bf16_autocast_stays_close(chunk_size):
-    hidden, weight = torch.randn(2, 8, 16), torch.randn(50, 16)
-    nothing = torch.full((2, 8), IGNORE_INDEX)
-    assert next_token_loss(hidden, weight, nothing, chunk_size).item() == 0
-    targets = torch.randint(50, (2, 8))
-    exact = next_token_loss(hidden, weight, targets, chunk_size)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = next_token_loss(hidden, weight, targets, chunk_size)
-    assert rounded.dtype == torch.float32
-    assert rounded.item() == pytest.approx(exact.item(), abs=0.05)
-    assert rounded.item() != exact.item()  # or autocast did nothing
 
 
 def test_recomputation_and_chunks_give_the_same_gradients():
@@ -303,75 +227,27 @@ def test_a_really_trained_model_gives_its_authors_activations_and_sorts():
     assert exact > 0.98
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e3, 0.0])
-def test_clipping_inside_the_fused_step_is_clipping_before_it(max_norm):
-    """torch's clip_grad_norm_ and then AdamW, against AdamW that divides: the same weights and moments."""
-
-    def stepped(fold: bool):
-        generator = torch.Generator().manual_seed(0)
-        model = torch.nn.Linear(40, 30)
-        for p in model.parameters():
-            p.data.normal_(generator=generator)
-            p.grad = torch.empty_like(p).normal_(generator=generator)
-        optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=True)
-        if fold:
-            norm, optimizer.grad_scale = norm_and_divisor(model.parameters(), max_norm)
-            optimizer.found_inf = torch.zeros(())
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
-        optimizer.step()
-        return norm, [*model.parameters(), *named_state(model, optimizer).values()]
-
-    (norm, folded), (expected_norm, expected) = stepped(True), stepped(False)
-    assert norm == expected_norm
-    assert len(folded) == 6
-    for a, b in zip(folded, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-9)
+@pytest.mark.parametrize("rows", [1024, 2048, pytest.param(8192, marks=pytest.mark.slow)])
+def test_every_gradient_in_bf16_is_near_that_in_fp32(rows):
+    """Within 3 % (2 % was measured at 8,192 rows): the product's rounding. torch's own layer norm is off by 12 % at
+    1,024 rows and by more than half at 8,192."""
+    config = GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=128, vocab_size=515, **NO_DROPOUT)
+    model = GPT2LMHeadModel(config, attention=block_attention, seed=3)
+    ids = torch.randint(515, (rows // 128, 129), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for autocast in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    exact, rounded = gradients
+    distances = {name: relative(rounded[name], exact[name]) for name in exact}
+    assert max(distances.values()) < 0.03, max(distances, key=distances.get)
+    assert min(distances.values()) > 0  # autocast was on
 
 
-@pytest.mark.parametrize("T", [1, 100, 128, 300])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
-def test_attention_in_blocks_is_attention(T, dtype, tolerance):
-    """Outputs and gradients against SDPA in fp64, of scores up to 16: as near as SDPA in the same type."""
-    generator = torch.Generator().manual_seed(T)
-    qkv = (2 * torch.randn(3, 2, 3, T, 16, generator=generator)).to(dtype)
-    weight = torch.randn(2, 3, T, 16, generator=generator).to(dtype)
-
-    def results(attend, kind: torch.dtype) -> list[torch.Tensor]:
-        leaves = [t.to(kind).requires_grad_() for t in qkv]
-        out = attend(*leaves, 0.0)
-        out.backward(weight.to(kind))
-        return [out.detach().double(), *(t.grad.double() for t in leaves)]
-
-    expected = results(causal_attention, torch.float64)
-    both = (results(attend, dtype) for attend in (block_attention, causal_attention))
-    for ours, sdpas, exact in zip(*both, expected, strict=True):
-        scale = exact.norm() + 1  # of one position, q and k have no gradient
-        assert (ours - exact).norm() / scale <= max(tolerance / 4, 1.5 * (sdpas - exact).norm() / scale)
-        assert (ours - exact).norm() / scale <= tolerance
-
-
-def test_attention_in_blocks_compiles_into_one_graph_under_autocast():
-    q, k, v = torch.randn(3, 1, 2, 200, 16).to(torch.bfloat16).requires_grad_().unbind()
-
-    def attend(q, k, v):
-        return block_attention(q, k, v, 0.0) * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, dynamic=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
-        assert torch.equal(block_attention(q, k, v, 0.0), block_attention(q, k, v, 0.0))
-
-
-def test_attention_in_blocks_leaves_dropout_to_sdpa():
-    q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
-    torch.manual_seed(0)
-    dropped = block_attention(q, k, v, 0.5)
-    torch.manual_seed(0)
-    assert torch.equal(dropped, causal_attention(q, k, v, 0.5))
-
-
+@pytest.mark.slow
 def test_the_cpus_own_kernels_compile_with_the_model():
     """One sequence at once, whose heads are views with other strides: loss and gradients as without compilation."""
     config = GPT2Config(

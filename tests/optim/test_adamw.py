@@ -1,0 +1,49 @@
+"""AdamW: which tensors decay, and clipping inside the fused step."""
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from recipe.config import OptimizerConfig
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim.adamw import make_optimizer, named_state, norm_and_divisor
+
+
+def test_weight_decay_reaches_matrices_and_embeddings_only():
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
+    )
+    before = {name: p.detach().clone().add_(1) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.data.copy_(before[name])
+        p.grad = torch.zeros_like(p)  # without a gradient, decay alone moves a weight
+    make_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1), fused=False).step()
+    for name, p in model.named_parameters():
+        kept = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
+        assert torch.allclose(p, before[name] * kept), name
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e3, 0.0])
+def test_clipping_inside_the_fused_step_is_clipping_before_it(max_norm):
+    """torch's clip_grad_norm_ and then AdamW, against AdamW that divides: the same weights and moments."""
+
+    def stepped(fold: bool):
+        generator = torch.Generator().manual_seed(0)
+        model = torch.nn.Linear(40, 30)
+        for p in model.parameters():
+            p.data.normal_(generator=generator)
+            p.grad = torch.empty_like(p).normal_(generator=generator)
+        optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), fused=True)
+        if fold:
+            norm, optimizer.grad_scale = norm_and_divisor(model.parameters(), max_norm)
+            optimizer.found_inf = torch.zeros(())
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        optimizer.step()
+        return norm, [*model.parameters(), *named_state(model, optimizer).values()]
+
+    (norm, folded), (expected_norm, expected) = stepped(True), stepped(False)
+    assert norm == expected_norm
+    assert len(folded) == 6
+    for a, b in zip(folded, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-9)
