@@ -1,135 +1,165 @@
-"""Signals, heard by a process that may be deep in something: each test is a small process of its own."""
+"""Signals, heard by a process that may be deep in something, and agreement of several processes to stop."""
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from tests.conftest import ROOT
+from recipe.engine.shutdown import Agreement, Interrupted
+from tests import processes as programs
+from tests.conftest import environment
 
 PROGRAM = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
+from recipe.engine import shutdown
 from recipe.log import set_up_logging
 set_up_logging()
-from recipe.engine import shutdown as stopping
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+shutdown._LEAST_PATIENCE = {patience}
 {before}
-stop = stopping.StopSignal()
+stop = shutdown.StopSignal()
 {begin}
 try:
     print("ready", flush=True)
     {body}
 except KeyboardInterrupt:
-    print("unwound")
+    print("unwound", flush=True)
     sys.exit(75)
-sys.exit(0)
 """
 LOOP = "while not stop.requested: time.sleep(0.01); stop.at_boundary()"
 
 
-def start(body: str, *, before: str = "", begun: bool = True, env: dict | None = None) -> subprocess.Popen:
-    """A process with a `Stop`, past its first step if `begun`, that has said it is ready."""
-    code = PROGRAM.format(body=body, before=before, begin="stop.begin()" if begun else "")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | (env or {}),
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
+@pytest.fixture
+def start(tmp_path):
+    """start(body, ...) -> a process with a StopSignal that is ready, past its first step if `begun`."""
+    started = []
+
+    def start(body: str, *, before: str = "", begun: bool = True, patience: float = 20.0, **env: str):
+        script = tmp_path / f"{len(started)}.py"
+        begin = "stop.begin()" if begun else ""
+        script.write_text(PROGRAM.format(body=body, before=before, begin=begin, patience=patience))
+        started.append(programs.start(script, env=os.environ | env))
+        until(lambda: started[-1].stdout == "ready\n")
+        return started[-1]
+
+    yield start
+    for running in started:
+        if running.poll() is None:
+            running.kill()
+
+
+def until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_each_of_them_asks_for_a_stop_and_says_so(number):
-    process = start(LOOP)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 0
-    assert "stopping at the next step boundary, with a checkpoint" in output
+def test_a_signal_asks_for_a_stop_and_says_so(start, number):
+    running = start(f"{LOOP}\n    time.sleep(0.5)")
+    running.send_signal(number)
+    assert running.wait(60) == 0
+    assert "stopping at the next step boundary, with a checkpoint" in running.stdout
 
 
-def test_nohup_stays_nohup():
-    process = start("time.sleep(1)", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
-    process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=20)
-    assert (process.returncode, output) == (0, "")
+def test_nohup_stays_nohup(start):
+    running = start("time.sleep(0.5)", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    running.send_signal(signal.SIGHUP)
+    assert running.wait(60) == 0
+    assert running.stdout == "ready\n"
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for():
-    process = start("time.sleep(60)", begun=False)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
-    assert (process.returncode, output) == (75, "unwound\n")
+def test_before_the_first_step_there_is_nothing_to_wait_for(start):
+    running = start("time.sleep(60)", begun=False)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 75
+    assert running.stdout == "ready\nunwound\n"
 
 
-DEADLOCK = "import ctypes; c, m = ctypes.CDLL(None), ctypes.create_string_buffer(64); "
+# A lock taken twice, in C: no handler of Python's is called there, as in a collective.
+DEADLOCK = "c, m = ctypes.CDLL(None), ctypes.create_string_buffer(64); "
 DEADLOCK += "c.pthread_mutex_lock(m); c.pthread_mutex_lock(m)"
 
 
-@pytest.mark.parametrize("body", ["time.sleep(60)", DEADLOCK], ids=["Python", "C"])
-def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(body):
-    """Also outside of Python, as in a collective: there no handler of Python's would be called."""
-    process = start(body)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)  # of a launcher that passes on what the terminal has sent to all
+def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start):
+    running = start(DEADLOCK)
+    running.send_signal(signal.SIGINT)
+    until(lambda: "stopping" in running.stdout)
+    running.send_signal(signal.SIGINT)  # the same Ctrl-C, passed on by a launcher
     time.sleep(1.2)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=5)
-    assert process.returncode == 130
-    assert "stopped at once" in output
+    assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    assert running.wait(10) == 130
+    assert "stopped at once; the same command, without --fresh, continues from the last checkpoint" in running.stdout
 
 
-def test_who_waits_for_a_process_that_has_died_leaves_after_a_while():
-    process = start("time.sleep(60)", before="stopping._LEAST_PATIENCE = 1.0")
-    begun = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 75
-    assert 1 < time.monotonic() - begun < 10
-    assert "the step did not end within 1 s" in output
+def test_a_process_that_reaches_no_boundary_ends_by_itself_after_its_last_work(start):
+    running = start("stop.before_leaving = lambda: print('finished', flush=True); time.sleep(60)", patience=1.0)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 75
+    assert "the step did not end within 1 s; stopped without a checkpoint of it\nfinished" in running.stdout
 
 
-def test_what_is_being_saved_is_waited_for():
-    process = start("time.sleep(0.3); stop.leave(); time.sleep(3)", before="stopping._LEAST_PATIENCE = 1.0")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == 0
-
-
-LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+def test_the_last_checkpoint_may_take_its_time(start):
+    running = start("time.sleep(0.3); stop.leave(); time.sleep(2.5)", patience=1.0)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(30) == 0
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_launcher_that_is_killed_takes_the_run_along(launched, tmp_path):
+def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched):
     """Only a launcher: a shell that ends leaves what was started with nohup."""
     body = f"{LOOP}\n    open({str(tmp_path / 'stopped')!r}, 'w').close()"
-    code = PROGRAM.format(body=body, before="", begin="stop.begin()")
-    env = os.environ | ({"ACCELERATE_MIXED_PRECISION": "no"} if launched else {})
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, code],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-        start_new_session=True,
-    )
-    assert launcher.stdout.readline() == "ready\n"
-    launcher.kill()
+    env = {"ACCELERATE_MIXED_PRECISION": "no"} if launched else {}
+    running = start(body, before="if os.fork(): time.sleep(60)", **env)
+    os.kill(running.pid, signal.SIGKILL)
     try:
-        deadline = time.monotonic() + (10 if launched else 2)
-        while not (tmp_path / "stopped").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert (tmp_path / "stopped").exists() == launched
+        if launched:
+            until((tmp_path / "stopped").exists)
+        else:
+            time.sleep(1.5)
+            assert not (tmp_path / "stopped").exists()
     finally:
-        launcher.wait()
-        if not launched:
-            os.killpg(launcher.pid, signal.SIGKILL)
+        os.killpg(running.pid, signal.SIGKILL)
+
+
+# Agreement
+
+
+def agreement_of(group) -> tuple[Agreement, SimpleNamespace, SimpleNamespace]:
+    stop = SimpleNamespace(requested=False, at_boundary=lambda: None, leave=lambda: None)
+    batches = SimpleNamespace(ready=lambda seconds, ahead=0: True, error=lambda ahead=0: None)
+    return Agreement(stop, group), stop, batches
+
+
+def test_agreeing_costs_no_step():
+    """The flags for a step are sent before the step before it computes, and waited for after it."""
+    agreement, _, batches = agreement_of("the hosts")
+    events = []
+    work = SimpleNamespace(wait=lambda: events.append("wait"))
+    with mock.patch("torch.distributed.all_reduce", side_effect=lambda *_, **__: events.append("send") or work):
+        for _ in range(3):
+            agreement.wait_for_batches(batches)
+            events.append("step")
+    assert events == ["send", "wait", *["send", "step", "wait"] * 2, "send", "step"]
+
+
+def test_two_processes_stop_after_the_same_step_and_wait_for_late_data():
+    result = programs.run_ranks(2, "tests/engine/agreement.py", env=environment())
+    first, second = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
+    # Rank 1 is told during step 20; its flag is sent before step 21 and read before step 22.
+    assert first["steps"] == second["steps"] == 22
+    assert first["wait_of_step_5"] > 0.3  # rank 0 does not start the step before rank 1 has its data
+
+
+def test_one_process_stops_at_the_next_boundary():
+    agreement, stop, batches = agreement_of(None)
+    agreement.wait_for_batches(batches)
+    stop.requested = True
+    with pytest.raises(Interrupted):
+        agreement.wait_for_batches(batches)
