@@ -70,13 +70,13 @@ class CheckpointManager:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._join()
+        self.join()
 
     def begin(self) -> None:
         """Begins a save: waits for the one before it and frees its copies of the tensors. From here on to the end of
         `save`, training waits."""
         self._began = time.monotonic()
-        self._join()
+        self.join()
         self._unsaved = None
 
     def save(
@@ -102,13 +102,13 @@ class CheckpointManager:
         """Waits until the save under way has ended: before an evaluation that can take minutes, because a kill in it
         must not cost the checkpoint."""
         began = time.monotonic()
-        self._join()
+        self.join()
         self.save_wait += time.monotonic() - began
 
     def conclude(self, give_up: Callable[[], bool]) -> bool:
         """Waits for the run's last save, which is tried again for a minute, or until `give_up()`; returns whether the
         last checkpoint is committed. Prunes once more, now that all evaluations are known."""
-        self._join()
+        self.join()
         for number, pause in enumerate(_PAUSES):
             if not (self.failed and self._retry) or (number > 0 and give_up()):
                 break
@@ -117,19 +117,15 @@ class CheckpointManager:
                 time.sleep(0.1)
             logger.info("trying again to save into %s", self._run_dir)
             self._start(0.0)
-            self._join()
+            self.join()
         if self._committed is not None:
             self._prune(self._committed)
         return not self.failed
 
-    def join(self, seconds: float) -> None:
-        """Waits for the save under way, so many seconds at most."""
+    def join(self, seconds: float | None = None) -> None:
+        """Waits for the save under way, so many seconds at most; not counted in `save_wait`."""
         if self._thread:
             self._thread.join(seconds)
-
-    def _join(self) -> None:
-        if self._thread:
-            self._thread.join()
 
     def _start(self, waited: float) -> None:
         # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
@@ -147,14 +143,8 @@ class CheckpointManager:
             return
         self.failed, self._unsaved, self._committed = "", None, checkpoint.step
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in path.iterdir()) / 1e6
-        logger.info(
-            "step %d: saved %s, %s MB in %.1f s, training waited %.2f s",
-            checkpoint.step,
-            path,
-            f"{size:,.0f}",
-            seconds,
-            waited,
-        )
+        how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
+        logger.info("step %d: saved %s, %s", checkpoint.step, path, how_long)
         if self._patience and seconds > 0.7 * self._patience:
             logger.info(
                 "note       a stop takes as long, and the launcher kills after %.0f s: "
@@ -172,17 +162,12 @@ class CheckpointManager:
 
     def _report_failure(self, step: int, error: Exception) -> None:
         self.failed, self._retry = f"step {step} not saved", not isinstance(error, NotFiniteError)
-        reason = getattr(error, "strerror", None) or (str(error) if isinstance(error, NotFiniteError) else repr(error))
+        reason = getattr(error, "strerror", None) or repr(error)
+        if isinstance(error, NotFiniteError):
+            reason = f"{error}; lower learning_rate and continue from an earlier checkpoint: the best one is kept"
         found = checkpoints(self._run_dir)
         newest = f"{found[-1].name} is the newest" if found else "there is no"
-        if not self._retry:
-            reason += "; lower learning_rate and continue from an earlier checkpoint: the one of the best validation"
-            reason += " loss is kept"
         logger.warning(
-            "step %d: NOT SAVED: %s\nWARNING    training goes on, and the next save is the next attempt; until then %s "
-            "checkpoint in %s",
-            step,
-            reason,
-            newest,
-            self._run_dir,
+            f"step {step}: NOT SAVED: {reason}\nWARNING    training goes on, and the next save is the next attempt; "
+            f"until then {newest} checkpoint in {self._run_dir}"
         )

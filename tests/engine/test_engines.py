@@ -435,7 +435,7 @@ def test_a_checkpoint_that_only_one_machine_sees_is_refused_on_both(shards, run_
     arguments = settings("ddp", shards, output_dir="run")  # within each machine's own folder
     for code, output in on_two_machines("multinode-ddp", *arguments, folders=(first, second)):
         assert code != 0
-        assert "error: run/step_00000040 is not on every machine: output_dir must be on a file system" in output
+        assert "error: run/step_00000040 is not on every node: output_dir must be on a file system" in output
 
 
 def refused(config, processes: int, *arguments, env: dict | None = None) -> str:
