@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config import ROOT
+from recipe.config import ROOT, DataConfig
 from recipe.data.prepare.documents import open_files
-from recipe.data.prepare.options import PrepareOptions
 from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare.tokenize import Workers
 from recipe.errors import UserError
 
 
@@ -93,15 +93,15 @@ def _tokenizing(text: Path, directory: Path, rounds: int) -> dict:
                 path.unlink()
             start = time.perf_counter()
             with redirect_stdout(io.StringIO()):
-                manifest = prepare(PrepareOptions(str(text), str(out), **crew))
+                manifest = prepare(DataConfig(train_text=str(text), dataset_name=str(out)), Workers(**crew))
             return manifest.tokens("train") + manifest.tokens("val"), time.perf_counter() - start
 
         return run
 
     ways = {
-        "ours 1 thread": ours("ours 1 thread", workers=1),
+        "ours 1 thread": ours("ours 1 thread", threads=1),
         "datasets.map 1 process": lambda: _peer(text, directory, 1),
-        "ours 2 threads": ours("ours 2 threads", workers=2),
+        "ours 2 threads": ours("ours 2 threads", threads=2),
         "ours 2 processes": ours("ours 2 processes", processes=2),
         "datasets.map 2 processes": lambda: _peer(text, directory, 2),
     }

@@ -24,8 +24,7 @@ import torch
 from benchmarks.bench_config import Timing
 from benchmarks.variants import Variant
 from benchmarks.worker import use_device, work
-from recipe.config import ROOT
-from recipe.data.prepare.options import PrepareOptions
+from recipe.config import ROOT, DataConfig
 from recipe.data.prepare.pipeline import prepare
 from recipe.engine import device as hardware
 
@@ -222,5 +221,5 @@ def prepared() -> Iterator[Path]:
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         with redirect_stdout(io.StringIO()):
-            prepare(PrepareOptions(train_text=str(text), out=f"{name}/shards", val_fraction=0.1))
+            prepare(DataConfig(train_text=str(text), dataset_name=f"{name}/shards", val_fraction=0.1))
         yield Path(name)

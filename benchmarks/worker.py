@@ -26,7 +26,7 @@ from benchmarks.variants import (
     our_model,
     transformers_model,
 )
-from recipe.data.dataset import LocalSource
+from recipe.data.dataset import TokenDataset
 from recipe.data.prefetch import Batches
 from recipe.data.shards import find_shards
 from recipe.engine import device as hardware
@@ -120,8 +120,8 @@ def work(variant: Variant, connection: Connection, directory: str, log: str, env
         connection.send({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"})
 
 
-def source_of(variant: Variant, shards: str) -> LocalSource:
-    return LocalSource(find_shards(shards, "train"), variant.sequence_length, variant.sequences, SEED)
+def source_of(variant: Variant, shards: str) -> TokenDataset:
+    return TokenDataset(find_shards(shards, "train"), variant.sequence_length, variant.sequences, SEED)
 
 
 def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
@@ -232,7 +232,7 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     return step
 
 
-def _rows(variant: Variant, source: LocalSource, device: torch.device) -> Iterator[torch.Tensor]:
+def _rows(variant: Variant, source: TokenDataset, device: torch.device) -> Iterator[torch.Tensor]:
     """Micro-batches in the trainer's order, (micro_batch, T + 1), copied to the device without waiting for it."""
     pinned = device.type != "cpu"
     step = 0
@@ -255,7 +255,7 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     class Rows(torch.utils.data.Dataset):
         """All windows of an epoch are in memory, in the trainer's order."""
 
-        def __init__(self, source: LocalSource):
+        def __init__(self, source: TokenDataset):
             steps = max(1, source.windows // variant.sequences)
             self.rows = [torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(steps)]
             self.source = source

@@ -20,7 +20,7 @@ SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): 
 NEAR = 0.05
 
 # Known data sets: their repositories on the Hub, and what a directory or shards of them are called. The repositories
-# are those of recipe/data/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt
+# are those of recipe/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt
 # (data/cached_*.py) and karpathy/llm.c. Anything else is another data set, whatever its name.
 DATASETS = {
     "FineWeb-Edu": (

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from recipe.catalog import DATASETS, license_error, resolve
 from recipe.cli import Parser, Sequences, yaml_flags
-from recipe.data.catalog import DATASETS, license_error, names_a_data_set, resolve
 from recipe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,28 +43,32 @@ class ModelConfig:
 class DataConfig:
     dataset_name: str = _opt(
         "",
-        f"{', '.join(DATASETS)}; a Hub data set of text; hf://datasets/ORG/NAME/*.bin; a directory of shards; or a "
-        "glob of .bin files (then give val_data too)",
+        f"{', '.join(DATASETS)}; a Hub data set of text (ORG/NAME) or of shards (hf://datasets/ORG/NAME/*.bin); a "
+        "file, directory or quoted glob of text; a directory of shards; or .bin files (then give val_data too)",
     )
-    val_data: str = _opt("", "directory or glob of validation shards (empty: the validation shards of `dataset_name`)")
+    val_data: str = _opt("", "validation shards: directory, file or glob (empty: those of `dataset_name`)")
     train_text: str = _opt(
-        "", "text from which the shards in `dataset_name` are made: file, glob, directory or Hub data set"
+        "", "text from which the shards in the directory `dataset_name` are made: file, directory, glob or Hub data set"
     )
     dataset_config: str = _opt("", "subset of a Hub data set, such as sample-10BT")
     dataset_split: str = _opt("train", "split of a Hub data set")
-    dataset_revision: str = _opt("", "branch, tag or commit of a Hub data set (empty: the newest commit; it is kept)")
-    text_column: str = _opt("text", "column that holds the text")
-    streaming: bool = _opt(False, "make the shards while the model trains, a few ahead, and delete those it has read")
-    disk_budget_gb: float = _opt(10.0, "disk that streamed shards may take on each machine, in 10^9 bytes")
-    val_fraction: float = _opt(0.01, "share of local documents held out for validation")
-    val_documents: int = _opt(0, "hold out the first so many documents instead (0 for a Hub data set: 10,000)")
-    dedup: bool = _opt(False, "leave out documents whose text came before")
-    shuffle_buffer: int = _opt(0, "shuffle the training documents in blocks of so many (0: the source's order)")
-    shard_tokens: int = _opt(100_000_000, "tokens a shard")
-    first_shard_tokens: int = _opt(
-        10_000_000, "tokens of the first shard; each next one has twice as many, up to shard_tokens"
+    dataset_revision: str = _opt(
+        "", "branch, tag or commit of a Hub data set (empty: the newest commit; a run keeps it)"
     )
-    sequence_length: int = _opt(1024, "tokens a sequence")
+    text_column: str = _opt("text", "column, or key of the JSON objects, that holds the text")
+    streaming: bool = _opt(False, "make the shards while the model trains, a few ahead, and delete those it has read")
+    disk_budget_gb: float = _opt(10.0, "disk space for streamed shards on each node, in 10^9 bytes")
+    val_fraction: float = _opt(
+        0.01, "share of local text for validation: documents chosen by their hash, or the end of the text if it has few"
+    )
+    val_documents: int = _opt(
+        0, "take the first so many documents for validation instead (0: 10,000 of a Hub data set, else val_fraction)"
+    )
+    shard_tokens: int = _opt(100_000_000, "tokens in a shard")
+    first_shard_tokens: int = _opt(
+        10_000_000, "tokens in the first shard; each next one has twice as many, up to shard_tokens"
+    )
+    sequence_length: int = _opt(1024, "tokens in a sequence")
 
 
 @dataclass(frozen=True)
@@ -159,16 +164,34 @@ def parse_config(argv: list[str] | None = None) -> Config:
     path = _resolve(parser.parse_known_args(argv)[0].config)
     recipe = yaml_flags(path, FIELDS.keys() - {"config"})
     parser.parse(recipe, f"{path}: ")
-    flags = {word.partition("=")[0] for word in argv}
-    if "--dataset_name" in flags and names_a_data_set(parser.parse_known_args(argv)[0].dataset_name):
-        # another data set: what the recipe says of its own is not said of this one
-        recipe = [
-            word
-            for word in recipe
-            if word.partition("=")[0] not in ("--train_text", "--dataset_config", "--dataset_revision")
-        ]
+    recipe = _without_replaced_data(recipe, parser.parse_known_args(recipe)[0], parser.parse_known_args(argv)[0], argv)
     parts = parser.parse([*recipe, *argv])
     return _validated(_with_defaults(Config(*parts), path))
+
+
+# What a recipe says about its own data set, and about no other.
+_OF_ONE_DATA_SET = (
+    "dataset_name",
+    "val_data",
+    "train_text",
+    "dataset_config",
+    "dataset_split",
+    "dataset_revision",
+    "text_column",
+)
+
+
+def _without_replaced_data(recipe: list[str], its: Namespace, given: Namespace, argv: list[str]) -> list[str]:
+    """The recipe's flags without those about its data set, where the command line names another one."""
+    flags = {word.partition("=")[0] for word in argv}
+    replaced = [
+        getattr(given, name) not in ("", getattr(its, name))
+        for name in ("dataset_name", "train_text")
+        if f"--{name}" in flags
+    ]
+    if not any(replaced):
+        return recipe
+    return [word for word in recipe if word.partition("=")[0].removeprefix("--") not in _OF_ONE_DATA_SET]
 
 
 def _resolve(config: str) -> Path:
@@ -184,13 +207,10 @@ def _with_defaults(config: Config, path: Path) -> Config:
     name = config.run.run_name or path.stem
     output_dir = config.run.output_dir or f"runs/{name}"
     run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
-    data = config.data
-    if not data.train_text and names_a_data_set(data.dataset_name):
-        directory, source, subset = resolve(data.dataset_name, data.dataset_config)
-        data = dataclasses.replace(data, dataset_name=directory, train_text=source, dataset_config=subset)
+    model, data, optimizer, run = map(_with_home, (config.model, config.data, config.optimizer, run))
     if data.train_text and not Path(data.train_text).exists() and (ROOT / data.train_text).exists():
         data = dataclasses.replace(data, train_text=str(ROOT / data.train_text))  # text that ships, from anywhere
-    return Config(*map(_with_home, (config.model, data, config.optimizer, run)))
+    return Config(model, resolve(data), optimizer, run)
 
 
 def _with_home(part):
@@ -238,7 +258,6 @@ def _validated(config: Config) -> Config:
         "skip_grad_z",
         "seed",
         "val_documents",
-        "shuffle_buffer",
         "device_memory_gb",
         "price_per_hour",
     ):
@@ -272,7 +291,7 @@ def _validated(config: Config) -> Config:
     names_text = bool(data.train_text) and not set("*?[") & set(data.dataset_name)
     require(
         names_text or not data.streaming,
-        f"streaming, but {data.dataset_name} names no text: give a data set, or train_text",
+        f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set, or give train_text",
     )
     require(
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,

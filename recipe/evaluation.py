@@ -9,7 +9,7 @@ import torch
 from recipe import faults
 from recipe.config import Batch, Config
 from recipe.data import tokenizer
-from recipe.data.dataset import LocalSource
+from recipe.data.dataset import TokenDataset
 from recipe.engine.base import Engine
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import IGNORE_INDEX
@@ -24,7 +24,7 @@ def _nothing(done: int, of: int) -> None:
 
 @torch.no_grad()
 def validate(
-    config: Config, batch: Batch, engine: Engine, model: torch.nn.Module, source: LocalSource, tick: Tick = _nothing
+    config: Config, batch: Batch, engine: Engine, model: torch.nn.Module, source: TokenDataset, tick: Tick = _nothing
 ) -> float:
     """Mean loss in nats a token over the same first eval_tokens of the validation shards, whatever the world size.
 

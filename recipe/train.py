@@ -20,9 +20,10 @@ from recipe.checkpoint.format import Checkpoint, Retention
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import about
 from recipe.cli import emit
-from recipe.components import check_alike, find_checkpoint, model_files, open_data
+from recipe.components import check_alike, find_checkpoint, model_files
 from recipe.config import Batch, Config, OptimizerConfig, batch_arithmetic, parse_config
-from recipe.data.dataset import LocalSource, check_same_data
+from recipe.data.dataset import TokenDataset, check_same_data
+from recipe.data.open import open_datasets
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
 from recipe.engine.factory import open_engine
@@ -83,7 +84,8 @@ def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
             engine.stop.begin()  # from now on Ctrl-C leaves the rest for later
             uploads.wait(stopped=lambda: engine.stop.requested)
             return 0
-        source, validation = open_data(config, batch, engine, checkpoint, say, closing)
+        step, state = (checkpoint.step, checkpoint.state["data"]) if checkpoint else (0, None)
+        source, validation = closing.enter_context(open_datasets(config, batch, engine, step, state))
         faults.at("start.model")
         model = build_model(config, load_init_from=checkpoint is None, **engine.model_options)
         result = train(config, batch, engine, model, source, validation, checkpoint, uploads, closing)
@@ -108,8 +110,8 @@ def train(
     batch: Batch,
     engine: Engine,
     raw_model: GPT2LMHeadModel,
-    source: LocalSource,
-    validation: LocalSource,
+    source: TokenDataset,
+    validation: TokenDataset,
     checkpoint: Checkpoint | None,
     uploads: Uploads,
     closing: ExitStack,

@@ -81,13 +81,14 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shards(once) -> Path:
     """A directory of shards of the first 120 kB of tiny Shakespeare."""
-    from recipe.data.prepare.pipeline import PrepareOptions, prepare
+    from recipe.config import DataConfig
+    from recipe.data.prepare.pipeline import prepare
 
     def make(directory: Path):
         directory.mkdir()
         text = directory / "text.txt"
         text.write_text(SHAKESPEARE.read_text()[:120_000])
-        prepare(PrepareOptions(train_text=str(text), out=str(directory / "shards"), val_fraction=0.1))
+        prepare(DataConfig(train_text=str(text), dataset_name=str(directory / "shards"), val_fraction=0.1))
 
     return once("data", make)[0] / "shards"
 

@@ -20,7 +20,8 @@ import pytest
 from safetensors.torch import load_file
 
 from recipe.checkpoint.format import checkpoints, verify
-from recipe.data.prepare.pipeline import PrepareOptions, prepare
+from recipe.config import DataConfig
+from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import write_shard
 from tests import processes as programs
 from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
@@ -433,7 +434,7 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_p
     """The damage of the second shard is found when it is reached; there is a checkpoint of the step before."""
     text, data, run = tmp_path / "text.txt", tmp_path / "data", tmp_path / "run"
     text.write_text(SHAKESPEARE.read_text()[:60_000])
-    prepare(PrepareOptions(train_text=str(text), out=str(data), val_fraction=0.2, first_shard_tokens=500))
+    prepare(DataConfig(train_text=str(text), dataset_name=str(data), val_fraction=0.2, first_shard_tokens=500))
     content = bytearray((data / "train_000001.bin").read_bytes())
     content[3000] ^= 1
     (data / "train_000001.bin").write_bytes(content)
@@ -459,7 +460,7 @@ def test_22_the_same_shards_elsewhere_are_the_same_data_and_others_are_not(comma
     assert "from step 20" in out
     other = place.path / "other"
     (place.path / "other.txt").write_text(SHAKESPEARE.read_text()[-100_000:])
-    prepare(PrepareOptions(train_text=str(place.path / "other.txt"), out=str(other), val_fraction=0.1))
+    prepare(DataConfig(train_text=str(place.path / "other.txt"), dataset_name=str(other), val_fraction=0.1))
     code, _, err = command(place.train(other, dropout=0.1, max_steps=22))
     assert code == 2
     assert "no longer holds the shards" in err

@@ -83,12 +83,12 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     assert config["architectures"] == ["GPT2LMHeadModel"]
     assert (config["dtype"], config["vocab_size"], config["tie_word_embeddings"]) == ("float32", 50257, True)
     # transformers computes the validation loss that the trainer reported
-    from recipe.data.dataset import LocalSource
+    from recipe.data.dataset import TokenDataset
     from recipe.data.shards import find_shards
 
     settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
     length = TINY["sequence_length"]
-    source = LocalSource(find_shards(settings["dataset_name"], "val"), length, 4, 1337)
+    source = TokenDataset(find_shards(settings["dataset_name"], "val"), length, 4, 1337)
     rows = torch.from_numpy(source.validation_rows(0, TINY["eval_tokens"] // length))
     with torch.no_grad():
         logits = model.eval()(rows[:, :-1]).logits

@@ -1,11 +1,13 @@
-"""Which tokens an optimizer step reads: a pure function of (seed, step), whoever asks and however the step is cut."""
+"""Which tokens an optimizer step reads: a pure function of (seed, step), however the step is divided."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 
@@ -16,37 +18,20 @@ from recipe.errors import UserError
 # Shapes: N rows asked for, T sequence_length.
 
 
-class TokenSource(Protocol):
-    """Where the trainer gets its tokens from."""
-
-    sequence_length: int
-    batch_size: int
-
-    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
-        """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
-        ...
-
-    def state(self) -> dict:
-        """What a checkpoint keeps of the data, so that a resumed run can tell them from others (`check_same_data`)."""
-        ...
-
-    def close(self) -> None:
-        """Ends what waits or works in the background."""
-        ...
-
-
-class LocalSource:
-    """Shards on this machine, cut into windows of T + 1 tokens at stride T that never cross a shard.
+class TokenDataset:
+    """Shards on this machine as windows of T + 1 tokens at stride T that never cross a shard.
 
     Shards are read in order, the windows of each in a permutation of its own for (seed, epoch, shard). `batch_size` is
-    the number of sequences of one optimizer step over all processes. A shard is verified once, in the background while
-    the one before it is read. Raises UserError for a shard shorter than one window, and what `verify` raises.
+    the number of sequences of one optimizer step over all processes. A shard is verified at its first use in an epoch,
+    in the background while the one before it is read, and compared with that file's size and time at each later use.
+    Raises UserError for a shard shorter than one window, and what `verify` raises.
     """
 
     def __init__(self, shards: list[Shard], sequence_length: int, batch_size: int, seed: int):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
-        self._open: dict[int, np.ndarray] = {}  # shard index -> its windows, (windows, T + 1)
-        self._verified: dict[int, Future] = {}
+        # By (epoch, shard), so that an epoch verifies its shards again.
+        self._open: dict[tuple[int, int], _OpenWindows] = {}
+        self._verified: dict[tuple[int, int], Future] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self._set_shards(shards)
 
@@ -56,7 +41,7 @@ class LocalSource:
             if shard.tokens < self.sequence_length + 1 and not (0 < i == len(shards) - 1 and shard.sha256):
                 raise UserError(
                     f"{shard.path}: {shard.tokens} tokens, fewer than one sequence of sequence_length + 1 = "
-                    f"{self.sequence_length + 1}; lower sequence_length or leave this file out"
+                    f"{self.sequence_length + 1}; lower sequence_length or remove this file"
                 )
         self.shards = shards
         # first window of each shard, and the end
@@ -110,39 +95,83 @@ class LocalSource:
         return out
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
-        """The windows of shard `s`, (windows, T + 1), uint16; verified, once, before they are given out."""
-        if s not in self._open:
-            self._verify(s).result()
-            tokens = read_shard(self.shards[s].path)
-            if len(tokens) != self.shards[s].tokens:
-                raise UserError(
-                    f"{self.shards[s].path}: holds {len(tokens)} tokens and not {self.shards[s].tokens}, as a shard of "
-                    "its size with a header would; was it changed, or made by nanoGPT?"
-                )
-            if len(self._open) == 4:  # a mapping holds a file descriptor, and a thousand shards are no rarity
+        """The windows of shard `s`, (windows, T + 1), uint16; verified before their first use in an epoch."""
+        key = epoch, s
+        if key not in self._open:
+            stamp = self._verify(*key).result()
+            for old in [k for k in self._verified if k < key]:
+                del self._verified[old]
+            if len(self._open) == 4:  # a mapping holds a file descriptor, and a run may have thousands of shards
                 del self._open[next(iter(self._open))]
-            T = self.sequence_length
-            self._open[s] = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]  # (windows, T + 1)
-            if s + 1 < len(self.shards) and self.shards[s + 1].path.exists():
-                self._verify(s + 1)
-        return self._open[s]
+            self._open[key] = _OpenWindows(self.shards[s], stamp, self.sequence_length)
+            following = (epoch, s + 1) if s + 1 < len(self.shards) else (epoch + 1, 0)
+            if self.shards[following[1]].path.exists():
+                self._verify(*following)
+        self._open[key].check_unchanged()
+        return self._open[key].windows
 
-    def _verify(self, s: int) -> Future:
-        if s not in self._verified:
-            shard = self.shards[s]
-            self._verified[s] = self._background.submit(lambda: verify(shard, read_shard(shard.path)))
-        return self._verified[s]
+    def _verify(self, epoch: int, s: int) -> Future:
+        if (epoch, s) not in self._verified:
+            self._verified[epoch, s] = self._background.submit(_verified_stamp, self.shards[s])
+        return self._verified[epoch, s]
+
+    def check_unchanged(self) -> None:
+        """Raises UserError if a file that is in use was changed, shortened or deleted. `rows` and `validation_rows`
+        check the files that they read."""
+        for opened in list(self._open.values()):
+            opened.check_unchanged()
 
     def state(self) -> dict:
-        """{"shards": [[name, tokens, sha256], ...], "complete": True}"""
+        """What a checkpoint keeps, so that a resumed run can tell these data from others (`check_same_data`):
+        {"shards": [[name, tokens, sha256], ...], "complete": True}"""
         return {"shards": [shard.identity for shard in self.shards], "complete": True}
 
     def close(self) -> None:
+        """Ends what waits or works in the background."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
 
+class _OpenWindows:
+    """A shard that is mapped into memory."""
+
+    def __init__(self, shard: Shard, stamp: tuple[int, int], sequence_length: int):
+        """`stamp` is the file's size and time when it was verified."""
+        self._path, self._stamp = shard.path, stamp
+        tokens = read_shard(shard.path)
+        if len(tokens) != shard.tokens:
+            raise UserError(
+                f"{shard.path}: holds {len(tokens)} tokens and not {shard.tokens}, as a shard of its size with a "
+                "header would; was it changed, or made by nanoGPT?"
+            )
+        self.windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
+
+    def check_unchanged(self) -> None:
+        """Raises UserError where the file is not the one that was verified: reading on might end the process (SIGBUS,
+        of a shortened file) or train on damaged tokens. Costs a microsecond."""
+        try:
+            now = _stamp(self._path)
+        except FileNotFoundError:
+            raise UserError(f"{self._path}: deleted while the run reads it; put it back, and resume the run") from None
+        if now != self._stamp:
+            raise UserError(
+                f"{self._path}: changed while the run reads it (it has {now[0]:,} bytes, and had {self._stamp[0]:,}); "
+                "put back the file that was prepared, and resume the run"
+            )
+
+
+def _verified_stamp(shard: Shard) -> tuple[int, int]:
+    stamp = _stamp(shard.path)
+    verify(shard, read_shard(shard.path))
+    return stamp
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
 def permutation(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Where a pseudo-random permutation of range(n), chosen by `key`, sends `index`: shape (N,), int64, O(1) each.
+    """The values at `index` of a pseudo-random permutation of range(n) chosen by `key`: shape (N,), int64, O(1) each.
 
     A Feistel network on Z_a x Z_b with a b >= n, walking the cycle for what falls outside n: Black and Rogaway,
     "Ciphers with arbitrary finite domains" (2002). Counter-based, so that any step is reached without the ones before;
@@ -184,7 +213,7 @@ def _round_keys(key: tuple[int, ...], rounds: int = 8) -> list[tuple[np.uint64, 
 
 
 def check_same_data(saved: dict, now: dict, where: str) -> None:
-    """Refuse, with a UserError, data other than those of which a checkpoint keeps the `saved` state.
+    """Raises UserError for data other than those whose `saved` state a checkpoint keeps.
 
     A stream that has not come to its end knows its first shards only; those must be the same.
     """
@@ -200,16 +229,16 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
 
 
 def check_data(train: list[Shard], val: list[Shard], sequence_length: int, batch_size: int) -> None:
-    """Refuse, with a UserError, data on which a run would mislead or could not take a step.
-
-    That is a training shard which is also a validation shard, a shard shorter than a sequence, and fewer training
-    windows than the `batch_size` sequences of one optimizer step.
-    """
+    """Raises UserError for data on which a run would mislead or could not take a step: a training shard that is also a
+    validation shard, a split shorter than a sequence, and fewer training windows than one optimizer step takes."""
     check_disjoint(train, val)
-    LocalSource(val, sequence_length, batch_size, seed=0)
-    windows = LocalSource(train, sequence_length, batch_size, seed=0).windows
-    if batch_size > windows:
-        raise UserError(too_large(batch_size, sequence_length, windows))
+    tokens, held_out = (sum(shard.tokens for shard in shards) for shards in (train, val))
+    if val[0].tokens <= sequence_length and val[0].sha256:
+        raise UserError(f"{val[0].path}: {too_short(tokens, held_out, sequence_length)}")
+    for shards in (val, train):
+        dataset = TokenDataset(shards, sequence_length, batch_size, seed=0)
+    if batch_size > dataset.windows:
+        raise UserError(too_large(batch_size, sequence_length, dataset.windows))
 
 
 def too_large(batch_size: int, sequence_length: int, windows: int) -> str:
@@ -219,14 +248,29 @@ def too_large(batch_size: int, sequence_length: int, windows: int) -> str:
     )
 
 
+def too_short(train_tokens: int, val_tokens: int, sequence_length: int) -> str:
+    """What is wrong with validation data that hold no sequence, and a val_fraction that would give one."""
+    total = train_tokens + val_tokens
+    fraction = math.ceil(100 * (sequence_length + 2) / total) / 100
+    way_out = (
+        f"prepare the text again with --val_fraction {fraction:g} (and val_documents 0)"
+        if fraction <= 0.5
+        else f"the text has {total:,} tokens, so lower sequence_length or add text"
+    )
+    return (
+        f"{val_tokens:,} validation tokens are fewer than one sequence of sequence_length + 1 = {sequence_length + 1}; "
+        f"{way_out}"
+    )
+
+
 def check_disjoint(train: list[Shard], val: list[Shard]) -> None:
-    """Refuse, with a UserError, a training shard which is also a validation shard, by name or by its bytes."""
+    """Raises UserError for a training shard that is also a validation shard, by name or by its bytes."""
     for v in val:
         for t in train:
             if t.path.resolve() == v.path.resolve() or (t.tokens == v.tokens and _same_tokens(t, v)):
                 raise UserError(
                     f"{t.path} (training) and {v.path} (validation) hold the same tokens: the validation loss would "
-                    "mean nothing; give other files for one of them"
+                    "mean nothing; name other files in dataset_name or val_data"
                 )
 
 
@@ -236,5 +280,5 @@ def _same_tokens(a: Shard, b: Shard) -> bool:
     if not (a.path.exists() and b.path.exists()):  # of a stream
         return False
     x, y = read_shard(a.path), read_shard(b.path)
-    # the beginnings settle it for all but equal files, and reading a thousand whole shards would take minutes
+    # The beginnings decide for all but equal files, and reading a thousand whole shards would take minutes.
     return np.array_equal(x[:4096], y[:4096]) and np.array_equal(x, y)

@@ -1,12 +1,13 @@
 """Data sets on the Hugging Face Hub: text streamed with `datasets`, and token shards downloaded whole.
 
-Both are pinned to the commit they began with. What fails for a while is tried again, aloud, from where it stopped; what
-will not pass by waiting is an error at once. The token stays where huggingface_hub finds it: in the environment.
+Both are pinned to the commit with which the reading began. A failure that may pass is retried, with a message, from
+where it stopped; any other is an error at once. The token stays where huggingface_hub finds it: in the environment.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 import shutil
 import time
@@ -15,31 +16,34 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from recipe.config import DataConfig
 from recipe.data.prepare.documents import Document, text_chunks, text_of
-from recipe.data.shards import DTYPE, HEADER_BYTES, file_sha256, move
+from recipe.data.shards import DTYPE, HEADER_BYTES, move
 from recipe.errors import UserError
+from recipe.files import sha256_of
 from recipe.redaction import redact
 
+logger = logging.getLogger(__name__)
+
 PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run
-_FIRST_PATIENCE = 60  # the same before anything has been read
 DOWNLOADS = ".download"  # beside the shards, where they lie until they are whole
+_FIRST_PATIENCE = 60  # the same before anything has been read
 _LONGEST_WAIT = 60  # seconds between two attempts
-_SPOILT = 4  # attempts at the same place when what came could not be read, which waiting seldom mends
+_UNREADABLE = 4  # attempts at the same place when what came could not be read, which waiting seldom mends
 _STATE_EVERY = 256  # documents between two positions from which a stream can start again
 _PERMANENT = {400, 401, 403, 404, 410, 416}
 
 
 class Retries:
-    """Decides after each failure whether to try again, and waits; the clock starts anew with each success.
+    """Decides after each failure whether to try again, and waits; each success starts the clock again.
 
-    The libraries give a rate limit or an outage now and then as a missing file, or as a data set without data. So until
-    something has been read only what says plainly that it will pass is tried again (a mistyped name would be waited
-    for otherwise), and afterwards all that does not say that it will stay.
+    The libraries sometimes report a rate limit or an outage as a missing file, or as a data set without data. So until
+    something has been read only a failure that is plainly temporary is retried (or a mistyped name would be waited
+    for), and afterwards every failure that is not plainly permanent.
     """
 
-    def __init__(self, source: str, say: Callable[[str], None]):
-        self.source, self.say = source, say
-        self.worked = False
+    def __init__(self, name: str):
+        self.name, self.worked = name, False
         self._failures, self._since = 0, time.monotonic()
 
     def success(self) -> None:
@@ -50,15 +54,17 @@ class Retries:
         """Waits before another attempt. Raises UserError where there is to be none."""
         self._failures += 1
         status, after = _response(error)
-        passing = status is not None or _is_lost_connection(error)
+        temporary = status is not None or _is_lost_connection(error)
         offline = any(type(e).__name__ == "OfflineModeIsEnabled" for e in _chain(error))  # HF_HUB_OFFLINE
-        hopeless = offline or status in _PERMANENT or not (passing or self.worked)
-        spoilt = isinstance(error, ValueError) and not passing and self._failures >= _SPOILT  # of Arrow, too
+        hopeless = offline or status in _PERMANENT or not (temporary or self.worked)
+        unreadable = isinstance(error, ValueError) and not temporary and self._failures >= _UNREADABLE  # Arrow's, too
         patience = PATIENCE if self.worked else _FIRST_PATIENCE
-        if hopeless or spoilt or time.monotonic() - self._since > patience:
-            raise _user_error(self.source, error, self.worked) from None
+        if hopeless or unreadable or time.monotonic() - self._since > patience:
+            raise _user_error(self.name, error, self.worked) from None
         wait = min(_LONGEST_WAIT, max(after, 2 ** (self._failures - 1)))
-        self.say(f"{self.source}: {_reason(error)}; trying again in {wait:.0f} s from where it stopped")
+        logger.warning(
+            "data       %s: %s; trying again in %.0f s from where it stopped", self.name, _reason(error), wait
+        )
         time.sleep(wait)
 
 
@@ -71,53 +77,46 @@ class _Pinned:
     _retries: Retries
 
     def pin(self, earlier: dict | None) -> dict:
-        """The commit to read, of the `earlier` manifest's source or else the newest of `revision`."""
+        """The commit to read: that of an `earlier` manifest's source, or else the newest of `revision`."""
         if earlier:
             self.commit, self._retries.worked = earlier["commit"], True
-        elif not self.commit:
-            self.commit = commit_of(self.repo, self.revision, self._retries)
+        while not self.commit:
+            from huggingface_hub import HfApi
+
+            try:
+                self.commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=30).sha
+            except Exception as error:
+                self._retries.failed(error)
         return {"commit": self.commit}
 
 
 class HubText(_Pinned):
-    """A data set on the Hub, streamed; pinned to the commit that its preparation began with."""
+    """A data set of text on the Hub, streamed."""
 
-    def __init__(
-        self,
-        source: str,
-        name: str | None,
-        split: str,
-        revision: str | None,
-        text_column: str,
-        say: Callable[[str], None] = print,
-    ):
-        self.source, self.name, self.split, self.revision, self.text_column = source, name, split, revision, text_column
-        self.repo = source
+    def __init__(self, data: DataConfig):
+        self.repo, self.revision, self._data = data.train_text, data.dataset_revision or None, data
         self._files: list[Callable] | None = None
-        self._retries = Retries(f"--train_text {source}", say)
+        self._retries = Retries(f"train_text {self.repo}")
 
     def __str__(self) -> str:
-        return "/".join(filter(None, (self.source, self.name, self.split))) + " on the Hub"
+        return "/".join(filter(None, (self.repo, self._data.dataset_config, self._data.dataset_split))) + " on the Hub"
 
     def identity(self) -> dict:
-        return {
-            "train_text": self.source,
-            "dataset_config": self.name,
-            "dataset_split": self.split,
-            "dataset_revision": self.revision,
-            "text_column": self.text_column,
-        }
+        fields = ("train_text", "dataset_config", "dataset_split", "dataset_revision", "text_column")
+        return {field: getattr(self._data, field) for field in fields}
 
-    def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
+    def documents(self, stream: dict | None = None) -> Iterator[Document]:
         """Each document once, whatever happens to the connection."""
+        following = 0
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a later attempt starts from there)
                     self._retries.success()
-                    if index >= first:
-                        first = index + 1
-                        chunks = partial(text_chunks, text_of(row, self.text_column, self.source))
-                        yield Document(index, index, chunks, stream)
+                    if index >= following:
+                        following = index + 1
+                        yield Document(
+                            index, partial(text_chunks, text_of(row, self._data.text_column, self.repo)), stream
+                        )
                 return
             except UserError:
                 raise
@@ -133,7 +132,8 @@ class HubText(_Pinned):
         for what in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
             setattr(datasets.config, f"STREAMING_{what}_RETRY_INTERVAL", 0)
         if self._files is None:
-            rows = datasets.load_dataset(self.source, self.name, split=self.split, revision=self.commit, streaming=True)
+            subset, split = self._data.dataset_config or None, self._data.dataset_split
+            rows = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
             self._files = [partial(rows.shard, rows.num_shards, i) for i in range(rows.num_shards)]
         index, start = (stream["document"], stream["state"]) if stream else (0, {"file": 0, "within": None})
         for number in range(start["file"], len(self._files)):
@@ -156,11 +156,13 @@ class HubShards(_Pinned):
 
     _URI = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/(.+)")
 
-    def __init__(self, uri: str, say: Callable[[str], None] = print):
+    def __init__(self, uri: str):
         if not (match := self._URI.fullmatch(uri)):
-            raise UserError(f"data {uri}: expected hf://datasets/ORG/NAME/PATTERN, such as hf://datasets/a/b/*.bin")
+            raise UserError(
+                f"dataset_name {uri}: expected hf://datasets/ORG/NAME/PATTERN, as in hf://datasets/a/b/*.bin"
+            )
         self.uri, (self.repo, self.revision, self.pattern) = uri, match.groups()
-        self._retries = Retries(f"data {uri}", say)
+        self._retries = Retries(f"dataset_name {uri}")
 
     def identity(self) -> dict:
         return {"uri": self.uri}
@@ -170,7 +172,7 @@ class HubShards(_Pinned):
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        with _hub_errors(self._retries.source):
+        with _hub_errors(self._retries.name):
             tree = HfApi().list_repo_tree(self.repo, repo_type="dataset", revision=self.commit, recursive=True)
             files = [f for f in tree if isinstance(f, RepoFile) and _matches(f.path, self.pattern)]
         entries = []
@@ -185,19 +187,21 @@ class HubShards(_Pinned):
                 }
             )
         if not entries:
-            raise UserError(f"data {self.uri}: no file of the data set matches {self.pattern}")
+            raise UserError(f"dataset_name {self.uri}: no file of the data set matches {self.pattern}")
         if len({Path(e["path"]).parent for e in entries}) > 1:
-            raise UserError(f"data {self.uri}: the files that match are in several folders; narrow the pattern to one")
+            raise UserError(
+                f"dataset_name {self.uri}: files in several folders match; narrow the pattern to one folder"
+            )
         if all(e["split"] == "val" for e in entries):
-            raise UserError(f"data {self.uri}: only validation files match {self.pattern}; widen the pattern")
+            raise UserError(f"dataset_name {self.uri}: only validation files match {self.pattern}; widen the pattern")
         return entries
 
     def download(self, entry: dict, path: Path) -> None:
-        """Bring a shard to `path`, whole and with the checksum that the Hub states. Raises UserError."""
+        """Downloads a shard to `path`, whole and with the checksum that the Hub states. Raises UserError."""
         from huggingface_hub import hf_hub_download
 
         aside = path.parent / DOWNLOADS
-        shutil.rmtree(aside, ignore_errors=True)  # a killed download is not taken up again, and would stay for ever
+        shutil.rmtree(aside, ignore_errors=True)  # nothing continues a killed download, which would stay for ever
         while True:
             try:
                 got = Path(
@@ -205,7 +209,7 @@ class HubShards(_Pinned):
                         self.repo, entry["path"], repo_type="dataset", revision=self.commit, local_dir=aside
                     )
                 )
-                if entry["sha256"] and (found := file_sha256(got)) != entry["sha256"]:
+                if entry["sha256"] and (found := sha256_of(got)) != entry["sha256"]:
                     shutil.rmtree(aside)
                     raise ValueError(
                         f"{entry['file']} came with SHA-256 {found[:16]}..., not {entry['sha256'][:16]}..."
@@ -224,23 +228,12 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def commit_of(repo: str, revision: str | None, retries: Retries) -> str:
-    """The commit that `revision` (default: the main branch) of a data set is now. Raises UserError."""
-    from huggingface_hub import HfApi
-
-    while True:
-        try:
-            return HfApi().dataset_info(repo, revision=revision, timeout=30).sha
-        except Exception as error:
-            retries.failed(error)
-
-
 @contextmanager
-def _hub_errors(source: str) -> Iterator[None]:
+def _hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _user_error(source, error) from None
+        raise _user_error(name, error) from None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -275,18 +268,18 @@ def _reason(error: Exception) -> str:
     return f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
 
 
-def _user_error(source: str, error: Exception, worked: bool = False) -> UserError:
-    """One sentence of whatever the Hub's libraries raise (some dozens of types); `worked` says that they did before."""
+def _user_error(name: str, error: Exception, worked: bool = False) -> UserError:
+    """One sentence for what the Hub's libraries raise, which is dozens of types; `worked` if they succeeded before."""
     if worked:
         return UserError(
-            f"{source}: the Hub, which answered before, says {_reason(error)}; the same command goes on from there"
+            f"{name}: the Hub, which answered before, reports {_reason(error)}; the same command continues"
         )
     if "scripts are no longer supported" in str(error):
         return UserError(
-            f"{source}: this data set is a script that wants to run on your machine, which is refused; "
+            f"{name}: this data set is a script that wants to run on your machine, which is refused; "
             "look for its parquet version (often --dataset_revision refs/convert/parquet), or give local files"
         )
     return UserError(
-        f"{source}: no such local file, and the Hub says {_reason(error)}; check the name and the network, or give "
-        "local .txt, .jsonl or .parquet files. The same command goes on where it stopped"
+        f"{name}: no such local file, and the Hub reports {_reason(error)}; check the name and the network, or give "
+        "local .txt, .jsonl or .parquet files"
     )

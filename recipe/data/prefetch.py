@@ -1,4 +1,4 @@
-"""Micro-batches read ahead of the loop that trains on them."""
+"""Micro-batches, read ahead of the loop that trains on them."""
 
 import time
 from collections import deque
@@ -9,20 +9,20 @@ from itertools import islice
 import torch
 
 from recipe.config import Batch
-from recipe.data.dataset import TokenSource
+from recipe.data.dataset import TokenDataset
 from recipe.errors import UserError
 
 
 class Batches:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
-    One thread reads two steps ahead: a shard's first use, when it is verified, and the copy hide behind the step, and
+    One thread reads two steps ahead: verifying a shard and copying to the device are hidden behind the step, and
     whether the data of a step are there is known before the step before it begins.
     """
 
     def __init__(
         self,
-        source: TokenSource,
+        dataset: TokenDataset,
         batch: Batch,
         rank: int,
         start: int,
@@ -31,20 +31,20 @@ class Batches:
         to_device: Callable[[torch.Tensor], torch.Tensor],
         pin: bool,
     ):
-        self._source, self._batch, self._rank, self._to_device, self._pin = source, batch, rank, to_device, pin
+        self._dataset, self._batch, self._rank, self._to_device, self._pin = dataset, batch, rank, to_device, pin
         self._indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._pending: deque[Future] = deque()
         self._waited = 0.0
         for _ in range(2 * batch.accumulation):
-            self._read_on()
+            self._submit_next()
 
-    def _read_on(self) -> None:
+    def _submit_next(self) -> None:
         if (index := next(self._indices, None)) is not None:
             self._pending.append(self._pool.submit(self._load, *index))
 
     def _load(self, step: int, micro_step: int) -> torch.Tensor:
-        rows = torch.from_numpy(self._source.rows(step, *self._batch.slice(micro_step, self._rank)))
+        rows = torch.from_numpy(self._dataset.rows(step, *self._batch.slice(micro_step, self._rank)))
         return rows.pin_memory() if self._pin else rows
 
     def ready(self, seconds: float, ahead: int = 0) -> bool:
@@ -78,7 +78,7 @@ class Batches:
         asked = time.perf_counter()
         rows = self._pending.popleft().result()
         self._waited += time.perf_counter() - asked
-        self._read_on()
+        self._submit_next()
         return self._to_device(rows)
 
     def waited(self) -> float:
@@ -87,6 +87,6 @@ class Batches:
         return waited
 
     def close(self) -> None:
-        """A load that waits for a shard must not hold up a run that ends."""
-        self._source.close()
+        """Ends the thread; a load that waits for a shard does not delay a run that ends."""
+        self._dataset.close()
         self._pool.shutdown(cancel_futures=True)

@@ -8,20 +8,18 @@ nanoGPT's train.bin and val.bin, the tokens without a header, are read too.
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from recipe.catalog import is_text, unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
 from recipe.errors import UserError
+from recipe.files import fsync_directory, replace_file, sha256_of
 
 MAGIC = 20240520
 LLAMA_MAGIC = 20240801
@@ -30,7 +28,6 @@ HEADER_BYTES = 256 * 4
 DTYPE = np.dtype("<u2")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-START = {"document": 0, "piece": 0, "tokens": 0, "stream": None}  # the position before the first document
 
 _PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
 _CHUNK = 1 << 24  # tokens looked at together, so that their widened copies stay small
@@ -41,7 +38,7 @@ _LOOKED_AT = 1 << 28  # tokens of a file without a checksum that are read before
 class Shard:
     path: Path
     tokens: int
-    sha256: str | None  # of the whole file; None where no manifest says
+    sha256: str | None  # of the whole file; None where no manifest has it
 
     @property
     def identity(self) -> list:
@@ -105,50 +102,54 @@ def is_headerless(header: bytes) -> bool:
     )
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write which takes `path`'s place, whole and on the disk, when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        move(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+class OpenShard:
+    """A shard that is being written to `part`; it takes its name when `commit` is called, and is deleted otherwise."""
+
+    def __init__(self, part: Path):
+        self.part, self.tokens = part, 0
+
+    def __enter__(self) -> OpenShard:
+        self.part.unlink(missing_ok=True)
+        self._file = open(self.part, "xb", buffering=1 << 20)
+        self._file.write(bytes(HEADER_BYTES))  # the header is written last
+        return self
+
+    def append(self, tokens: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
+        self.tokens += len(tokens)
+
+    def read(self) -> np.ndarray:
+        """The tokens so far, mapped."""
+        self._file.flush()
+        return np.memmap(self.part, DTYPE, mode="r", offset=HEADER_BYTES)
+
+    def commit(self, path: Path) -> str:
+        """Writes the header, flushes the file to the disk and renames it to `path`; returns its SHA-256."""
+        self._file.seek(0)
+        self._file.write(_header(self.tokens))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        sha256 = sha256_of(self.part)
+        move(self.part, path)
+        return sha256
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+        self.part.unlink(missing_ok=True)
 
 
 def move(source: Path, path: Path) -> None:
-    """Rename, in a way that outlives a power failure."""
+    """Renames a file, in a way that survives a power failure."""
     os.replace(source, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    fsync_directory(path.parent)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write `tokens`, shape (tokens,), uint16, as a shard, all or nothing; returns the file's SHA-256."""
-    with replacing(path) as file:
-        file.write(_header(len(tokens)))
+    """Writes `tokens`, shape (tokens,), uint16, as a shard, all or nothing; returns the file's SHA-256."""
+    with OpenShard(path.with_name(f".{path.name}.tmp")) as shard:
         for lo in range(0, len(tokens), _CHUNK):
-            file.write(np.ascontiguousarray(tokens[lo : lo + _CHUNK], DTYPE).data)
-    return file_sha256(path)
-
-
-def finish_shard(part: Path, path: Path, tokens: int) -> str:
-    """Make a shard of `part`, which has room for the header and then `tokens` tokens, and call it `path`; returns its
-    SHA-256."""
-    with open(part, "r+b") as file:
-        file.write(_header(tokens))
-        file.flush()
-        os.fsync(file.fileno())
-    sha256 = file_sha256(part)
-    move(part, path)
-    return sha256
+            shard.append(tokens[lo : lo + _CHUNK])
+        return shard.commit(path)
 
 
 def _header(tokens: int) -> bytes:
@@ -157,25 +158,15 @@ def _header(tokens: int) -> bytes:
     return header.tobytes()
 
 
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def verify(shard: Shard, tokens: np.ndarray) -> None:
-    """Read a shard, about 0.2 s for 100M tokens: its SHA-256, where known, and that its tokens are in GPT-2's
+    """Reads a shard, about 0.2 s for 100M tokens: checks its SHA-256, where known, and that its tokens are in GPT-2's
     vocabulary. Raises UserError.
     """
-    if shard.sha256:
-        digest = file_sha256(shard.path)
-        if digest != shard.sha256:
-            raise UserError(
-                f"{shard.path}: SHA-256 {digest[:16]}..., the manifest says {shard.sha256[:16]}...: the file has "
-                "changed since it was prepared; delete its directory and prepare it again"
-            )
+    if shard.sha256 and (digest := sha256_of(shard.path)) != shard.sha256:
+        raise UserError(
+            f"{shard.path}: its SHA-256 is {digest[:16]}..., and {shard.sha256[:16]}... in the manifest: the file has "
+            "changed since it was prepared; delete its directory and prepare it again"
+        )
     for lo in range(0, min(len(tokens), _LOOKED_AT), _CHUNK):
         outside = tokens[lo : lo + _CHUNK] >= VOCAB_SIZE
         if outside.any():
@@ -188,10 +179,10 @@ def verify(shard: Shard, tokens: np.ndarray) -> None:
 
 @dataclass
 class Manifest:
-    """What is in a directory of prepared shards, from which source, and where an interrupted preparation goes on.
+    """What a directory of prepared shards holds, from which text, and where an interrupted preparation continues.
 
-    `shards` are in the order of their commits: {file, split, tokens, sha256, next}; `next` is prepare's position after
-    that shard.
+    `shards` are in the order in which they were finished: {file, split, tokens, sha256, next}; `next` is the position
+    in the text after that shard (prepare/producer.py).
     """
 
     source: dict
@@ -206,23 +197,24 @@ class Manifest:
     dtype: str = "uint16"
 
     def __post_init__(self):
-        if away := [e for e in self.shards if e["file"] in ("", "..") or Path(e["file"]).name != e["file"]]:
-            raise UserError(f"shard {away[0]['file']!r} is no name of a file in its directory")
+        names = [entry["file"] for entry in self.shards]
+        if away := [name for name in names if name in ("", "..") or Path(name).name != name]:
+            raise UserError(f"shard {away[0]!r} is not the name of a file in its directory")
 
     def save(self, directory: Path) -> None:
-        with replacing(directory / MANIFEST) as file:
-            file.write(json.dumps(asdict(self), indent=1).encode() + b"\n")
+        replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, directory: Path) -> Manifest | None:
-        """None where there is no manifest. Raises UserError for one that this version cannot read."""
+        """None where there is no manifest. Raises UserError for a link, and for one that this version cannot read."""
         path = directory / MANIFEST
+        if path.is_symlink():
+            raise UserError(f"{path} is a symbolic link, which is not followed; put the file itself there")
         try:
-            values = json.loads(path.read_bytes())
-            manifest = cls(**values)
-        except FileNotFoundError:
+            manifest = cls(**json.loads(path.read_bytes()))
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(
                 f"{path}: not a manifest of this recipe ({error}); delete {directory} and prepare again"
             ) from None
@@ -234,57 +226,69 @@ class Manifest:
         return manifest
 
     def tokens(self, split: str) -> int:
-        return sum(shard["tokens"] for shard in self.shards if shard["split"] == split)
+        return sum(shard["tokens"] for shard in self.of(split))
 
     def of(self, split: str) -> list[dict]:
         """The entries of a split in the order of its tokens."""
         return [shard for shard in self.shards if shard["split"] == split]
 
-    def position(self) -> dict:
-        """Where a preparation goes on: {document, piece, tokens, stream, open}."""
-        return self.shards[-1]["next"] if self.shards else {**START, "open": {}}
+    def shards_in(self, directory: Path, split: str) -> list[Shard]:
+        return [Shard(directory / e["file"], e["tokens"], e["sha256"]) for e in self.of(split)]
 
 
-def find_shards(data: str, split: str) -> list[Shard]:
-    """The shards of `split` ("train" or "val") in file name order.
+def find_shards(name: str, split: str) -> list[Shard]:
+    """The shards of `split` ("train" or "val") in the order of their file names.
 
-    `data` is a directory with a manifest; or one without, where file names contain the split, as in
-    fineweb_val_000000.bin; or a glob of .bin files, taken as they are. Raises UserError where nothing usable is found.
+    `name` is a directory with a manifest; or one without, where file names contain the split, as in
+    fineweb_val_000000.bin; or a .bin file or a glob of them, taken as they are. Raises UserError where there are none.
     """
-    directory = Path(data)
+    directory = Path(name)
     if not directory.is_dir():
-        paths = [Path(name) for name in sorted(glob.glob(data)) if Path(name).is_file()]
+        paths = [path for path in map(Path, sorted(glob.glob(name))) if path.is_file()]
+        if not paths and not glob.has_magic(name) and split == "train" and "/" not in name:
+            raise unknown_data(name)
         if not paths:
-            raise UserError(f"{data}: no such directory, and no .bin file matches; prepare the text: {_PREPARE}")
+            raise UserError(f"{name}: no such directory, and no .bin file matches; prepare the text: {_PREPARE}")
+        if split == "val" and is_text(name):
+            raise UserError(f"{name} is text, and validation needs shards; prepare it: {_PREPARE}")
         return [Shard(path, len(read_shard(path)), None) for path in paths]
     manifest = Manifest.load(directory)
     if manifest is None:
         paths = sorted(path for path in directory.glob("*.bin") if split in path.name)
         if not paths:
             raise UserError(
-                f"{data}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}"
+                f"{name}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}"
             )
-        return [Shard(path, len(read_shard(path)), None) for path in paths]
+        return [Shard(_inside(path, directory), len(read_shard(path)), None) for path in paths]
     if not manifest.complete:
-        raise UserError(f"{data}: its preparation was interrupted; run the same prepare command again, and it goes on")
-    shards = [
-        Shard(directory / entry["file"], entry["tokens"], entry["sha256"])
-        for entry in sorted(manifest.shards, key=lambda entry: entry["file"])
-        if entry["split"] == split
-    ]
+        raise UserError(
+            f"{name}: its preparation was interrupted; run the same prepare command again, and it continues"
+        )
+    shards = sorted(manifest.shards_in(directory, split), key=lambda shard: shard.path.name)
     if not shards:
-        raise UserError(f"{data}: prepared without a {split} split; prepare it again with --val_fraction above 0")
+        raise UserError(f"{name}: prepared without a {split} split; prepare it again with --val_fraction above 0")
     for shard in shards:
-        if not shard.path.is_file():
+        if not _inside(shard.path, directory).is_file():
             raise UserError(
                 f"{shard.path}: listed in {MANIFEST}, but gone; a streamed run deletes what it has read: pass "
-                f"--streaming true, or delete {data} and prepare it again"
+                f"--streaming true, or delete {name} and prepare it again"
             )
         if len(read_shard(shard.path)) != shard.tokens:
             raise UserError(
-                f"{shard.path}: not the {shard.tokens} tokens of {MANIFEST}; delete {data} and prepare it again"
+                f"{shard.path}: does not hold the {shard.tokens} tokens of {MANIFEST}; delete {name} and prepare it "
+                "again"
             )
     return shards
+
+
+def _inside(path: Path, directory: Path) -> Path:
+    """`path`, unless it is a link to a file elsewhere."""
+    if path.resolve().parent != directory.resolve():
+        raise UserError(
+            f"{path} is a link that leaves its directory, which may come from somebody else; put the file itself "
+            "there, or name the files with a quoted glob and val_data"
+        )
+    return path
 
 
 def describe_shards(shards: list[Shard]) -> str:

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from recipe.catalog import license_error
 from recipe.checkpoint.format import checkpoints, model_only, newest_valid, step_of, verify
 from recipe.config import check_repo_name
-from recipe.data.catalog import license_error
 from recipe.errors import ExitCode, UserError
 from recipe.hub.access import check_access, failure_of
 from recipe.hub.model_card import CARD, model_card

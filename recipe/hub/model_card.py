@@ -14,8 +14,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from recipe.catalog import DATASETS
 from recipe.config import ModelConfig
-from recipe.data.catalog import DATASETS
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count, si
 from recipe.hub import scores

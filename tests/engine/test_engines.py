@@ -98,7 +98,7 @@ def test_bf16_follows_fp32_on_every_engine(run_of, name):
 def test_every_engine_reads_the_same_tokens(shards):
     """The hash of all tokens of the 50 steps, for each way that the engines cut them."""
     from recipe.config import batch_arithmetic, parse_config
-    from recipe.data.dataset import LocalSource
+    from recipe.data.dataset import TokenDataset
     from recipe.data.shards import find_shards
 
     hashes = set()
@@ -108,7 +108,7 @@ def test_every_engine_reads_the_same_tokens(shards):
             if devices > 1 and processes > 1:
                 continue
             batch = batch_arithmetic(config, processes, devices)
-            source = LocalSource(
+            source = TokenDataset(
                 find_shards(str(shards), "train"), EQUAL["sequence_length"], batch.sequences, config.run.seed
             )
             digest = hashlib.sha256()

@@ -12,8 +12,8 @@ import pytest
 
 from eval import common, curves, plots, report
 from eval.diagnosis import Finding, diagnose
+from recipe.catalog import DATASETS
 from recipe.config import FIELDS, parse_config
-from recipe.data.catalog import DATASETS
 from tests.conftest import SHAKESPEARE, metrics
 
 SHIPPED = [{"data": {"files": [{"name": SHAKESPEARE.name, "sha256": curves.SHAKESPEARE_SHA256}]}}]

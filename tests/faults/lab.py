@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 
 from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
-from recipe.data.prepare.pipeline import PrepareOptions, prepare
+from recipe.config import DataConfig
+from recipe.data.prepare.pipeline import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, SHAKESPEARE, environment, flags, metrics
 
@@ -141,7 +142,7 @@ class Lab:
         words = SHAKESPEARE.read_text()
         lines = (json.dumps({"text": words[i * 900 : (i + 1) * 900]}) for i in range(60))
         (directory / "text.jsonl").write_text("\n".join(lines) + "\n")
-        prepare(PrepareOptions(train_text=str(directory / "text.jsonl"), out=str(directory / "shards"), **DATA))
+        prepare(DataConfig(train_text=str(directory / "text.jsonl"), dataset_name=str(directory / "shards"), **DATA))
 
     def start(self, directory: Path, engine: str, fault: str = "", env: dict | None = None, **changes) -> Run:
         """Starts a run in `directory`/run."""

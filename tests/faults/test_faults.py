@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe.checkpoint.format import checkpoints, newest_valid, step_of, verify
-from recipe.data.dataset import LocalSource, check_data
+from recipe.data.dataset import TokenDataset, check_data
 from recipe.data.shards import find_shards
 from recipe.errors import ExitCode, UserError
 from tests.conftest import by_step
@@ -291,7 +291,7 @@ def test_corruption_of_a_shard(lab, tmp_path, name, how, damage):
     def read() -> None:
         train, val = find_shards(str(data), "train"), find_shards(str(data), "val")
         check_data(train, val, 8, 8)
-        source, validation = (LocalSource(shards, 8, 8, seed=1) for shards in (train, val))
+        source, validation = (TokenDataset(shards, 8, 8, seed=1) for shards in (train, val))
         if name.startswith("val"):
             validation.validation_rows(0, 1)
         before = sum((shard.tokens - 1) // 8 for shard in train if shard.path.name < name)  # windows

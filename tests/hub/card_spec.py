@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from recipe.data.catalog import LICENSES
+from recipe.catalog import LICENSES
 
 KNOWN = {
     "language",

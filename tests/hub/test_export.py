@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from recipe.catalog import LICENSES
 from recipe.config import parse_config
-from recipe.data.catalog import LICENSES
 from recipe.errors import UserError
 from recipe.hub import export
 

@@ -86,13 +86,13 @@ def test_the_checkpoint_is_a_transformers_model(one_device):
     run, lines = one_device
     model, info = AutoModelForCausalLM.from_pretrained(run / "step_00000050", output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    from recipe.data.dataset import LocalSource
+    from recipe.data.dataset import TokenDataset
     from recipe.data.shards import find_shards
     from tests.conftest import EQUAL, json
 
     settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]
     length = settings["sequence_length"]
-    source = LocalSource(find_shards(settings["dataset_name"], "val"), length, 8, settings["seed"])
+    source = TokenDataset(find_shards(settings["dataset_name"], "val"), length, 8, settings["seed"])
     rows = torch.from_numpy(source.validation_rows(0, EQUAL["eval_tokens"] // length))
     with torch.no_grad():
         loss = model.eval()(rows, labels=rows).loss.item()

@@ -1,9 +1,8 @@
-"""Where text comes from: files on this machine (hub.py: or a data set on the Hub), as documents in pieces."""
+"""Text on this machine as documents: one for each .txt file, line of JSON lines or row of parquet."""
 
 from __future__ import annotations
 
 import bz2
-import glob
 import gzip
 import hashlib
 import io
@@ -17,24 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from recipe.catalog import TEXT_SUFFIXES, text_files, text_suffix
 from recipe.errors import UserError
+from recipe.files import sha256_of
 
 PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
 LONGEST_PIECE = 1 << 20
 
-_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 _OPENERS = {".gz": gzip.open, ".bz2": bz2.open}
-# No GPT-2 token goes on from a visible character to a blank, so pieces cut there give the tokens of the whole.
+# No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the whole.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
 @dataclass(frozen=True)
 class Document:
-    """`index` counts the source's documents. `place` counts the order in which they are written: the same, unless they
-    are shuffled. `stream` is {"document", "state"}: an earlier place, and how the source starts again there."""
+    """`index` counts the documents of a text. `chunks()` gives its characters, in parts of any size. `stream` is
+    {"document", "state"}: a document at or before this one, and the state from which the text can be read there."""
 
     index: int
-    place: int
     chunks: Callable[[], Iterable[str]]
     stream: dict | None
 
@@ -43,31 +42,35 @@ class Document:
         return in_pieces(self.chunks())
 
     def digest(self) -> int:
-        """63 bits of the text's BLAKE2b: among ten million documents two different ones meet with a chance of 1e-5."""
         digest = hashlib.blake2b(digest_size=8)
         for chunk in self.chunks():
             digest.update(chunk.encode("utf-8", "surrogatepass"))
-        return int.from_bytes(digest.digest(), "little") >> 1
+        return as_integer(digest.digest())
+
+
+def as_integer(digest: bytes) -> int:
+    """63 bits of a digest: two different ones among ten million documents are equal with a probability of 1e-5."""
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Text(Protocol):
-    """A source of documents."""
+    """A text, read document by document."""
 
     def identity(self) -> dict:
         """What must not change between an interrupted preparation and its continuation."""
         ...
 
     def pin(self, earlier: dict | None) -> dict:
-        """What fixes the version that is read: that of an `earlier` manifest's source, or else today's."""
+        """Fixes the version to read, that of an `earlier` manifest's source or today's, and returns it."""
         ...
 
-    def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
-        """Documents from place `first` on, in order; `stream`, one of an earlier document's, saves reading up to it."""
+    def documents(self, stream: dict | None = None) -> Iterator[Document]:
+        """All documents in order; or those from an earlier document's `stream` on."""
         ...
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut a text into pieces of 256 Ki to 1 Mi characters which together give the tokens of the whole.
+    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the whole.
 
     Where 768 Ki characters hold no blank, the cut falls between any two, which may cost a token there.
     """
@@ -89,52 +92,26 @@ def _cut(text: str) -> int:
     return safe.end() if safe else min(len(text), LONGEST_PIECE)
 
 
-def open_files(source: str, text_column: str) -> TextFiles | None:
-    """The documents of a file, a glob or a directory; None where no such file exists. Raises UserError for files of
-    other kinds."""
-    if not source:  # Path("") would be the working directory
-        return None
-    path = Path(source)
-    if path.is_dir():
-        paths = [Path(p) for p in sorted(glob.glob(f"{glob.escape(source)}/**", recursive=True))]
-        paths = [p for p in paths if p.is_file() and _suffix(p) in _SUFFIXES]
-        if not paths:
-            if scripts := sorted(path.glob("*.py")):
-                raise UserError(_script(f"--train_text {source}: {scripts[0].name}"))
-            raise UserError(
-                f"--train_text {source}: no {', '.join(_SUFFIXES)} file (or .gz, .bz2 of them) in this directory"
-            )
+def open_files(name: str, text_column: str) -> TextFiles | None:
+    """The documents of a file, a glob or a directory; None where nothing matches. Raises UserError for other files."""
+    if paths := text_files(name):
         return TextFiles(paths, text_column)
-    paths = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(source)) if Path(p).is_file()]
-    for p in paths:
-        if p.suffix == ".py":
-            raise UserError(_script(f"--train_text {source}"))
-        if _suffix(p) not in _SUFFIXES:
-            raise UserError(
-                f"--train_text: {p} is not {', '.join(_SUFFIXES)}, nor .gz or .bz2 of them; convert it or leave it out"
-            )
-    return TextFiles(paths, text_column) if paths else None
-
-
-def _script(what: str) -> str:
-    return (
-        f"{what} is a program that would make the text, and is not run: run it yourself where you trust it, and give "
-        f"the {', '.join(_SUFFIXES)} files that it writes"
-    )
-
-
-def names_a_file(source: str) -> bool:
-    """Whether `source`, where no such file exists, was meant as one rather than as a data set on the Hub."""
-    return _suffix(Path(source)) in _SUFFIXES
-
-
-def _suffix(path: Path) -> str:
-    """.jsonl for both x.jsonl and x.jsonl.gz"""
-    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+    path, kinds = Path(name), ", ".join(TEXT_SUFFIXES)
+    if scripts := [path] * (path.suffix == ".py") or sorted(path.glob("*.py") if path.is_dir() else []):
+        raise UserError(
+            f"train_text {name}: {scripts[0].name} is a program that would make the text, and is not run: run it "
+            f"yourself if you trust it, and give the {kinds} files that it writes"
+        )
+    if path.exists():
+        what = "holds no" if path.is_dir() else "is not a"
+        raise UserError(
+            f"train_text {name} {what} {kinds} file (or .gz, .bz2 of them); convert the text to one of them"
+        )
+    return None
 
 
 class TextFiles:
-    """Local files in order: one document a .txt file, one a line of JSON lines, one a row of parquet."""
+    """Local files in order, which are never held in memory as a whole."""
 
     def __init__(self, paths: list[Path], text_column: str):
         self.paths, self.text_column = paths, text_column
@@ -148,23 +125,22 @@ class TextFiles:
     def pin(self, earlier: dict | None) -> dict:
         return {}
 
-    def documents(self, first: int = 0, stream: dict | None = None) -> Iterator[Document]:
-        """Read in order and never held together; the state of a stream is [number of a file, row group of parquet]."""
+    def documents(self, stream: dict | None = None) -> Iterator[Document]:
+        """The state of a stream is [number of a file, row group of parquet]."""
         index, (number, group) = (stream["document"], stream["state"]) if stream else (0, (0, 0))
         for n, path in enumerate(self.paths[number:], number):
             with _readable(path):
                 for g, texts in self._groups(path, group if n == number else 0):
                     here = {"document": index, "state": [n, g]} if n or g else None
                     for chunks in texts:
-                        if index >= first:
-                            yield Document(index, index, chunks, here)
+                        yield Document(index, chunks, here)
                         index += 1
 
     def _groups(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:
         """(number, texts) of a parquet file's row groups from `first` on; another file is one group."""
-        if _suffix(path) == ".parquet":
+        if text_suffix(path) == ".parquet":
             yield from self._parquet(path, first)
-        elif _suffix(path) == ".txt":
+        elif text_suffix(path) == ".txt":
             yield 0, iter([partial(_file_chunks, path, _OPENERS.get(path.suffix, open))])
         else:
             yield 0, self._json_lines(path)
@@ -215,9 +191,7 @@ def text_of(row: dict, column: str, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise UserError(
-            f"{where}: column {column!r} holds {type(text).__name__}, not text; choose another --text_column"
-        )
+        raise UserError(f"{where}: column {column!r} holds {type(text).__name__}, not text; choose another text_column")
     return text
 
 
@@ -230,7 +204,7 @@ def text_chunks(text: str) -> Iterator[str]:
 
 
 def _file_chunks(path: Path, opener) -> Iterator[str]:
-    # newline="": a model of text should see the line ends that the text has
+    # newline="": the model should see the line ends that the text has
     with _readable(path), opener(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         while chunk := file.read(LONGEST_PIECE):
             yield chunk
@@ -247,6 +221,6 @@ def _readable(path: Path) -> Iterator[None]:
 def _file_identity(path: Path) -> dict:
     status = path.stat()
     identity = {"name": path.name, "size": status.st_size}
-    if status.st_size <= 1 << 22:  # bytes; small files are often copied about, which changes their times
-        return identity | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    if status.st_size <= 1 << 22:  # bytes; small files are often copied, which changes their times
+        return identity | {"sha256": sha256_of(path)}
     return identity | {"mtime_ns": status.st_mtime_ns}

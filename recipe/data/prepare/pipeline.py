@@ -3,218 +3,184 @@
     python -m recipe.data.prepare --train_text mine.jsonl --out data/mine
     python -m recipe.data.prepare --train_text HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --out data/edu
 
-Killed at any moment, the same command goes on after the last finished shard and makes the same bytes.
+Killed at any moment, the same command continues after the last finished shard and makes the same bytes.
 """
 
 from __future__ import annotations
 
-import fcntl
-import glob
+import dataclasses
+import logging
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import islice
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
+import filelock
 from tqdm import tqdm
 
+from recipe.catalog import TEXT_SUFFIXES
 from recipe.cli import Parser
-from recipe.config import parse_config
-from recipe.data.prepare.documents import Text, TextFiles
-from recipe.data.prepare.options import PrepareOptions, check_same, flags, options_of
-from recipe.data.prepare.select import HELD_OUT, SEEN
-from recipe.data.prepare.tokenize import Selection, tokenised
-from recipe.data.prepare.writer import ShardWriter
-from recipe.data.shards import DTYPE, START, Manifest
-from recipe.errors import UserError
+from recipe.config import DataConfig, parse_config
+from recipe.data.dataset import too_short
+from recipe.data.prepare.documents import TextFiles
+from recipe.data.prepare.producer import TextProducer, check_own_directory, check_same, open_text, options_of
+from recipe.data.prepare.tokenize import Workers
+from recipe.data.shards import Manifest
+from recipe.errors import ExitCode, UserError
+from recipe.log import set_up_logging
 from recipe.redaction import redact
 
-if TYPE_CHECKING:
-    from recipe.config import DataConfig
+logger = logging.getLogger(__name__)
+
+LOCK = ".preparing.lock"
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What the command takes beside the fields of a recipe's data."""
+
+    out: str = dataclasses.field(default="", metadata={"help": "directory of the shards (default: one under data/)"})
+    config: str = dataclasses.field(default="", metadata={"help": "recipe YAML whose data are prepared"})
+    max_documents: int = dataclasses.field(default=0, metadata={"help": "stop after so many documents (0: all)"})
+    workers: int = dataclasses.field(default=os.cpu_count() or 1, metadata={"help": "threads that tokenize"})
+    processes: int = dataclasses.field(
+        default=0, metadata={"help": "processes that tokenize, instead of threads: faster where there are many cores"}
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0 done, 2 a mistake of the user's."""
+    """The command; returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(PrepareOptions, description="Text or a Hub data set -> token shards.", allow_abbrev=False)
-    parser.epilog = "--config RECIPE.yaml stands for the source and all else that a recipe says of its data."
+    set_up_logging()
+    parser = Parser((PrepareConfig, DataConfig), description="Text -> token shards.", allow_abbrev=False)
     try:
-        if "--config" in argv:
-            at = argv.index("--config")
-            wanted = vars(options_of(parse_config(argv[at : at + 2]).data))
-            argv[at : at + 2] = flags({k: v for k, v in wanted.items() if v is not None})
-        (options,) = parser.parse(argv)
-        prepare(options)
+        recipe = parser.parse_known_args(argv)[0].config
+        flags = [f"--{k}={v}" for k, v in vars(parse_config(["--config", recipe]).data).items()] if recipe else []
+        asked, data = parser.parse([*flags, *argv])
+        if not data.train_text:
+            kinds = ", ".join(TEXT_SUFFIXES)
+            raise UserError(f"train_text is empty; give a Hub data set, or a file, quoted glob or directory of {kinds}")
+        if asked.out:
+            data = dataclasses.replace(data, dataset_name=asked.out)
+        if not data.dataset_name:
+            raise UserError("out is empty; give the directory of the shards, such as --out data/mine")
+        prepare(data, Workers(asked.workers, asked.processes), asked.max_documents or None)
     except (UserError, OSError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
-        return 2
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished shard", file=sys.stderr)
-        return 130
-    return 0
+        print("\ninterrupted; the same command continues after the last finished shard", file=sys.stderr)
+        return ExitCode.LEFT_AT_ONCE
+    return ExitCode.DONE
 
 
-def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> Manifest:
-    """Make the shards of `options.train_text` in `options.out`, or finish making them; returns the manifest.
+def prepare(data: DataConfig, workers: Workers | None = None, max_documents: int | None = None) -> Manifest:
+    """Makes the shards of `train_text` in the directory `dataset_name`, or finishes making them; returns the manifest.
 
-    End-of-text stands before each document; empty documents are left out. Raises UserError.
+    End-of-text stands before each document; empty documents are skipped. Raises UserError.
     """
-    options.check()
-    text = options.open_text(tqdm.write if say is print else say)
-    out = Path(options.out)
+    _check(data, workers or Workers(), max_documents)
+    out = Path(data.dataset_name)
     manifest = Manifest.load(out)
     if manifest and manifest.complete:
-        check_same(out, manifest, {**text.identity(), **options.fixed(text)})
-        say(f"{out} is complete already: {_summary(manifest)}")
+        text = open_text(data)
+        check_same(out, manifest, {**text.identity(), **options_of(data, text, max_documents)})
+        logger.info("data       %s is complete already: %s", out, _summary(manifest))
         return manifest
+    check_own_directory(out)
+    producer = TextProducer(data, out, workers, max_documents)
     out.mkdir(parents=True, exist_ok=True)
     with alone_in(out):
-        manifest = open_manifest(options, text, out)
+        manifest = producer.open()
         gone = [e["file"] for e in manifest.shards if not (out / e["file"]).exists()]
-        if gone and manifest.position()["document"]:
+        if gone:
             raise UserError(
-                f"{out}: {gone[0]} is gone; a streamed run deletes what it has read: give another --out, or delete "
+                f"{out}: {gone[0]} is gone; a streamed run deletes what it has read: give another directory, or delete "
                 f"{out}"
             )
-        going_on = f", going on after {len(manifest.shards)} finished shards" if manifest.shards else ""
-        crew = f"{options.processes} processes" if options.processes else f"{options.workers} threads"
-        say(f"tokenising {text} into {out}, {crew}{going_on}")
+        continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
+        logger.info("data       tokenizing %s into %s, %s%s", producer.text, out, producer.workers, continuing)
         start, before = time.monotonic(), manifest.tokens("train") + manifest.tokens("val")
-        _run(options, text, manifest)
+        with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+            for tokens in producer.everything():
+                bar.update(tokens)
         seconds = time.monotonic() - start
         rate = (manifest.tokens("train") + manifest.tokens("val") - before) / seconds
-        say(f"done: {_summary(manifest)} in {seconds:.1f} s ({rate / 1e6:.2f} M tokens/s)")
+    logger.info("data       %s in %.1f s (%.2f M tokens/s)", _summary(manifest), seconds, rate / 1e6)
+    train, val = manifest.tokens("train"), manifest.tokens("val")
+    if 0 < val <= data.sequence_length:
+        logger.warning("warning    %s: %s", out, too_short(train, val, data.sequence_length))
     return manifest
 
 
-def open_manifest(options: PrepareOptions, text: Text, out: Path) -> Manifest:
-    """The manifest of `out` that goes on, its source fixed to the version it began with, or a new one. Raises UserError
-    where it was made otherwise."""
-    manifest = Manifest.load(out)
-    if manifest and manifest.shards:
-        check_same(out, manifest, {**text.identity(), **options.fixed(text)})
-        text.pin(manifest.source)
-        return manifest
-    for leftover in (HELD_OUT, SEEN):
-        (out / leftover).unlink(missing_ok=True)
-    manifest = Manifest({**text.identity(), **text.pin(None)}, options.fixed(text))
-    manifest.save(out)
-    return manifest
+def _check(data: DataConfig, workers: Workers, max_documents: int | None) -> None:
+    if not 0 <= data.val_fraction < 1:
+        raise UserError(f"val_fraction {data.val_fraction}: must be at least 0 and below 1")
+    counts = {"shard_tokens": data.shard_tokens, "first_shard_tokens": data.first_shard_tokens}
+    counts |= {"workers": workers.threads, "max_documents": 1 if max_documents is None else max_documents}
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{name} {value}: must be at least 1")
+    for name, value in (("processes", workers.processes), ("val_documents", data.val_documents)):
+        if value < 0:
+            raise UserError(f"{name} {value}: must not be negative")
+    if data.shard_tokens >= 1 << 31:
+        raise UserError(f"shard_tokens {data.shard_tokens}: a shard's header counts to {(1 << 31) - 1}")
 
 
-def prepare_for_training(data: DataConfig, say: Callable[[str], None] = print) -> None:
-    """Prepare `data.train_text`, if its files are here, into `data.dataset_name`, where there are no shards yet.
+def prepare_for_training(data: DataConfig) -> None:
+    """Prepares `train_text`, if its files are here, into the directory `dataset_name`, unless that was done before.
 
-    Shards that are there are used, and differences from what `data` asks for are said. Raises UserError for a Hub
-    data set that is not prepared: hours of work, which no other process should wait for.
+    Raises UserError where the directory holds shards of another text, or made with other settings; and for a Hub data
+    set that is not prepared, which takes hours that no other process should wait.
     """
-    if not data.train_text or glob.has_magic(data.dataset_name):
+    if not data.train_text:
         return
-    options = options_of(data)
-    manifest = Manifest.load(Path(options.out))
-    if manifest is None and glob.glob(f"{options.out}/*.bin"):  # made by another program
-        return
-    try:
-        text = options.open_text()
-    except UserError:
-        if manifest and manifest.complete:  # shards travel without their source
-            return
-        raise
+    out = Path(data.dataset_name)
+    text, manifest = open_text(data), Manifest.load(out)
     if manifest and manifest.complete:
-        try:
-            check_same(Path(options.out), manifest, {**text.identity(), **options.fixed(text)})
-        except UserError as difference:
-            say(f"note       {str(difference).split(';')[0]}; training on them as they are")
+        check_same(out, manifest, {**text.identity(), **options_of(data, text, manifest.options.get("max_documents"))})
     elif isinstance(text, TextFiles):
-        prepare(options, say)
+        prepare(data)
     else:
         raise UserError(
-            f"{options.out}: not prepared yet; first run: {options.command()}\n"
-            "       or pass --streaming true, which tokenises while the model trains"
+            f"{out}: not prepared yet; first run: {command(data)}\n"
+            "       or pass --streaming true, which tokenizes while the model trains"
         )
 
 
+def command(data: DataConfig) -> str:
+    """The command that prepares what a recipe's data name."""
+    default = vars(DataConfig())
+    ignored = ("train_text", "dataset_name", "val_data", "streaming", "disk_budget_gb", "sequence_length")
+    changed = {k: v for k, v in vars(data).items() if k not in ignored and v != default[k]}
+    flags = {"train_text": data.train_text, "out": data.dataset_name} | changed
+    words = [word for k, v in flags.items() for word in (f"--{k}", str(v))]
+    return shlex.join(["python", "-m", "recipe.data.prepare", *words])
+
+
 @contextmanager
-def alone_in(out: Path) -> Iterator[int]:
-    """Two preparations would mix their tokens in the open shards. The lock goes with its process, and those it gave the
-    file descriptor to, however they end."""
-    directory = os.open(out, os.O_RDONLY)
+def alone_in(out: Path, seconds: float = 0) -> Iterator[None]:
+    """Holds the lock of a directory of shards, for which it waits `seconds`: two producers would overwrite each other's
+    open shards. The lock ends with its process. Raises UserError."""
+    lock = filelock.FileLock(out / LOCK, timeout=seconds)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield directory
-    except BlockingIOError:
+        lock.acquire()
+    except filelock.Timeout:
         raise UserError(
             f"{out}: another process is making shards in this directory; wait for it, or give another directory"
         ) from None
+    try:
+        yield
     finally:
-        os.close(directory)
+        lock.release()
 
 
 def _summary(manifest: Manifest) -> str:
     tokens = ", ".join(f"{manifest.tokens(split):,} {split}" for split in ("train", "val"))
     documents = f"{manifest.documents:,} document{'' if manifest.documents == 1 else 's'}"
     return f"{len(manifest.shards)} shards, {tokens} tokens, {documents}"
-
-
-def _run(options: PrepareOptions, text: Text, manifest: Manifest) -> None:
-    out = Path(options.out)
-    selection = Selection(options, text, out)
-    start = manifest.position()
-    single = (
-        selection.val_documents is None
-        and start["document"] == 0
-        and len(list(islice(selection.source.documents(), 2))) == 1
-    )
-    if single:
-        manifest.shards.clear()  # where its validation tokens begin is known at its end only: made in one go
-    with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, disable=None))
-        writer = ShardWriter(out, manifest, options.shard_tokens, options.first_shard_tokens, selection.commit)
-        stack.enter_context(writer)
-        if single:
-            _write_single(text, writer, options, bar)
-            end = {**START, "document": 1}
-        else:
-            end = _write(selection, start, writer, bar)
-        held_out = options.val_fraction if selection.val_documents is None else selection.val_documents
-        for split in ["train", "val"] if held_out else ["train"]:
-            if not writer.holds(split):
-                raise UserError(
-                    f"{text}: {end['document']} documents leave none for the {split} split; change --val_fraction or "
-                    "--val_documents"
-                )
-        writer.finish(end)
-
-
-def _write(selection: Selection, start: dict, writer: ShardWriter, bar: tqdm) -> dict:
-    """Hand each document's tokens to its split; returns the position after the last document."""
-    end, in_front = start, selection.val_documents is not None
-    for piece, tokens in selection.pieces(start):
-        if in_front and piece.split == "train":  # the documents held out stood in front, and are whole
-            selection.held_out.save()
-            writer.commit_rest("val", piece.position(0))
-            in_front = False
-        writer.append(piece.split, tokens, piece.position(0))
-        end = {**START, "document": piece.document + 1}
-        bar.update(len(tokens))
-    return end
-
-
-def _write_single(text: Text, writer: ShardWriter, options: PrepareOptions, bar: tqdm) -> None:
-    """A source of one document: its last `val_fraction` of tokens are the validation split."""
-    path = writer.out / "document.part"
-    with open(path, "wb") as file:
-        for _, tokens in tokenised(text.documents(), lambda _: "train", START, options.workers, options.processes):
-            file.write(tokens)
-            bar.update(len(tokens))
-    count = path.stat().st_size // DTYPE.itemsize
-    if count:
-        tokens = np.memmap(path, DTYPE, mode="r")
-        train = count - int(count * options.val_fraction)
-        for split, part in (("train", tokens[:train]), ("val", tokens[train:])):
-            writer.append(split, part, START)
-    path.unlink()

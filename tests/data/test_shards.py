@@ -119,7 +119,7 @@ def test_8_checksum_differs(tmp_path, offset):
     shard = a_shard(tmp_path / "a.bin", range(100))
     verify(shard, read_shard(shard.path))
     patch_file(shard.path, offset, b"\x01")
-    with pytest.raises(UserError, match=rf"a\.bin: SHA-256 .*manifest says {shard.sha256[:16]}"):
+    with pytest.raises(UserError, match=rf"a\.bin: its SHA-256 is .* {shard.sha256[:16]}\.\.\. in the manifest"):
         verify(shard, read_shard(shard.path))
     verify(dataclasses.replace(shard, sha256=None), read_shard(shard.path))
 
@@ -179,11 +179,30 @@ def test_manifests_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match=r"train_000001\.bin: listed in manifest\.json, but gone"):
         find_shards(str(tmp_path), "train")
     write_shard(tmp_path / "train_000001.bin", np.arange(8, dtype=np.uint16))
-    with pytest.raises(UserError, match=r"train_000001\.bin: not the 9 tokens"):
+    with pytest.raises(UserError, match=r"train_000001\.bin: does not hold the 9 tokens"):
         find_shards(str(tmp_path), "train")
-    (tmp_path / "manifest.json").write_text('{"complete": tr')
-    with pytest.raises(UserError, match=r"manifest\.json: not a manifest"):
-        find_shards(str(tmp_path), "train")
+    for content in ('{"complete": tr', "[" * 100_000, "{}"):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(UserError, match=r"manifest\.json: not a manifest"):
+            find_shards(str(tmp_path), "train")
+
+
+def test_links_that_leave_a_data_directory_are_refused(tmp_path):
+    """A directory may come from somebody else: its manifest and its shards are files of its own."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "mine").mkdir()
+    manifest_of(tmp_path / "mine")
+    for name in ("manifest.json", "train_000001.bin"):
+        manifest_of(tmp_path / "theirs")
+        (tmp_path / "theirs" / name).unlink()
+        (tmp_path / "theirs" / name).symlink_to(tmp_path / "mine" / name)
+        with pytest.raises(UserError, match=f"{name} is a .*link"):
+            find_shards(str(tmp_path / "theirs"), "train")
+        (tmp_path / "theirs" / name).unlink()
+    (tmp_path / "theirs" / "manifest.json").unlink(missing_ok=True)
+    (tmp_path / "theirs" / "train_000001.bin").symlink_to(tmp_path / "mine" / "train_000001.bin")
+    with pytest.raises(UserError, match=r"train_000001\.bin is a link that leaves its directory"):
+        find_shards(str(tmp_path / "theirs"), "train")
 
 
 def test_unigram_loss_by_hand(tmp_path):

@@ -3,15 +3,14 @@
 import itertools
 import math
 import os
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from recipe.data import dataset as source_module
+from recipe.data import dataset as dataset_module
 from recipe.data import shards as shards_module
-from recipe.data.dataset import LocalSource, check_data, check_disjoint, check_same_data, permutation
+from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_same_data, permutation
 from recipe.data.shards import Shard, find_shards, write_shard
 from recipe.errors import UserError
 
@@ -34,28 +33,28 @@ def three(tmp_path):
 
 
 def test_windows_are_slices_at_stride_t_within_a_shard(three):
-    source = LocalSource(three, T, 4, seed=1)
-    assert (source.windows, source.tokens, source.epochs(23)) == (23, 197, 4.0)
-    rows = source.validation_rows(0, 23)
+    data = TokenDataset(three, T, 4, seed=1)
+    assert (data.windows, data.tokens, data.epochs(23)) == (23, 197, 4.0)
+    rows = data.validation_rows(0, 23)
     assert rows.dtype == np.int64
     starts = [*range(0, 96, T), 100, *range(109, 189, T)]
     assert rows.tolist() == [list(range(s, s + T + 1)) for s in starts]
-    assert np.array_equal(source.validation_rows(11, 14), rows[11:14])
-    assert source.validation_rows(3, 3).shape == source.rows(0, 3, 3).shape == (0, T + 1)
+    assert np.array_equal(data.validation_rows(11, 14), rows[11:14])
+    assert data.validation_rows(3, 3).shape == data.rows(0, 3, 3).shape == (0, T + 1)
 
 
 def test_each_epoch_has_every_window_once_in_its_own_order(three):
     B = 5
-    source = LocalSource(three, T, B, seed=1)
-    plain = source.validation_rows(0, 23).tolist()
-    stream = np.concatenate([source.rows(step, 0, B) for step in range(23)]).tolist()  # 115 = five epochs
+    data = TokenDataset(three, T, B, seed=1)
+    plain = data.validation_rows(0, 23).tolist()
+    stream = np.concatenate([data.rows(step, 0, B) for step in range(23)]).tolist()  # 115 = five epochs
     epochs = [stream[lo : lo + 23] for lo in range(0, 115, 23)]
     for epoch in epochs:
         assert sorted(epoch) == plain
         assert sorted(epoch[:12]) == plain[:12]  # shards in order
         assert epoch[12] == plain[12]
     assert len({str(epoch) for epoch in epochs} | {str(plain)}) == 6
-    other = LocalSource(three, T, B, seed=2)
+    other = TokenDataset(three, T, B, seed=2)
     assert other.rows(0, 0, B).tolist() != stream[:B]
 
 
@@ -64,16 +63,16 @@ def test_each_epoch_has_every_window_once_in_its_own_order(three):
 def test_rows_do_not_depend_on_who_asks(three, world, micro):
     B = 32  # more than an epoch in one step
     for step in (0, 1, 7):
-        whole = LocalSource(three, T, B, seed=3).rows(step, 0, B)
-        sources = [LocalSource(three, T, B, seed=3) for _ in range(world)]
-        parts = [sources[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
+        whole = TokenDataset(three, T, B, seed=3).rows(step, 0, B)
+        datas = [TokenDataset(three, T, B, seed=3) for _ in range(world)]
+        parts = [datas[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
         assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_the_order_is_this_one_for_ever(three):
-    """A change here changes every run's data: old checkpoints would go on with other batches."""
-    source = LocalSource(three, T, 6, seed=1337)
-    first = [source.rows(step, 0, 6)[:, 0].tolist() for step in (0, 1, 3, 200_000)]
+    """A change here changes every run's data: old checkpoints would continue with other batches."""
+    data = TokenDataset(three, T, 6, seed=1337)
+    first = [data.rows(step, 0, 6)[:, 0].tolist() for step in (0, 1, 3, 200_000)]
     assert first == GOLDEN_FIRST_TOKENS
     assert permutation(np.arange(10), 97_656, (1337, 0, 0)).tolist() == GOLDEN_PERMUTATION
 
@@ -109,41 +108,34 @@ def test_permutations_are_evenly_drawn():
     assert ((bins - n / 100) ** 2 / (n / 100)).sum() / 99 < 1.7
 
 
-def test_resume_at_a_late_step_is_immediate(three):
-    source = LocalSource(three, T, 512, seed=1)
-    start = time.perf_counter()
-    source.rows(200_000, 0, 8)
-    assert time.perf_counter() - start < 0.2  # under 1 ms on an idle machine
-
-
 def test_shards_are_opened_and_verified_when_first_used(three):
     with open(three[2].path, "r+b") as file:
         file.seek(1024 + 6)
         file.write(b"\xff\xff")
-    source = LocalSource(three, T, 13, seed=1)
-    source.rows(0, 0, 13)
-    with pytest.raises(UserError, match=r"train_000002\.bin: SHA-256"):  # 8
-        source.rows(1, 0, 1)
+    data = TokenDataset(three, T, 13, seed=1)
+    data.rows(0, 0, 13)
+    with pytest.raises(UserError, match=r"train_000002\.bin: its SHA-256 is"):  # 8
+        data.rows(1, 0, 1)
 
 
 def test_a_thousand_shards_do_not_hold_a_thousand_files(tmp_path):
     shards = make_shards(tmp_path, *[20] * 40)
-    source = LocalSource(shards, T, 8, seed=1)
+    data = TokenDataset(shards, T, 8, seed=1)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
     for step in range(10):
-        source.rows(step, 0, 8)
+        data.rows(step, 0, 8)
     assert len(os.listdir("/proc/self/fd")) - before <= 4
 
 
 def test_6_a_shard_shorter_than_a_sequence(tmp_path):
     shards = make_shards(tmp_path, 100, 8, 50)
     with pytest.raises(UserError, match=r"train_000001\.bin: 8 tokens, fewer than .* 9"):
-        LocalSource(shards, T, 4, seed=1)
+        TokenDataset(shards, T, 4, seed=1)
     rest = shards[:2]  # what a preparation leaves for its last shard may be anything
-    assert LocalSource(rest, T, 4, seed=1).windows == LocalSource(shards[:1], T, 4, seed=1).windows
-    assert LocalSource(rest, T, 24, seed=1).rows(1, 0, 24).shape == (24, T + 1)
+    assert TokenDataset(rest, T, 4, seed=1).windows == TokenDataset(shards[:1], T, 4, seed=1).windows
+    assert TokenDataset(rest, T, 24, seed=1).rows(1, 0, 24).shape == (24, T + 1)
     with pytest.raises(UserError, match="fewer than"):
-        LocalSource(shards[1:2], T, 4, seed=1)
+        TokenDataset(shards[1:2], T, 4, seed=1)
 
 
 def test_7_train_and_validation_the_same(tmp_path):
@@ -168,7 +160,7 @@ def test_11_a_batch_larger_than_the_data(three, tmp_path):
 
 def test_resuming_with_other_data_is_refused(three):
     def state(shards, **changes):
-        return LocalSource(shards, T, 4, seed=1).state() | changes
+        return TokenDataset(shards, T, 4, seed=1).state() | changes
 
     whole, without = state(three), state([Shard(s.path, s.tokens, None) for s in three])
     stream = state(three[:2], complete=False)  # a stream that has come to its second shard
@@ -199,7 +191,7 @@ def test_a_file_without_a_header_gives_the_same_rows(tmp_path):
     write_shard(tmp_path / "ours" / "train.bin", tokens)
     tokens.tofile(tmp_path / "train.bin")  # nanoGPT's
     ours, theirs = (
-        LocalSource(find_shards(str(directory), "train"), T, 16, seed=3) for directory in (tmp_path / "ours", tmp_path)
+        TokenDataset(find_shards(str(directory), "train"), T, 16, seed=3) for directory in (tmp_path / "ours", tmp_path)
     )
     assert theirs.windows == 374
     for step in (0, 20, 30):
@@ -211,19 +203,55 @@ def test_4_a_bad_token_beyond_what_is_read_beforehand(tmp_path, monkeypatch):
     monkeypatch.setattr(shards_module, "_CHUNK", 100)
     tokens = np.arange(1000, dtype=np.uint16)
     tokens[500] = 50257
-    source = LocalSource([Shard(tmp_path / "a.bin", 1000, None)], T, 4, seed=1)
+    data = TokenDataset([Shard(tmp_path / "a.bin", 1000, None)], T, 4, seed=1)
     write_shard(tmp_path / "a.bin", tokens)
     with pytest.raises(UserError, match=r"a\.bin: holds token 50257, GPT-2's vocabulary ends at 50256"):
-        source.rows(0, 0, 4 * 31)
+        data.rows(0, 0, 4 * 31)
 
 
-def test_the_next_shard_is_verified_while_this_one_is_read(three, monkeypatch):
+def test_an_epoch_verifies_its_shards_again_each_while_the_one_before_is_read(three, monkeypatch):
     verified = []
-    monkeypatch.setattr(source_module, "verify", lambda shard, tokens: verified.append(shard.path.name))
-    source = LocalSource(three, T, 4, seed=1)
-    source.rows(0, 0, 4)
-    source._verified[1].result()
-    assert verified == ["train_000000.bin", "train_000001.bin"]
-    for step in range(12):  # two epochs
-        source.rows(step, 0, 4)
-    assert sorted(verified) == ["train_000000.bin", "train_000001.bin", "train_000002.bin"]
+    monkeypatch.setattr(dataset_module, "verify", lambda shard, tokens: verified.append(int(shard.path.stem[-1])))
+    data = TokenDataset(three, T, 4, seed=1)
+    data.rows(0, 0, 4)
+    data._verified[0, 1].result()
+    assert verified == [0, 1]
+    for step in range(11):  # 44 of 46 windows of two epochs
+        data.rows(step, 0, 4)
+    data._verified[2, 0].result()
+    assert verified == [0, 1, 2, 0, 1, 2, 0]
+
+
+def overwrite(path):
+    with open(path, "r+b") as file:
+        file.seek(1024 + 20)
+        file.write(b"\x07\x07")
+
+
+def test_a_shard_that_changes_while_the_run_reads_it_ends_the_run(three):
+    """Damaged, shortened (which would be SIGBUS) or deleted: the next read says so, and so does check_unchanged()."""
+    damages = (overwrite, lambda path: os.truncate(path, 1024), lambda path: path.unlink())
+    for damage, message in zip(
+        damages, ("changed while", r"it has 1,024 bytes, and had 1,224", "deleted"), strict=True
+    ):
+        content = three[0].path.read_bytes()
+        data = TokenDataset(three, T, 12, seed=1)
+        data.rows(0, 0, 6)
+        data.check_unchanged()
+        damage(three[0].path)
+        with pytest.raises(UserError, match=message):
+            data.rows(0, 6, 12)
+        with pytest.raises(UserError, match=message):
+            data.check_unchanged()
+        three[0].path.write_bytes(content)
+
+
+def test_a_shard_that_changed_since_the_epoch_before_is_refused(three):
+    data = TokenDataset(three, T, 23, seed=1)
+    data.rows(0, 0, 23)
+    data._verified[1, 0].result()  # verified already; the change afterwards is seen by the file's time
+    overwrite(three[0].path)
+    with pytest.raises(UserError, match=r"train_000000\.bin: changed while the run reads it"):
+        data.rows(1, 0, 1)
+    with pytest.raises(UserError, match=r"train_000000\.bin: its SHA-256 is"):  # and of a resumed run by its checksum
+        TokenDataset(three, T, 23, seed=1).rows(1, 0, 1)

@@ -1,0 +1,131 @@
+"""Names that a configuration may hold: data sets, and the licenses that the Hub knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import glob
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from recipe.config import DataConfig
+
+# name: (Hub data set, subset)
+DATASETS = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
+TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+PACKED = (".gz", ".bz2")  # a text file may be compressed
+# The settings that decide what the shards of a text hold.
+SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "first_shard_tokens", "text_column")
+
+
+def resolve(data: DataConfig) -> DataConfig:
+    """`dataset_name` as the directory, file or glob of the shards, and `train_text` as the text they are made from.
+
+    A name of DATASETS or of the Hub stands for its text; a path of text stands for itself. Shards made from them lie in
+    a directory of their own under data/, so that they never mix with other files. Other names stay as they are.
+    """
+    name, text = data.dataset_name, data.train_text
+    if text:
+        return data if name else dataclasses.replace(data, dataset_name=_directory_of(text, data))
+    if name in DATASETS and not Path(name).exists():
+        text, subset = DATASETS[name]
+        return _from_hub(dataclasses.replace(data, train_text=text, dataset_config=data.dataset_config or subset))
+    if name.startswith("hf://"):
+        return _from_hub(dataclasses.replace(data, train_text=name, dataset_config=""))
+    if is_text(name):
+        return dataclasses.replace(data, dataset_name=_directory_of(name, data), train_text=name)
+    if is_hub_id(name) and not Path(Path(name).parts[0]).exists():
+        return _from_hub(dataclasses.replace(data, train_text=name))
+    return data
+
+
+def _from_hub(data: DataConfig) -> DataConfig:
+    repository = "".join(data.train_text.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
+    return dataclasses.replace(data, dataset_name="-".join(filter(None, (f"data/{repository}", data.dataset_config))))
+
+
+def _directory_of(text: str, data: DataConfig) -> str:
+    """Where the shards of a text lie: other settings or another path are another directory."""
+    where = text if "://" in text else str(Path(text).absolute())
+    made = json.dumps([where, data.dataset_config, *(getattr(data, field) for field in SHARD_FIELDS)])
+    path = Path(text).parent if glob.has_magic(Path(text).name) else Path(text)
+    stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
+    return f"data/{stem}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"
+
+
+def text_suffix(path: Path) -> str:
+    """.jsonl for both x.jsonl and x.jsonl.gz; empty for what is not a text file."""
+    suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    return suffix if suffix in TEXT_SUFFIXES else ""
+
+
+def text_files(name: str) -> list[Path]:
+    """The text files of a path, a directory with its subdirectories, or a glob, by name."""
+    path = Path(name)
+    if path.is_dir():
+        found = glob.glob(f"{glob.escape(name)}/**", recursive=True)
+    else:
+        found = [name] if path.is_file() else glob.glob(name)
+    return [p for p in map(Path, sorted(found)) if p.is_file() and text_suffix(p)]
+
+
+def is_text(name: str) -> bool:
+    """Whether a path holds text and no shards: a text file, a glob of them, or a directory with such files."""
+    path = Path(name)
+    if not name or (path.is_dir() and (any(path.glob("*.bin")) or (path / "manifest.json").is_file())):
+        return False
+    return bool(text_files(name))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form ORG/NAME of a data set on the Hub, and not that of a file or of data/NAME."""
+    path = Path(name)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.suffix == ".bin" or text_suffix(path):
+        return False
+    return path.parts[0] != "data" and not path.exists()
+
+
+def unknown_data(name: str) -> UserError:
+    """The error for a dataset_name that is neither a path nor a known name."""
+    known, suffixes = ", ".join(DATASETS), ", ".join(TEXT_SUFFIXES)
+    close = difflib.get_close_matches(name, DATASETS, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return UserError(
+        f"dataset_name {name}: no such file, directory or data set. {meant}Known names are {known}; a data set on the "
+        f"Hub is ORG/NAME; text is a file, directory or quoted glob of {suffixes}; shards are a directory, a .bin file "
+        "or a quoted glob of them"
+    )
+
+
+# The licenses that the Hub accepts in a model card: huggingface/hub-docs, docs/hub/repositories-licenses.md, without
+# those of single companies' models.
+_LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 bigscience-openrail-m bsd
+bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-nc-2.0
+cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0
+cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0 creativeml-openrail-m
+ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 gfdl gpl gpl-2.0 gpl-3.0 isc lgpl lgpl-2.1 lgpl-3.0 lgpl-lr
+lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 openmdw-1.1 openrail openrail++ osl-3.0 other pddl
+postgresql unknown unlicense wtfpl zlib
+"""
+LICENSES = frozenset(_LICENSES.split())
+
+
+def license_error(name: str) -> str:
+    """Why the Hub would refuse a license, with the way out; empty if it would not."""
+    if name in LICENSES:
+        return ""
+    close = difflib.get_close_matches(name, LICENSES, n=3) or ["mit", "apache-2.0", "cc-by-4.0"]
+    known = "huggingface.co/docs/hub/repositories-licenses lists them"
+    return f"{name!r} is not a license that the Hub knows; {known}: choose {', '.join(close)} or other"

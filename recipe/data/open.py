@@ -1,0 +1,131 @@
+"""Opens a run's data: prepared shards, text that is prepared now, or a stream of shards that a builder makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from recipe.config import Batch, Config, DataConfig
+from recipe.data.dataset import TokenDataset, check_data, check_disjoint
+from recipe.data.prepare.pipeline import prepare_for_training
+from recipe.data.prepare.producer import check_same
+from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
+from recipe.data.streaming.status import STATUS, read_json
+from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_datasets(
+    config: Config, batch: Batch, engine, step: int = 0, state: dict | None = None
+) -> Iterator[tuple[TokenDataset, TokenDataset]]:
+    """The training and validation data. A collective call: local text is prepared by the main process first.
+
+    `engine` has rank information, main_first(), from_main() and anywhere(). The run continues at `step`, and `state` is
+    what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
+    """
+    data = config.data
+    with ExitStack() as closing:
+        if _is_streamed(data):
+            train, val_shards = _open_stream(config, batch, engine, step, state, closing)
+        else:
+            _prepare(data, engine)
+            train_shards, val_shards = find_shards(data.dataset_name, "train"), _validation_shards(data)
+            check_data(train_shards, val_shards, data.sequence_length, batch.sequences)
+            train = TokenDataset(train_shards, data.sequence_length, batch.sequences, config.run.seed)
+            found = describe_shards(train_shards), describe_shards(val_shards)
+            logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
+        closing.callback(train.close)
+        validation = TokenDataset(val_shards, data.sequence_length, batch.sequences, config.run.seed)
+        closing.callback(validation.close)
+        yield train, validation
+
+
+def _is_streamed(data: DataConfig) -> bool:
+    """Whether shards must be made or downloaded while the model trains: not all of them are on this disk."""
+    downloads = data.train_text.startswith("hf://")
+    if not (data.streaming or downloads):
+        return False
+    out = Path(data.dataset_name)
+    manifest = Manifest.load(out)
+    if manifest and downloads:
+        check_same(out, manifest, {"uri": data.train_text})
+    return not (manifest and manifest.complete and all((out / e["file"]).exists() for e in manifest.shards))
+
+
+def _prepare(data: DataConfig, engine) -> None:
+    if data.train_text.startswith("hf://"):
+        return
+    error = ""
+    with engine.main_first():
+        try:
+            prepare_for_training(data)
+        except (UserError, OSError) as e:  # raised below, where no other process waits for this one any more
+            error = str(e)
+    if engine.anywhere(bool(error)):
+        raise UserError(error or "the data could not be prepared on another process; its error message has the cause")
+
+
+def _validation_shards(data: DataConfig) -> list[Shard]:
+    name = data.dataset_name
+    if not data.val_data and not Path(name).is_dir():
+        train = find_shards(name, "train")
+        where = train[0].path.parent
+        raise UserError(
+            f"dataset_name {name} names files, and all of them are for training; name validation files in val_data: "
+            f"--dataset_name '{where}/*train*.bin' --val_data '{where}/*val*.bin', or only the directory: "
+            f"--dataset_name {where}"
+        )
+    return find_shards(data.val_data or name, "val")
+
+
+def _open_stream(
+    config: Config, batch: Batch, engine, step: int, state: dict | None, closing: ExitStack
+) -> tuple[StreamedDataset, list[Shard]]:
+    """Starts this node's builder and waits for its first shards."""
+    data, out = config.data, Path(config.data.dataset_name)
+    windows, earlier = config.optimizer.max_steps * batch.sequences, (state or {}).get("manifest")
+    waiting, error, version = Waiting(out), "", {}
+
+    def start(commit: str | None) -> dict:
+        builder = BuilderProcess(data, engine.local_world, windows, commit, earlier)
+        closing.callback(builder.close)
+        what = " ".join(filter(None, (data.train_text, data.dataset_config)))
+        logger.info("data       streaming %s into %s, at most %.3g GB", what, out, builder.budget / 1e9)
+        return waiting.until(lambda: read_json(out / STATUS).get("version"), "the data set's version")
+
+    # The main process's builder fixes the data set's version; builders of other nodes are given it.
+    try:
+        if engine.is_main:
+            version = start(None)
+    except (UserError, OSError) as e:
+        error = str(e)
+    error, version = engine.from_main((error, version))
+    try:
+        if engine.local_rank == 0 and not engine.is_main and not error:
+            start(version.get("commit"))
+    except (UserError, OSError) as e:
+        error = str(e)
+    if engine.anywhere(bool(error)):  # and nobody goes on to read the status of an earlier run
+        raise UserError(error or "the stream of another node did not start; its error message has the cause")
+    waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
+    waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
+    manifest = Manifest.load(out)
+    if data.val_data:
+        val_shards = find_shards(data.val_data, "val")
+    elif not (val_shards := manifest.shards_in(out, "val")):
+        raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
+    train = StreamedDataset(
+        out,
+        data.sequence_length,
+        batch.sequences,
+        config.run.seed,
+        rank=engine.local_rank,
+        first=step * batch.sequences,
+    )
+    check_disjoint(train.shards, val_shards)
+    return train, val_shards

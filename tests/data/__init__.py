@@ -1,0 +1,38 @@
+"""The tests of recipe/data."""
+
+import json
+
+import numpy as np
+
+from recipe.config import DataConfig
+from recipe.data.shards import find_shards, read_shard
+from recipe.data.tokenizer import END_OF_TEXT, encode
+from tests.conftest import SHAKESPEARE
+
+TEXT = SHAKESPEARE.read_text()
+# 300 documents of 2 to 850 characters, two of them odd and two empty
+DOCUMENTS = [TEXT[i * 900 : i * 900 + 2 + (i * 37) % 849] for i in range(300)]
+DOCUMENTS[7], DOCUMENTS[8], DOCUMENTS[70], DOCUMENTS[71] = "naïve\r\n日本", "a<|endoftext|>b", "", ""
+
+
+def write_jsonl(path, texts=DOCUMENTS, opener=open):
+    with opener(path, "wb") as file:
+        for text in texts:
+            file.write(json.dumps({"id": 1, "text": text}).encode() + b"\n")
+    return path
+
+
+def data_of(text, out, **changes) -> DataConfig:
+    return DataConfig(**({"train_text": str(text), "dataset_name": str(out), "val_fraction": 0.1} | changes))
+
+
+def tokens_in(out, split) -> list[int]:
+    return np.concatenate([read_shard(shard.path) for shard in find_shards(str(out), split)]).tolist()
+
+
+def tokens_of(texts) -> list[int]:
+    return [token for text in texts if text for token in [END_OF_TEXT, *encode(text).tolist()]]
+
+
+def contents(out) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.glob("*.bin")}

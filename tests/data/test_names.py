@@ -1,0 +1,189 @@
+"""What a person names is what is trained on, or an error."""
+
+import gzip
+import json
+import re
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from recipe.config import DataConfig, batch_arithmetic, parse_config
+from recipe.data.dataset import check_data
+from recipe.data.open import open_datasets
+from recipe.data.prepare.pipeline import prepare, prepare_for_training
+from recipe.data.shards import Manifest, find_shards
+from recipe.errors import UserError
+from tests import processes
+from tests.conftest import ROOT, environment
+from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
+
+
+class Engine:
+    """One process."""
+
+    is_main, local_rank, local_world = True, 0, 1
+
+    def main_first(self):
+        return nullcontext()
+
+    def anywhere(self, value):
+        return value
+
+    def from_main(self, value):
+        return value
+
+
+def opened(*words):
+    """The training and validation tokens of a run with these flags, of its first two sequences, and its data fields."""
+    config = parse_config(["--n_positions=16", "--sequence_length=16", "--total_batch_tokens=32", *map(str, words)])
+    with open_datasets(config, batch_arithmetic(config, 1), Engine()) as (train, validation):
+        train.rows(0, 0, 2)
+        return train, validation, config.data
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
+@pytest.mark.parametrize("name", ["mine.txt", "texts", "texts/*.jsonl", "mine.txt.gz"])
+def test_text_that_is_named_is_trained_on(here, flag, name):
+    """With the default recipe, whose own text is Shakespeare; its shards lie in a directory of their own."""
+    (here / "texts").mkdir()
+    write_jsonl(here / "texts" / "a.jsonl", DOCUMENTS[:20])
+    (here / "mine.txt").write_text(TEXT[5000:9000])
+    (here / "mine.txt.gz").write_bytes(gzip.compress(TEXT[5000:9000].encode()))
+    before = sorted(path.name for path in (here / "texts").iterdir())
+    _, _, data = opened(f"--{flag}={name}")
+    expected = tokens_of(DOCUMENTS[:20] if "texts" in name else [TEXT[5000:9000]])
+    assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == expected
+    assert re.fullmatch(r"data/(mine|texts)-[0-9a-f]{8}", data.dataset_name)
+    assert sorted(path.name for path in (here / "texts").iterdir()) == before
+    assert opened(f"--{flag}={name}", "--val_fraction=0.2")[2].dataset_name != data.dataset_name
+
+
+def test_text_that_changed_since_it_was_prepared_is_an_error(here):
+    (here / "mine.txt").write_text(TEXT[:4000])
+    opened("--dataset_name=mine.txt")
+    (here / "mine.txt").write_text(TEXT[1000:5000])
+    with pytest.raises(
+        UserError, match=r"data/mine-\w+ holds shards of another text .*: the text files differ\. Delete"
+    ):
+        opened("--dataset_name=mine.txt")
+
+
+def test_prepared_shards_are_trained_on_whatever_the_recipe_says(here, capsys):
+    """The documented route for own text: prepare it, then train on the directory; Shakespeare plays no part."""
+    prepare(data_of(write_jsonl(here / "d.jsonl", DOCUMENTS[:30]), here / "data" / "mine"))
+    train, _, data = opened("--dataset_name=data/mine")
+    assert (data.dataset_name, data.train_text) == ("data/mine", "")
+    assert train.tokens == Manifest.load(here / "data" / "mine").tokens("train")
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
+    write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
+    (here / "other.txt").write_text(TEXT[:4000])
+    prepare(data_of("d.jsonl", "data/mine"))
+    with pytest.raises(UserError, match=r"data/mine holds shards of another text .* --train_text ''"):
+        opened("--dataset_name=data/mine", "--train_text=other.txt")
+    with pytest.raises(UserError, match=r"train_text gone\.txt: no file matches"):
+        opened("--dataset_name=data/mine", "--train_text=gone.txt")
+    opened("--dataset_name=data/mine", "--train_text=")  # as they are
+
+
+def test_shards_never_come_among_other_files(here):
+    (here / "photos").mkdir()
+    (here / "photos" / "cat.png").touch()
+    write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
+    with pytest.raises(UserError, match=r"photos holds other files \(cat\.png\)"):
+        opened("--dataset_name=photos", "--train_text=d.jsonl")
+    assert [path.name for path in (here / "photos").iterdir()] == ["cat.png"]
+
+
+def test_single_files_and_globs_of_tokens(here):
+    """nanoGPT's train.bin and val.bin, as files, as a directory, and as a glob that takes both."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype(np.uint16)
+    tokens[:2000].tofile(here / "train.bin")
+    tokens[2000:].tofile(here / "val.bin")
+    for words in (["--dataset_name=train.bin", "--val_data=val.bin"], [f"--dataset_name={here}"]):
+        train, validation, _ = opened(*words)
+        assert (train.tokens, validation.tokens) == (2000, 1000)
+    for name in ("*.bin", "train.bin"):
+        with pytest.raises(UserError, match=r"name validation files in val_data: --dataset_name .* --val_data '.*val"):
+            opened(f"--dataset_name={name}")
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(here):
+    with pytest.raises(UserError, match=r"dataset_name wikitext: no such .* Known names are fineweb-edu, .*ORG/NAME"):
+        opened("--dataset_name=wikitext")
+    with pytest.raises(UserError, match=r"did you mean 'tinystories'\?"):
+        opened("--dataset_name=tinystorys")
+    for name in ("data/none", "none.txt", "*.txt"):
+        with pytest.raises(UserError, match=re.escape(name)):
+            opened(f"--dataset_name={name}")
+
+
+def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here):
+    def data(*words) -> DataConfig:
+        return parse_config(list(words)).data
+
+    large = data("--config=gpt2-large", "--dataset_name=tinystories")
+    assert (large.dataset_name, large.train_text, large.dataset_config) == (
+        "data/TinyStories",
+        "roneneldan/TinyStories",
+        "",
+    )
+    assert data("--config=gpt2-large").dataset_name == "data/fineweb-edu-sample-100BT"
+    assert data("--config=gpt2-large", "--dataset_config=sample-10BT").dataset_name == "data/fineweb-edu-sample-10BT"
+    hub = data("--dataset_name=HuggingFaceFW/fineweb-edu", "--dataset_config=x")
+    assert (hub.dataset_name, hub.train_text) == ("data/fineweb-edu-x", "HuggingFaceFW/fineweb-edu")
+    shards = data("--dataset_name=hf://datasets/a/b@v1/*.bin")
+    assert (shards.dataset_name, shards.train_text) == ("data/b", "hf://datasets/a/b@v1/*.bin")
+    assert data("--dataset_name=anywhere").train_text == ""
+    assert data("--dataset_name=data/shakespeare").train_text.endswith("tiny_shakespeare.txt")  # the recipe's own
+    assert data("--dataset_name=somewhere", "--train_text=a/b").train_text == "a/b"
+    (here / "tinystories").mkdir()
+    assert data("--dataset_name=tinystories").train_text == ""  # a directory that is there comes first
+
+
+def test_validation_shorter_than_a_sequence_names_a_fraction_that_works(here):
+    text = write_jsonl(here / "d.jsonl", [TEXT[:8000]])
+    prepare(data_of(text, here / "short", val_fraction=0.01))
+    shards = [find_shards(str(here / "short"), split) for split in ("train", "val")]
+    with pytest.raises(UserError, match=r"validation tokens are fewer than .* --val_fraction 0\.\d+") as error:
+        check_data(*shards, sequence_length=64, batch_size=4)
+    fraction = float(re.search(r"--val_fraction (0\.\d+)", str(error.value))[1])
+    prepare(data_of(text, here / "enough", val_fraction=fraction))
+    check_data(*(find_shards(str(here / "enough"), split) for split in ("train", "val")), 64, 4)
+
+
+def test_a_linked_manifest_is_refused(here):
+    prepare_for_training(data_of(write_jsonl(here / "d.jsonl", DOCUMENTS[:30]), here / "shards"))
+    manifest = here / "shards" / "manifest.json"
+    manifest.rename(here / "elsewhere.json")
+    manifest.symlink_to(here / "elsewhere.json")
+    with pytest.raises(UserError, match=r"manifest\.json is a symbolic link"):
+        opened("--dataset_name=shards")
+    before = (here / "elsewhere.json").read_bytes()
+    with pytest.raises(UserError, match="symbolic link"):
+        prepare(data_of("d.jsonl", "shards"))
+    assert (here / "elsewhere.json").read_bytes() == before
+
+
+def test_a_run_on_a_file_of_text(here):
+    """The command as a person types it."""
+    (here / "mine.txt").write_text(TEXT[:20_000])
+    words = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32, "sequence_length": 32, "max_steps": 2}
+    words |= {"total_batch_tokens": 64, "micro_batch_size": 2, "warmup_steps": 0, "eval_tokens": 64}
+    flags = [f"--{k}={v}" for k, v in words.items()]
+    command = [ROOT / "recipe/train.py", f"--dataset_name={here}/mine.txt", f"--output_dir={here}/run", *flags]
+    ran = processes.run(*command, env=environment(), cwd=here)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"tokenizing {here}/mine.txt into data/mine-" in ran.stdout
+    (shards,) = (here / "data").iterdir()
+    assert json.loads((shards / "manifest.json").read_text())["source"]["files"][0]["name"] == "mine.txt"

@@ -1,0 +1,370 @@
+"""From text to shards: each format, interruptions, what is held out, and what is refused."""
+
+import bz2
+import gzip
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipe.data import shards
+from recipe.data.hub import HubText
+from recipe.data.prepare.pipeline import alone_in, main, prepare, prepare_for_training
+from recipe.data.prepare.tokenize import Workers
+from recipe.data.shards import Manifest, find_shards
+from recipe.data.tokenizer import END_OF_TEXT
+from recipe.errors import UserError
+from recipe.log import set_up_logging
+from tests.conftest import ROOT, SHAKESPEARE
+from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The shards of DOCUMENTS, 3000 tokens each, made in one go."""
+    directory = tmp_path_factory.mktemp("reference")
+    text = write_jsonl(directory / "d.jsonl")
+    manifest = prepare(data_of(text, directory / "out", shard_tokens=3000))
+    return SimpleNamespace(text=text, out=directory / "out", manifest=manifest, contents=contents(directory / "out"))
+
+
+def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
+    """Three thousand tokens a shard; a tenth of the documents, chosen by hash, for validation."""
+    documents = {}
+    for split in ("val", "train"):
+        tokens = np.array(tokens_in(reference.out, split))
+        documents[split] = [tuple(d) for d in np.split(tokens, np.flatnonzero(tokens == END_OF_TEXT))[1:]]
+    assert 15 <= len(documents["val"]) <= 45  # 30 +- 3 standard deviations
+    expected = [tuple(tokens_of([d])) for d in DOCUMENTS if d]
+    assert documents["train"] == [d for d in expected if d not in set(documents["val"])]
+    assert documents["val"] == [d for d in expected if d in set(documents["val"])]
+    counts = [s.tokens for s in find_shards(str(reference.out), "train")]
+    assert len(counts) > 8
+    assert set(counts[:-1]) == {3000}
+    assert 0 < counts[-1] < 3000
+    assert (reference.manifest.complete, reference.manifest.documents) == (True, 300)
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "json.bz2", "parquet", "directory", "glob"])
+def test_every_format_gives_the_same_bytes(reference, tmp_path, kind):
+    text = tmp_path / f"d.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]}), text, row_group_size=50)
+    elif kind in ("directory", "glob"):
+        (tmp_path / "d" / "sub").mkdir(parents=True)
+        write_jsonl(tmp_path / "d" / "a.jsonl", DOCUMENTS[:100])
+        write_jsonl(tmp_path / "d" / "b.jsonl.gz", DOCUMENTS[100:170], gzip.open)
+        pq.write_table(pa.table({"text": DOCUMENTS[170:]}), tmp_path / "d" / "c.parquet")
+        (tmp_path / "d" / "README.md").write_text("not text")
+        text = tmp_path / "d" if kind == "directory" else tmp_path / "d" / "[a-c].*"
+    else:
+        write_jsonl(text, opener={"gz": gzip.open, "bz2": bz2.open}[kind.split(".")[-1]])
+    prepare(data_of(text, tmp_path / "out", shard_tokens=3000), Workers(1))
+    assert contents(tmp_path / "out") == reference.contents
+
+
+def test_processes_give_the_same_bytes(reference, tmp_path):
+    prepare(data_of(reference.text, tmp_path, shard_tokens=3000), Workers(processes=1))
+    assert contents(tmp_path) == reference.contents
+
+
+def test_text_files_are_one_document_each(tmp_path):
+    for name, text in (("b.txt", "second\r\n"), ("a.txt", "first"), ("c.txt.gz", "third")):
+        data = text.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    prepare(data_of(tmp_path / "*.txt*", tmp_path / "out", val_documents=1))
+    assert tokens_in(tmp_path / "out", "val") == tokens_of(["first"])
+    assert tokens_in(tmp_path / "out", "train") == tokens_of(["second\r\n", "third"])
+
+
+def test_of_few_documents_the_end_of_the_text_is_for_validation(tmp_path):
+    """tiny Shakespeare is one document; 338,025 tokens is what nanoGPT and llm.c count too. Ten files are as one."""
+    manifest = prepare(data_of(SHAKESPEARE, tmp_path / "one", shard_tokens=100_000))
+    assert (manifest.tokens("train"), manifest.tokens("val")) == (304_224, 33_802)
+    assert tokens_in(tmp_path / "one", "train") + tokens_in(tmp_path / "one", "val") == tokens_of([TEXT])
+    assert [s.tokens for s in find_shards(str(tmp_path / "one"), "train")] == [100_000] * 3 + [4224]
+    texts = [f"This is text number {i}. " * 5 for i in range(10)]
+    prepare(data_of(write_jsonl(tmp_path / "ten.jsonl", texts), tmp_path / "ten"))
+    whole = tokens_of(texts)
+    assert tokens_in(tmp_path / "ten", "val") == whole[-(len(whole) // 10) :]
+
+
+def test_validation_shorter_than_a_sequence_is_a_warning_with_a_fraction_that_works(tmp_path, capsys):
+    set_up_logging()
+    text = write_jsonl(tmp_path / "d.jsonl", [TEXT[:4000]])  # 1,200 tokens or so
+    prepare(data_of(text, tmp_path / "short", val_fraction=0.01, sequence_length=64))
+    warning = capsys.readouterr().out
+    fraction = float(re.search(r"fewer than one sequence .*--val_fraction (0\.\d+)", warning)[1])
+    prepare(data_of(text, tmp_path / "enough", val_fraction=fraction, sequence_length=64))
+    assert "fewer than" not in capsys.readouterr().out
+    assert find_shards(str(tmp_path / "enough"), "val")[0].tokens > 64
+    with pytest.raises(UserError, match=r"val_fraction 0\.001 of .* tokens leaves none .*raise it to 0\.\d+ or more"):
+        prepare(data_of(write_jsonl(tmp_path / "e.jsonl", ["a few words"]), tmp_path / "none", val_fraction=0.001))
+
+
+def test_long_documents_are_tokenized_as_a_whole(tmp_path, monkeypatch):
+    """Also when the preparation is interrupted in the middle of them."""
+    texts = [TEXT, "short", TEXT[:700_000]]
+    data = data_of(write_jsonl(tmp_path / "d.jsonl", texts), tmp_path / "out", val_fraction=0, shard_tokens=50_000)
+    interrupted_at(monkeypatch, data, 4)
+    assert Manifest.load(tmp_path / "out").shards[-1]["next"]["piece"] > 0
+    interrupted_at(monkeypatch, data, 6)
+    prepare(data)
+    assert tokens_in(tmp_path / "out", "train") == tokens_of(texts)
+
+
+def interrupted_at(monkeypatch, data, calls):
+    """Prepares until the `calls`-th shard gets its name, which fails."""
+    left = iter(range(calls - 1))
+    real = shards.move
+
+    def move(*arguments):
+        if next(left, None) is None:
+            raise OSError("pulled the plug")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "move", move)
+        with pytest.raises(OSError, match="plug"):
+            prepare(data)
+
+
+def killed_after(data, calls):
+    """A child process that is killed with SIGKILL at its `calls`-th rename or sync; False if it ended before."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(calls - 1))
+
+        def counted(function):
+            def call(*arguments):
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments)
+
+            return call
+
+        for name in ("replace", "rename", "fsync", "unlink"):
+            setattr(os, name, counted(getattr(os, name)))
+        prepare(data)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("changes", [{}, {"val_documents": 9}, {"val_fraction": 0.02}])  # by hash, the first, the end
+def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
+    text = write_jsonl(tmp_path / "d.jsonl", [*DOCUMENTS[:110], *DOCUMENTS[3:12]])
+    sizes = {"shard_tokens": 6000, "first_shard_tokens": 3000}
+    prepare(data_of(text, tmp_path / "whole", **sizes, **changes))
+    calls = 1
+    while killed_after(data := data_of(text, tmp_path / f"out{calls}", **sizes, **changes), calls):
+        killed_after(data, 7)  # and once more on the way
+        prepare(data)
+        assert contents(tmp_path / f"out{calls}") == contents(tmp_path / "whole")
+        assert not list((tmp_path / f"out{calls}").glob("*.part"))
+        calls += 7
+    assert calls > 20
+
+
+def test_complete_shards_are_left_alone_and_other_settings_are_refused(reference, tmp_path, capsys):
+    set_up_logging()
+    before = (reference.out / "manifest.json").stat().st_mtime_ns
+    assert prepare(data_of(reference.text, reference.out, shard_tokens=3000)) == reference.manifest
+    assert "complete already" in capsys.readouterr().out
+    for name, value in {"val_fraction": 0.2, "shard_tokens": 4000, "val_documents": 9}.items():
+        changes = {"shard_tokens": 3000} | {name: value}
+        with pytest.raises(UserError, match=rf"with other settings: {name} was|val_fraction was 0\.1.*Delete"):
+            prepare(data_of(reference.text, reference.out, **changes))
+    changed = write_jsonl(tmp_path / "d.jsonl", [*DOCUMENTS[:-1], "changed"])
+    with pytest.raises(UserError, match="the text files differ"):
+        prepare(data_of(changed, reference.out, shard_tokens=3000))
+    assert (reference.out / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_two_at_once_are_refused(reference, tmp_path):
+    with alone_in(tmp_path), pytest.raises(UserError, match="another process is making shards"):
+        prepare(data_of(reference.text, tmp_path))
+
+
+REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[149], *DOCUMENTS[5:9]]
+
+
+def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
+    """The first ones by number, others by their text: equal texts are in one split, also after an interruption."""
+    text = write_jsonl(tmp_path / "d.jsonl", REPEATED)
+    data = data_of(text, tmp_path / "first", val_documents=30, shard_tokens=4000)
+    interrupted_at(monkeypatch, data, 4)
+    manifest = prepare(data)
+    assert manifest.shards[0]["split"] == "val"  # validation can begin before training ends
+    assert tokens_in(tmp_path / "first", "val") == tokens_of(REPEATED[:30])
+    assert tokens_in(tmp_path / "first", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
+    prepare(data_of(text, tmp_path / "drawn", val_fraction=0.2))
+    sides = {}
+    for split in ("train", "val"):
+        tokens = np.array(tokens_in(tmp_path / "drawn", split))
+        sides[split] = {tuple(d) for d in np.split(tokens, np.flatnonzero(tokens == END_OF_TEXT))[1:]}
+    assert len(sides["val"]) >= 10
+    assert not sides["train"] & sides["val"]
+
+
+@pytest.fixture
+def hub(reference, monkeypatch):
+    """A Hub whose one data set is DOCUMENTS; the list records what was asked of it."""
+    asked = []
+
+    def load(name, subset, *, split, revision, streaming):
+        assert streaming
+        asked.append((name, subset, split, revision))
+        cache = str(reference.out.parent)
+        return real("json", data_files=str(reference.text), split="train", streaming=True, cache_dir=cache)
+
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    commits = iter(["c0ffee", "later"])
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
+    return asked
+
+
+def test_a_hub_data_set_streams_from_one_commit_and_continues_mid_stream(reference, hub, tmp_path, monkeypatch):
+    local = prepare(data_of(reference.text, tmp_path / "local", val_documents=30, shard_tokens=3000))
+    data = data_of("someone/texts", tmp_path / "hub", dataset_config="sub", val_documents=30, shard_tokens=3000)
+    interrupted_at(monkeypatch, data, len(local.shards))
+    position = Manifest.load(tmp_path / "hub").shards[-1]["next"]
+    assert position["stream"]["document"] == 256 <= position["document"]
+    prepare(data)
+    assert contents(tmp_path / "hub") == contents(tmp_path / "local")
+    assert hub == [("someone/texts", "sub", "train", "c0ffee")] * 2
+    assert Manifest.load(tmp_path / "hub").source["commit"] == "c0ffee"
+    late = list(HubText(data).documents(position["stream"]))
+    assert [d.index for d in late] == list(range(256, 300))  # it does not read what it had
+
+
+class Failing(HubText):
+    """A data set of DOCUMENTS whose connection breaks after some rows, each time it is opened."""
+
+    def __init__(self, breaks, error):
+        super().__init__(data_of("a/b", ""))
+        self.breaks, self.error, self._retries.worked = list(breaks), error, True
+
+    def _rows(self, stream):
+        left = self.breaks.pop(0) if self.breaks else 10_000
+        start = stream["document"] if stream else 0
+        for index in range(start, 300):
+            if index - start == left:
+                raise self.error
+            stream = {"document": index, "state": None} if index % 64 == 0 else stream
+            yield index, {"text": DOCUMENTS[index]}, stream
+
+
+def test_a_broken_stream_gives_each_document_once(monkeypatch, capsys):
+    set_up_logging()
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    text = Failing([100, 0, 0, 70, 5], ConnectionError("gone"))
+    assert [d.index for d in text.documents()] == list(range(300))
+    assert waits == [1, 2, 4, 1, 1]  # longer while nothing comes
+    line = "train_text a/b: ConnectionError: gone; trying again in 1 s from where it stopped"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(ValueError("not parquet"), 4), (PermissionError("no"), 10_000)])
+def test_patience_ends(monkeypatch, error, attempts):
+    clock = [0.0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    text = Failing([0] * 10_000, error)
+    with pytest.raises(UserError, match=rf"train_text a/b: .*{type(error).__name__}: {error}"):
+        next(text.documents())
+    assert clock[0] <= 960
+    assert 10_000 - len(text.breaks) <= attempts
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not JSON"),
+        ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object a line"),
+        ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, not text"),
+        ("d.jsonl", b'{"title": "a", "body": "b"}\n', r"no column 'text'; there are: title, body.*--text_column"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz: cannot be read .*whole"),
+        ("d.parquet", b"nonsense", r"d\.parquet: not a parquet file"),
+        ("d.txt", b"caf\xe9", r"d\.txt: cannot be read .*UTF-8"),
+        ("d.csv", b"text\na", r"d\.csv is not a \.txt, \.jsonl"),
+        ("d.py", b"import os", r"d\.py is a program that would make the text, and is not run"),
+        ("d.txt", b"", "leaves none for one of the splits"),
+        ("*.txt", None, "no file matches"),
+        ("", None, r"holds no \.txt"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, name, data, message):
+    (tmp_path / "in").mkdir()
+    if data is not None:
+        (tmp_path / "in" / name).write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
+
+
+def test_the_command(reference, tmp_path, capsys):
+    command = ["--train_text", str(reference.text), "--val_fraction", "0.1", "--shard_tokens", "3000"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
+    assert f"{len(reference.contents)} shards, " in last
+    assert "300 documents in " in last
+    assert contents(tmp_path / "out") == reference.contents
+    for words, message in (
+        ([*command, "--out", str(tmp_path / "out"), "--seed_", "5"], "error: unknown '--seed_'"),
+        ([*command, "--out", str(reference.text)], "is in the way of the shards"),
+        ([*command, "--out", str(reference.out.parent)], "holds other files"),
+        ([*command, "--out", "x", "--workers", "0"], "workers 0: must be at least 1"),
+        ([*command, "--out", "x", "--shard_tokens", str(2**31)], "shard_tokens 2147483648: a shard's header"),
+        (["--out", "x"], "train_text is empty"),
+        (command, "out is empty"),
+        (
+            ["--train_text", "no/such-data-set", "--out", str(tmp_path / "no")],
+            "no such local file, and the Hub reports",
+        ),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_a_recipe_prepares(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", "shakespeare", "--out", str(tmp_path / "out")]) == 0
+    assert Manifest.load(tmp_path / "out").tokens("val") == 33_802
+    hub = data_of("a/b", tmp_path / "new", dataset_config="sub", val_fraction=0.5)
+    wanted = (
+        r"first run: python -m recipe\.data\.prepare --train_text a/b .* --dataset_config sub --val_fraction 0\.5\n"
+    )
+    with pytest.raises(UserError, match=wanted):
+        prepare_for_training(hub)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """One document of 40 MB, and 40 MB of documents: well under a gigabyte."""
+    (tmp_path / "one.txt").write_text(TEXT * 36)
+    write_jsonl(tmp_path / "many.jsonl", [TEXT[i : i + 20_000] for i in range(2000)])
+    for name in ("one.txt", "many.jsonl"):
+        code = (
+            "import sys; from recipe.data.prepare.pipeline import main\n"
+            "assert main(sys.argv[1:]) == 0\n"
+            "print(open('/proc/self/status').read())"
+        )
+        words = ["--train_text", str(tmp_path / name), "--out", str(tmp_path / f"{name}.out")]
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert int(re.search(r"VmHWM:\s+(\d+) kB", ran.stdout)[1]) < 600_000, name
