@@ -26,25 +26,16 @@ TINY = Variant(
 QUICK = Timing(rounds=1, seconds=0.05)
 # What each does differently without doing other work.
 SAME = {
-    "plain, two micro-steps more": {
-        "tuned": False,
-        "fused": False,
-        "attention": "plain",
-        "micro_batch": 1,
-        "accumulation": 4,
-    },
-    "every switch": {
-        "attention": "blocks",
-        "loss_by_rows": True,
-        "pad_vocab_to": 128,
-        "gradient_checkpointing": True,
-    },
-    "loss in chunks": {"loss_chunk_size": 16},
+    "every switch": {"attention": "blocks", "loss_by_rows": True, "pad_vocab_to": 128, "gradient_checkpointing": True},
     "recipe/train.py": {"kind": "recipe"},
     "transformers": {"kind": "hf-loop"},
-    "transformers' Trainer": {"kind": "hf-trainer"},
 }
-SLOW = {"two processes": {"kind": "recipe", "world": 2, "accumulation": 1}}
+SLOW = {
+    "plain": {"tuned": False, "fused": False, "attention": "plain", "micro_batch": 1, "accumulation": 4},
+    "loss in chunks": {"loss_chunk_size": 16},
+    "transformers' Trainer": {"kind": "hf-trainer"},
+    "two processes": {"kind": "recipe", "world": 2, "accumulation": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -192,34 +183,54 @@ def test_every_row_takes_the_same_steps(on_cpu, gpus, monkeypatch):
     assert last.loss_chunk_size == 0
 
 
-def test_the_scoreboard_builds_on_what_is_kept(directory):
+class Stopwatch:
+    """A worker that takes no steps: its variant's speed is `dropout`, in tokens a second."""
+
+    def __init__(self, variant, directory):
+        self.variant, self.peak_memory = variant, 10**9
+
+    def rate(self, timing) -> float:
+        if self.variant.model.n_head == 3:
+            raise Void("it failed")
+        return self.variant.model.dropout
+
+    def over(self, other, timing) -> Paired:
+        return Paired([(1 / self.rate(timing), 1 / other.rate(timing))])
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_scoreboard_builds_on_what_is_kept(monkeypatch, tmp_path):
     """A row that cannot be run, one that fails and one that is not kept do not end the table, nor change its base."""
-    wrong = {"model": replace(TINY.model, n_head=3)}
+    monkeypatch.setattr("benchmarks.scoreboard.Worker", Stopwatch)
+    monkeypatch.setattr("benchmarks.scoreboard.rate_of", Stopwatch.rate)
+    monkeypatch.setattr("benchmarks.scoreboard.compare", Stopwatch.over)
+
+    def model(**fields) -> dict:
+        return {"model": replace(TINY.model, **fields)}
+
     rows = [
-        Row("first", {}),
+        Row("first", model(dropout=100.0)),
         Row("cannot", cannot="not here"),
-        Row("fails", wrong),
-        Row("aside", {"gradient_checkpointing": True}, kept=False),
-        Row("kept", {"attention": "blocks"}),
+        Row("fails", model(n_head=3)),
+        Row("aside", model(dropout=50.0), kept=False),
+        Row("kept", model(dropout=200.0)),
+        Row("last", model(dropout=300.0)),
     ]
-    results = scoreboard(TINY, rows, directory, QUICK)
-    add_mfu(results, 10**6, 1e12)
-    assert [bool(r["tokens_per_second"]) for r in results] == [True, False, False, True, True]
-    assert [r["kept"] for r in results] == [True, True, False, False, True]
-    first, _, fails, aside, kept = results
-    assert first["total"] == 1.0
-    assert first["mfu"] == pytest.approx(first["tokens_per_second"] * 1e6 / 1e12)
-    assert "Error" in fails["note"]
-    assert kept["total"] == pytest.approx(kept["speedup"][0])  # over the first, not over the one set aside
-    assert kept["speedup"][1] <= kept["speedup"][0] <= kept["speedup"][2]
-    for row in (aside, kept):  # the figures of a row make the ratio that is shown beside them
-        assert row["tokens_per_second"] / first["tokens_per_second"] == pytest.approx(row["total"])
+    results = scoreboard(TINY, rows, tmp_path, QUICK)
+    add_mfu(results, 10**6, 1e9)
+    assert [r["tokens_per_second"] for r in results] == [100, None, None, 50, 200, 300]
+    assert [r["kept"] for r in results] == [True, True, False, False, True, True]
+    assert [r["total"] for r in results] == [1, None, None, 0.5, 2, 3]  # over the first row
+    assert [r["speedup"] and r["speedup"][0] for r in results] == [None, None, None, 0.5, 2, 1.5]  # over the last kept
+    assert results[0]["mfu"] == pytest.approx(0.1)
+    assert results[2]["note"] == "it failed"
     table = "\n".join(lines(results))
     assert "not here" in table
     assert "(aside)" in table
-    late = scoreboard(TINY, rows[:1], directory, Timing(1, 0.05, ends=0.0))
+    late = scoreboard(TINY, rows[:1], tmp_path, Timing(1, 0.05, ends=0.0))
     assert late[0]["note"] == "skipped: the time is up"
-    assert aside["peak_memory_bytes"] > 0
     json.dumps(results, allow_nan=False)
 
 
