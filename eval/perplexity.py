@@ -164,7 +164,8 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
         windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home
         if not args.data and not limit and "eval_tokens" in config:
             limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training
-    return windows[:limit], {"data": source, "files": files, "sequence_length": sequence_length}
+    quick = {"limit_windows": args.limit_windows} if args.limit_windows else {}
+    return windows[:limit], {"data": source, "files": files, "sequence_length": sequence_length} | quick
 
 
 def main() -> None:

@@ -145,8 +145,10 @@ def _shape(config: dict) -> str:
     sizes = {key: config.get(key) for key in ("n_layer", "n_head", "n_embd", "n_positions")}
     if None in sizes.values():
         return ""
-    return " with {} parameters ({n_layer} layers, {n_head} heads, {n_embd} wide, {n_positions:,} positions)".format(
-        si(parameter_count(ModelConfig(**sizes))), **sizes
+    model = ModelConfig(**sizes)
+    return (
+        f" with {si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, "
+        f"{model.n_embd} wide, {model.n_positions:,} positions)"
     )
 
 

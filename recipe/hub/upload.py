@@ -5,6 +5,10 @@ main too. `sync` uploads those that are on the disk and not on the Hub, in one c
 it in the background of a training run, and `python -m recipe.hub.export push` in the foreground. Milestones and the
 newest checkpoint are never pruned, so that nothing else needs to remember what is left to upload after a failure.
 
+The background is a thread: hashing and sending release the interpreter's lock, and a process of its own slowed the main
+thread as much. The requests may fail or hang, but not for longer than their timeouts, and nobody waits for the thread
+but the end of the run, with a limit.
+
 The token stays where huggingface_hub finds it, in the environment or in its own file.
 """
 
