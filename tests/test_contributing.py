@@ -29,14 +29,17 @@ class Copy:
             shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
         self.tiny = flags(**(TINY | {"dataset_name": shards, "output_dir": self.run, "max_steps": 6, "save_steps": 3}))
 
+    def apply(self, title: str) -> None:
+        """Applies a section's diff, file by file."""
+        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}  # or paths are of the repository around
+        for file in re.split(r"^(?=--- )", "".join(SECTIONS[title][0]), flags=re.MULTILINE)[1:]:
+            command = ["git", "apply", "--recount", "--unidiff-zero", "-"]
+            subprocess.run(command, cwd=self.root, input=file, text=True, check=True, env=env)
+
     def add(self, title: str) -> list[str]:
         """Applies a section's diff, runs its commands, and returns what they printed."""
-        diffs, commands = SECTIONS[title]
-        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}  # or paths are of the repository around
-        apply = ["git", "apply", "--recount", "--unidiff-zero", "-"]
-        for file in re.split(r"^(?=--- )", "".join(diffs), flags=re.MULTILINE)[1:]:
-            subprocess.run(apply, cwd=self.root, input=file, text=True, check=True, env=env)
-        return [self.call(line) for line in "".join(commands).splitlines()]
+        self.apply(title)
+        return [self.call(line) for line in "".join(SECTIONS[title][1]).splitlines()]
 
     def call(self, line: str) -> str:
         words = shlex.split(line)
@@ -76,18 +79,28 @@ def test_paths_that_the_guide_names_exist():
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_diffs_apply_and_are_python(copy, title):
+    copy.apply(title)
+    for file in re.findall(r"^\+\+\+ b/(\S+\.py)$", "".join(SECTIONS[title][0]), re.MULTILINE):
+        compile((copy.root / file).read_text(), file, "exec")
+
+
+@pytest.mark.slow
 def test_a_model_size(copy):
     (said,) = copy.add("A model size")
     assert "6 layers, 6 heads, 384 wide" in said
     assert "max_steps: 5000" in said
 
 
+@pytest.mark.slow
 def test_a_data_set(copy):
     (said,) = copy.add("A data set")
     assert "train_text: 'Salesforce/wikitext'" in said
     assert "dataset_config: 'wikitext-103-raw-v1'" in said
 
 
+@pytest.mark.slow
 def test_an_optimizer(copy, whole_run):
     copy.add("An optimizer")
     losses = [line["loss"] for line in metrics(copy.run)[1:]]
@@ -100,6 +113,7 @@ def test_an_optimizer(copy, whole_run):
     assert (last / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_an_engine(copy):
     said = copy.add("An engine")
     assert "DDP over 2 processes" in said[0]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipe.config import parse_config
-from tests.conftest import ROOT, SHAKESPEARE, TINY, flags
+from tests import processes as programs
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
 
 BIN = Path(sys.executable).parent  # python and accelerate as they are, less their imports
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -103,13 +104,17 @@ def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str
             launch += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
         launch = launch if re.search("ddp|zero", command) else []
         words = [str(shards) if word == "data/openwebtext" else word for word in words]
-        words = [*words[: words.index("recipe/train.py")], *launch, *words[words.index("recipe/train.py") :]]
-        return [*words, "--dry_run"]
+        script = words.index("recipe/train.py")
+        if command not in LAUNCHED_ONCE.values():
+            return ["python", *words[script:], "--dry_run"]
+        return [*words[:script], *launch, *words[script:], "--dry_run"]
     raise AssertionError(f"there is a command that this test does not know how to run: {command}")
 
 
 # A TPU's commands are run where torch_xla is, by tests/xla.
 RUN_HERE = [c for c in dict.fromkeys(COMMANDS) if not c.startswith(NOT_RUN + NOT_HERE) and "tpu.yaml" not in c]
+# Starting a launcher takes longer than most commands: the first with each hardware file stands for the others.
+LAUNCHED_ONCE = {re.search(r"--config_file (\S+)", c)[1]: c for c in reversed(RUN_HERE) if "accelerate launch" in c}
 
 
 @pytest.mark.slow
@@ -118,18 +123,21 @@ def test_command_of_the_documentation(command, shards, whole_run, tmp_path):
     if command.startswith("make eval-lm"):
         pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
     words = shortened(command, shards, whole_run[0], tmp_path)
-    environment = os.environ | {
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "ACCELERATE_USE_CPU": "true",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    for inherited in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of the `make test` around this
-        environment.pop(inherited, None)
-    if "=" in words[0]:
-        words = ["env", *words]
-    pipes = {"input": "The king\n", "capture_output": True, "text": True}
-    result = subprocess.run(words, cwd=ROOT, env=environment, timeout=600, **pipes)
+    if words[0] == "python":
+        result = programs.run(*words[1:], env=environment())
+    else:
+        variables = environment({"PATH": f"{BIN}:{os.environ['PATH']}"})
+        for inherited in (
+            "MAKEFLAGS",
+            "MFLAGS",
+            "MAKEOVERRIDES",
+            "MAKELEVEL",
+            "ARGS",
+        ):  # of the `make test` around this
+            variables.pop(inherited, None)
+        words = ["env", *words] if "=" in words[0] else words
+        pipes = {"input": "The king\n", "capture_output": True, "text": True}
+        result = subprocess.run(words, cwd=ROOT, env=variables, timeout=600, **pipes)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(result.stdout.splitlines()) > ("verify" not in words)  # every command says what it is doing
 
