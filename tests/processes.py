@@ -118,9 +118,10 @@ class Ranks:
     def stderr(self) -> str:
         return "".join(rank.stderr for rank in self.ranks)
 
-    def wait(self, timeout: float = 600, *, together: bool = True) -> int:
+    def wait(self, timeout: float = 600, *, together: bool = True, grace: float = 30) -> int:
         """The exit code of the first that failed, or 0. `together`: as with torchrun, the first that fails ends the
-        others. Kills what is left, and raises TimeoutExpired, after `timeout` seconds."""
+        others, by SIGTERM and SIGKILL `grace` seconds later. Kills what is left, and raises TimeoutExpired, after
+        `timeout` seconds."""
         deadline, code = time.monotonic() + timeout, 0
         try:
             while alive := [rank for rank in self.ranks if rank.poll() is None]:
@@ -129,7 +130,7 @@ class Ranks:
                 if failed and not code:
                     code = failed[0]
                     if together:
-                        deadline = min(deadline, time.monotonic() + 30)
+                        deadline = min(deadline, time.monotonic() + grace)
                         for rank in self.ranks:
                             rank.send_signal(signal.SIGTERM)
                 if time.monotonic() > deadline:

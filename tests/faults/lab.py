@@ -92,7 +92,7 @@ class Run(programs.Ranks):
     def end(self, *, together: bool = True, timeout: float = HANG) -> Result:
         """Waits; a run that hangs, or that never reached a fault it was to meet, is a failure."""
         try:
-            self.wait(timeout, together=together)
+            self.wait(timeout, together=together, grace=3)  # a survivor in a collective only ever waits
         except subprocess.TimeoutExpired:
             raise AssertionError(f"hung for {timeout} s\n{self.stdout}{self.stderr}") from None
         result = Result(self.directory, self.codes, self.stdout, self.stderr)
