@@ -16,7 +16,8 @@ from benchmarks import report
 from benchmarks.variants import Variant
 from recipe.config import Config, batch_arithmetic, parse_config
 from recipe.engine import device as hardware
-from recipe.estimate.memory import flops_per_token, memory_estimate, parameter_count, si
+from recipe.estimate.memory import flops_per_token, memory_estimate, parameter_count
+from recipe.units import si
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

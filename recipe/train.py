@@ -3,6 +3,7 @@
 `run` is the table of contents; `train` is the loop, the only one, to be read from top to bottom.
 """
 
+import logging
 import math
 import signal
 import sys
@@ -30,7 +31,7 @@ from recipe.engine.factory import open_engine
 from recipe.engine.launch import fail, launcher_patience, speaks
 from recipe.engine.shutdown import Interrupted
 from recipe.errors import ExitCode, UserError
-from recipe.estimate.memory import flops_per_token, price
+from recipe.estimate.memory import flops_per_token
 from recipe.estimate.micro_batch import micro_batch
 from recipe.evaluation import hellaswag, sample, validate
 from recipe.hub.upload import Uploads, open_uploads
@@ -45,6 +46,8 @@ from recipe.optim.adamw import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
 from recipe.optim.spike_filter import WAY_OUT, SpikeFilter
 from recipe.redaction import keep_secrets, redacted
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(config: Config, engine: Engine, say: Callable[[str], None]) -> int:
     """A run from its configuration to its last line; returns the exit code."""
     check_alike(config, engine)
-    config, found = micro_batch(config, engine, say)
+    config, found = micro_batch(config, engine)
     batch = batch_arithmetic(config, engine.world, engine.devices)
-    announce(config, batch, engine, say, found)
+    announce(config, batch, engine, found)
     if config.run.dry_run:
         return 0
     with ExitStack() as closing:  # what works in the background ends with the run
@@ -122,7 +125,7 @@ def train(
     state = checkpoint.state if checkpoint else {}
     if checkpoint:
         check_same_data(state["data"], source.state(), config.data.dataset_name)
-    step = first = checkpoint.step if checkpoint else 0  # optimizer steps done
+    step = checkpoint.step if checkpoint else 0  # optimizer steps done
 
     # Weights go in before prepare and moments after it: then every engine and world size can take them.
     if checkpoint:
@@ -141,13 +144,7 @@ def train(
     if checkpoint:
         spike_filter.load_state_dict(state["spike_filter"])
     throughput = Throughput(state.get("seconds", 0.0), state.get("pauses", 0.0))
-    progress = Progress(
-        opt.max_steps,
-        opt.total_batch_tokens,
-        step,
-        show=engine.is_main,
-        price=price(1, batch.world * batch.devices, run.price_per_hour),
-    )
+    progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
     closing.callback(progress.close)
     log = MetricsLog(run_dir / "metrics.jsonl", step) if engine.is_main else None
     saver = None
@@ -244,10 +241,10 @@ def train(
             if run.hellaswag_steps and due(run.hellaswag_steps) and step > 0:
                 with paused("HellaSwag"):
                     record = record or new_record(step, opt)
-                    record |= hellaswag(config, engine, raw_model, progress.say, progress.tick)
+                    record |= hellaswag(config, engine, raw_model, logger.info, progress.tick)
             if run.sample_steps and due(run.sample_steps) and step > 0:
                 with paused("sampling"):
-                    progress.say(f"step {step}: sample {sample(config, engine, raw_model)!r}")
+                    logger.info(f"step {step}: sample {sample(config, engine, raw_model)!r}")
 
             if record is not None:
                 record["seconds"] = round(throughput.seconds, 3)
@@ -255,7 +252,7 @@ def train(
                 record |= engine.counters()
                 if log:
                     log.write(record)
-                progress.report(record, saver.failed if saver else "", throughput.pauses)
+                progress.report(record, saver.failed if saver else "")
                 tracker.log(record)
                 uploads.start(step)
             if last:
@@ -284,8 +281,8 @@ def train(
         faults.at("step.end")
         engine.stop.begin()  # there is progress that a signal must not cost
         progress.advance()
-        if step == first + 1 and run.logging_steps > 1:  # a sign of life, long before the log's next line
-            progress.first(running_loss.mean(engine.mean))
+        if progress.wants_loss and run.logging_steps > 1:  # signs of life, long before the log's next line
+            progress.live(running_loss.mean(engine.mean))
 
     engine.stop.leave()
     with progress.during("saving"):

@@ -1,56 +1,89 @@
-"""How long the recipes of GPT-2's sizes take, and what they cost, by arithmetic at an assumed MFU."""
+"""How long a run takes and what it costs. As a command: a table for the sizes of GPT-2.
 
-from __future__ import annotations
+python -m recipe.estimate.cost --price_per_hour 1.75
+"""
+
+import argparse
+import math
+import time
+
+import torch
 
 from recipe.config import parse_config
 from recipe.engine.device import PEAK_FLOPS
-from recipe.estimate.memory import MFU, flops_per_token, parameter_count, plural, price, si, training_seconds
+from recipe.estimate.memory import flops_per_token, parameter_count
+from recipe.units import plural, si
+
+# Assumed where nothing has been measured yet, and said so. By flops_per_token llm.c trains the 124M model at 60 % on 8
+# A100s (300 ms a step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of
+# eval/references/gpt2-fineweb.json).
+MFU = 0.5
 
 RECIPES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 DEVICES = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of PEAK_FLOPS
 
 
-def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[dict]:
-    """A row a recipe and device: hours at `mfu` of the peak of all devices, and dollars at `price_per_hour` of one.
-    Validation, saving and communication are not in it."""
-    rows = []
+def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float = MFU) -> float:
+    """Of so many tokens of `flops` each on devices whose peaks add up to `peak_flops`, at that share of it."""
+    return tokens * flops / (mfu * peak_flops)
+
+
+def price(seconds: float, devices: int, per_hour: float) -> float:
+    """Dollars: each of the devices costs `per_hour`."""
+    return seconds / 3600 * devices * per_hour
+
+
+def cpu_flops(precision: str, size: int = 256) -> float:
+    """FLOP/s of this process's threads on the CPU: the best matrix product of one thread in a tenth of a second, times
+    their number. (Of several threads the slowest counts, which on a busy machine says nothing.)"""
+    a = torch.ones(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    a @ a  # prepares the kernel
+    begun, best = time.perf_counter(), math.inf
+    while (start := time.perf_counter()) < begun + 0.1 or best == math.inf:
+        a @ a
+        best = min(best, time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return threads * 2 * size**3 / best
+
+
+def hours(recipe: str, devices: int, name: str, mfu: float = MFU) -> float:
+    """Hours of a shipped recipe on so many devices of this name. Validation, saving and communication come on top."""
+    config = parse_config([f"--config={recipe}"])
+    tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
+    flops = flops_per_token(config.model, config.data.sequence_length)
+    return training_seconds(tokens, flops, devices * PEAK_FLOPS[name], mfu) / 3600
+
+
+def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[str]:
+    """Lines for the terminal: each recipe on each device, at `mfu` of its peak and dollars an hour of one device."""
+    dollars = f", ${price_per_hour:g} an hour of a device" if price_per_hour else "; --price_per_hour 2 adds dollars"
+    lines = [f"cost       an estimate, not measured: {mfu:.0%} MFU of the dense bf16 peak{dollars}"]
     for recipe in RECIPES:
         config = parse_config([f"--config={recipe}"])
         tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
-        flops = flops_per_token(config.model, config.data.sequence_length)
+        flops = tokens * flops_per_token(config.model, config.data.sequence_length)
+        size = si(parameter_count(config.model), "B")
+        lines.append(f"{recipe}, {size} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP")
         for count, name in DEVICES:
-            seconds = training_seconds(tokens, flops, PEAK_FLOPS[name] * count, mfu)
-            hours = seconds / 3600
-            dollars = price(seconds, count, price_per_hour) if price_per_hour else None
-            rows.append(
-                {
-                    "recipe": recipe,
-                    "parameters": parameter_count(config.model),
-                    "tokens": tokens,
-                    "flops": tokens * flops,
-                    "devices": count,
-                    "device": name,
-                    "mfu": mfu,
-                    "hours": hours,
-                    "device_hours": count * hours,
-                    "dollars": dollars,
-                }
-            )
-    return rows
+            time_ = hours(recipe, count, name, mfu)
+            line = f"  {f'{count} x {name}':14} " + (f"{time_:8.1f} h   " if time_ < 48 else f"{time_ / 24:8.1f} days")
+            line += f"  {plural(round(count * time_), 'device-hour'):>20}"
+            lines.append(line + (f"  ${price(3600 * time_, count, price_per_hour):,.0f}" if price_per_hour else ""))
+    return lines
 
 
-def lines(rows: list[dict], price_per_hour: float = 0.0) -> list[str]:
-    """`table` for the terminal."""
-    price = f", ${price_per_hour:g} an hour of a device" if price_per_hour else "; --price_per_hour 2 adds dollars"
-    out = [f"cost       reckoned, not measured: {rows[0]['mfu']:.0%} MFU of the dense bf16 peak{price}"]
-    for row in rows:
-        if row["device"] == DEVICES[0][1] and row["devices"] == DEVICES[0][0]:
-            out.append(
-                f"{row['recipe']}, {si(row['parameters'], 'B')} parameters, {si(row['tokens'], 'B')} tokens, "
-                f"{row['flops']:.2g} FLOP"
-            )
-        hours = f"{row['hours']:8.1f} h" if row["hours"] < 48 else f"{row['hours'] / 24:8.1f} days"
-        dollars = f"  ${row['dollars']:,.0f}" if row["dollars"] is not None else ""
-        devices = f"{row['devices']} x {row['device']}"
-        out.append(f"  {devices:14} {hours:13}  {plural(round(row['device_hours']), 'device-hour'):>20}{dollars}")
-    return out
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time and cost of training GPT-2's sizes.", allow_abbrev=False)
+    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of a device's peak (default {MFU:g})")
+    parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device")
+    args = parser.parse_args(argv)
+    if not (0 < args.mfu <= 1 and args.price_per_hour >= 0):
+        parser.error("--mfu is a share above 0 and at most 1, --price_per_hour not negative")
+    print("\n".join(table(args.mfu, args.price_per_hour)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

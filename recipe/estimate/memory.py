@@ -1,16 +1,15 @@
-"""What a run will be, by arithmetic alone: parameters, FLOPs, tokens, memory, disk. Nothing here builds a model."""
+"""Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
 import dataclasses
 
 from recipe.config import Batch, Config, ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.units import gb
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
-# Assumed where nothing has been measured yet, and said so. By flops_per_token llm.c trains the 124M model at 60 % on 8
-# A100s (300 ms a step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of
-# eval/references/gpt2-fineweb.json).
-MFU = 0.5
-HEADROOM = 0.92  # of a device's memory that a run's tensors may take: the rest is for what memory_estimate leaves out
+HEADROOM = (
+    0.92  # of a device's memory that a run's tensors may take: the rest is for what memory_estimate does not count
+)
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -22,7 +21,7 @@ def parameter_count(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """FLOPs of a training step a token: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
 
-    N leaves out the position embeddings, which are looked up, not multiplied, and counts the true vocabulary, not a
+    N excludes the position embeddings, which are looked up, not multiplied, and counts the true vocabulary, not a
     padded one: 855.2 M for the 124M model at T = 1024.
     """
     N = parameter_count(model) - model.n_positions * model.n_embd
@@ -33,7 +32,7 @@ def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precisi
     """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N;
     under DDP 20 N.
 
-    ZeRO keeps a further fp32 copy of the weights with the moments and cuts those over the processes, at stage 2 the
+    ZeRO keeps a further fp32 copy of the weights with the moments and shards those across processes, at stage 2 the
     gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
     gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
     (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
@@ -60,17 +59,17 @@ def memory_estimate(
     The largest of three moments, each beside `state_bytes` (n tokens, D wide, V the vocabulary, w bytes a number):
 
     - the loss, when all blocks' tensors for backward are kept: 36 n D a block in 16 bits and 64 n D in fp32, since
-      CUDA's autocast keeps layer norm's input and output in fp32; compiled 32 n D and 64 n D; with recomputation only
+      CUDA's autocast keeps layer norm's input and output in fp32; compiled 32 n D and 64 n D; with checkpointing only
       the block's input. In 16 bits also 2 bytes a weight of autocast's copies. The logits take 12 n V (in fp32:
       log-softmax, its gradient and the gradient of its result), compiled w n V, in chunks what next_token_loss holds;
     - the first block's backward, with the gradient of the head waiting for that of the embedding, which it shares;
     - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
       compiles bucket by bucket.
 
-    Attention is taken to be a kernel that keeps no scores. Measured in tests/test_memory.py with PyTorch's allocator
-    on a CPU and CUDA's autocast (docs/log.md has the table, ZeRO over two processes too). Not in it: what a GPU holds
-    beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses; HEADROOM is for them.
-    Nor, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities that recipe/model/attention.py keeps.
+    Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
+    allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
+    GPU holds beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses, for which
+    HEADROOM is; and, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities in recipe/model/attention.py.
     """
     model, run = config.model, config.run
     N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, VOCAB_SIZE
@@ -151,55 +150,3 @@ def remedies(config: Config, batch: Batch, **kind) -> str:
     )
     helps = [f"{way}: {gb(then)}" for way, then in ways.items() if then < 0.99 * now]
     return f"What helps: {'; '.join(helps)}" if helps else "Only a smaller model would take less"
-
-
-def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float = MFU) -> float:
-    """Of so many tokens of `flops` each on devices whose peaks add up to `peak_flops`, at that share of it."""
-    return tokens * flops / (mfu * peak_flops)
-
-
-def price(seconds: float, devices: int, per_hour: float) -> float:
-    """Dollars: each of the devices costs `per_hour`."""
-    return seconds / 3600 * devices * per_hour
-
-
-def plural(n: int, noun: str, ending: str = "s") -> str:
-    return f"{n} {noun}{ending if n != 1 else ''}"
-
-
-def gb(size: float) -> str:
-    """79123456789 bytes -> '79.1 GB'; for comparing, so always in GB."""
-    return f"{size / 1e9:.1f} GB"
-
-
-def si(value: float, billion: str = "G") -> str:
-    """1234567 -> '1.23 M'; a billion bytes are a G, a billion tokens a B."""
-    for unit, size in (("T", 1e12), (billion, 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
-
-
-def money(dollars: float) -> str:
-    """12.345 -> '$12.35', 1234.5 -> '$1,234' or '$1,235'; what is less than a cent keeps two digits."""
-    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.2f}" if dollars >= 0.01 else f"${dollars:.2g}"
-
-
-def duration(seconds: float, short: bool = False) -> str:
-    """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
-    s = max(0, round(seconds))
-    if seconds < 9.95 and not short:
-        parts = [(f"{max(0, seconds):.1f}", "s")]
-    elif s < 60:
-        parts = [(s, "s")]
-    elif s < 600:
-        parts = [(s // 60, "min"), (s % 60, "s")]
-    elif s < 3570:
-        parts = [(round(s / 60), "min")]
-    elif (minutes := round(s / 60)) < 48 * 60:
-        parts = [(minutes // 60, "h"), (minutes % 60, "min")]
-    else:
-        hours = round(s / 3600)
-        parts = [(hours // 24, "d"), (hours % 24, "h")]
-    kept = [(n, unit) for i, (n, unit) in enumerate(parts) if n or not i]
-    return "".join(f"{n}{unit[0]}" for n, unit in kept) if short else " ".join(f"{n} {unit}" for n, unit in kept)

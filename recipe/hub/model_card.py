@@ -17,10 +17,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from recipe.catalog import DATASETS
 from recipe.config import ModelConfig
 from recipe.errors import UserError
-from recipe.estimate.memory import parameter_count, si
+from recipe.estimate.memory import parameter_count
 from recipe.hub import scores
 from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redact, redacted
+from recipe.units import si
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")

@@ -8,7 +8,6 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 from transformers import GPT2Config
 
 from recipe.config import Config
-from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel
 
@@ -26,7 +25,7 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     model = config.model
     sizes = {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_")}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    wanted = GPT2Config(vocab_size=VOCAB_SIZE, **sizes, **dropout)
+    wanted = GPT2Config(**sizes, **dropout)  # the vocabulary is GPT-2's, transformers' default
     built = GPT2LMHeadModel(
         wanted,
         gradient_checkpointing=config.run.gradient_checkpointing,

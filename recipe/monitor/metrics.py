@@ -70,7 +70,6 @@ class Metrics:
         self._read_at = 0  # the step of the last reading
         self._record: dict | None = None  # of this step, until it is written
         self._grad_norm: torch.Tensor | None = None
-        self._first_step_shown = False
 
     def read(self, step: int) -> None:
         """Reads what the device has gathered since the last reading. A collective call, and the only one of the loop
@@ -110,19 +109,18 @@ class Metrics:
         if self._outputs.log:
             self._outputs.log.write(record)
         failed = checkpoints.failed if checkpoints else ""
-        self._outputs.progress.report(record, failed, self.throughput.pauses)
+        self._outputs.progress.report(record, failed)
         self._outputs.tracker.log(record)
 
     def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
         """Takes a step into the figures: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing
-        waits for them. After the process's first step the loss is read and shown, a sign of life long before the first
-        line; that is a collective call."""
+        waits for them. After each of the process's first steps the loss is read and shown, a sign of life long before
+        the first line; that is a collective call."""
         self.loss.end_step(skipped)
         self._grad_norm = grad_norm
         self._outputs.progress.advance()
-        if not self._first_step_shown and self._config.run.logging_steps > 1:
-            self._outputs.progress.first(self.loss.mean(self._engine.mean))
-        self._first_step_shown = True
+        if self._outputs.progress.wants_loss and self._config.run.logging_steps > 1:
+            self._outputs.progress.live(self.loss.mean(self._engine.mean))
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:

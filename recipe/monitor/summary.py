@@ -1,36 +1,28 @@
-"""What a run says of itself before its first step, which is all that --dry_run says, and after its last."""
+"""The panels that a run prints before its first step (all that --dry_run prints) and after its last."""
 
-import os
+import logging
 import shlex
-import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.cli import emit
 from recipe.config import ROOT, Batch, Config
 from recipe.data.shards import Shard, unigram_loss
 from recipe.engine.base import Engine
+from recipe.estimate.cost import MFU, cpu_flops, price, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
-    MFU,
     checkpoint_bytes,
-    duration,
     flops_per_token,
-    gb,
     memory_estimate,
-    money,
     parameter_count,
-    plural,
-    price,
     remedies,
-    si,
-    training_seconds,
 )
 from recipe.estimate.micro_batch import engine_kind, memory_of
 from recipe.monitor.metrics import read_metrics
-from recipe.redaction import redacted
+from recipe.units import duration, gb, money, plural, si
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,94 +42,89 @@ class Result:
     pauses: float
 
 
-def announce(config: Config, batch: Batch, engine: Engine, say: Callable[[str], None], found: str) -> None:
-    """The opening panel; `found` is the line that says where an automatic micro-batch is from, or empty."""
-    say(f"run        {config.run.run_name} ({config.run.config})")
-    lines = describe(
-        config,
-        batch,
-        device=engine.name,
-        peak_flops=engine.peak_flops,
-        memory=memory_of(config, engine),
-        machines=-(-engine.world // engine.local_world),
-        found=found,
-        **engine_kind(config, engine),
-    )
-    say("\n".join(lines))
+def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
+    """Logs the opening panel; `found` is the line about an automatic micro-batch, or empty."""
+    logger.info("run        %s (%s)", config.run.run_name, config.run.config)
+    for line in describe(config, batch, engine, found):
+        logger.info(line)
     if engine.idle_gpus:
-        say(f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them")
+        logger.info("note       %d more GPUs are idle; accelerate_configs/ddp.yaml uses them", engine.idle_gpus)
     if config.run.torch_compile and engine.no_compile:
-        say(f"note       not compiled: {engine.no_compile}")
+        logger.info("note       not compiled: %s", engine.no_compile)
     if engine.note:
-        say(f"note       {engine.note}")
-    if config.run.dry_run:
-        say("\n" + "\n".join(f"{k}: {v!r}" for k, v in redacted(config.flat()).items()))
+        logger.info("note       %s", engine.note)
 
 
-def describe(
-    config: Config,
-    batch: Batch,
-    *,
-    device: str,
-    precision: str,
-    peak_flops: float | None,
-    zero_stage: int = 0,
-    compiled: bool = False,
-    memory: int | None = None,
-    machines: int = 1,
-    found: str = "",
-) -> list[str]:
-    """The panel's lines. `device` is the engine's name, `peak_flops` that of a process's devices, `memory` a device's
-    in bytes; None where they are not known."""
-    model, data, opt, run = config.model, config.data, config.optimizer, config.run
-    N, tokens = parameter_count(model), opt.total_batch_tokens * opt.max_steps
-    flops = flops_per_token(model, data.sequence_length)
+def describe(config: Config, batch: Batch, engine: Engine, found: str = "") -> list[str]:
+    """The lines of the opening panel on this engine; `found` as for `announce`."""
+    model, opt, run = config.model, config.optimizer, config.run
+    flops = flops_per_token(model, config.data.sequence_length)
     devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
     shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
     shares += plural(batch.micro // batch.devices, "sequence")
-    checkpoints = run.save_total_limit + (opt.max_steps // run.milestone_steps if run.milestone_steps else 0)
-    kind = {"precision": precision, "zero_stage": zero_stage, "compiled": compiled}
-    needed = memory_estimate(config, batch, **kind)
-    streamed = data.streaming or data.train_text.startswith("hf://")
-    shards = f"{si(1e9 * data.disk_budget_gb)}B of shards" if streamed else f"{si(2 * tokens)}B for every token once"
-    device, _, engine = device.partition(", ")
-    where = f" on {plural(machines, 'machine')}" if batch.world > 1 else ""
-    made = f", compiled ({run.torch_compile_mode})" if compiled else ""
-    lines = [
-        f"model      {N:,} parameters: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-        f"{flops / 1e6:,.1f} MFLOP a token",
-        f"device     {device}, {precision}{' (auto)' if run.precision == 'auto' else ''}{made}",
-        f"engine     {engine or 'one device'}{where}",
-        f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {data.sequence_length}",
+    device, _, how = engine.name.partition(", ")
+    where = f" on {plural(-(-engine.world // engine.local_world), 'node')}" if batch.world > 1 else ""
+    kind = engine_kind(config, engine)
+    compiled = f", compiled ({run.torch_compile_mode})" if kind["compiled"] else ""
+    return [
+        f"model      {parameter_count(model):,} parameters: {model.n_layer} layers, {model.n_head} heads, "
+        f"{model.n_embd} wide, {flops / 1e6:,.1f} MFLOP a token",
+        f"device     {device}, {engine.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}",
+        f"engine     {how or 'one device'}{where}",
+        f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {config.data.sequence_length}",
         *([found] if found else []),
-        f"length     {opt.max_steps:,} steps, {si(tokens, 'B')} tokens, learning rate {opt.learning_rate:g} after "
-        f"{plural(opt.warmup_steps, 'step')} of warm-up, down to {opt.learning_rate * opt.min_lr_fraction:g}",
-        f"memory     about {si(needed)}B a device (reckoned){f' of {gb(memory)}' if memory else ''}",
+        f"length     {opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens, learning rate "
+        f"{opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up, down to "
+        f"{opt.learning_rate * opt.min_lr_fraction:g}",
+        *_memory(config, batch, memory_of(config, engine), kind),
+        _disk(config),
+        *_forecast(config, batch, engine),
     ]
-    if memory and needed > HEADROOM * memory:
+
+
+def _memory(config: Config, batch: Batch, there_is: int | None, kind: dict) -> list[str]:
+    needed = memory_estimate(config, batch, **kind)
+    lines = [f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"]
+    if there_is and needed > HEADROOM * there_is:
         lines.append(
-            f"           which does not fit: {gb(HEADROOM * memory)} are left beside what a GPU holds for "
-            f"itself. {remedies(config, batch, **kind)}"
+            f"           which does not fit: {gb(HEADROOM * there_is)} are for tensors, the rest for the GPU itself. "
+            f"{remedies(config, batch, **kind)}"
         )
-    lines.append(
-        f"disk       {si(checkpoint_bytes(model))}B a checkpoint, at most {checkpoints + 1} at once, in "
+    return lines
+
+
+def _disk(config: Config) -> str:
+    data, run, steps = config.data, config.run, config.optimizer.max_steps
+    checkpoints = run.save_total_limit + (steps // run.milestone_steps if run.milestone_steps else 0)
+    if data.streaming or data.train_text.startswith("hf://"):
+        shards = f"{si(1e9 * data.disk_budget_gb)}B of shards"
+    else:
+        shards = f"{si(2 * steps * config.optimizer.total_batch_tokens)}B for every token once"
+    return (
+        f"disk       {si(checkpoint_bytes(config.model))}B a checkpoint, at most {checkpoints + 1} at once, in "
         f"{run.output_dir}; {shards}"
     )
-    return [*lines, *_forecast(config, batch, tokens * flops, precision, peak_flops)]
 
 
-def _forecast(config: Config, batch: Batch, flops: float, precision: str, peak_flops: float | None) -> list[str]:
-    """How long the whole run takes, and what it costs: the world of N devices costs N times what one does."""
-    run, devices = config.run, batch.world * batch.devices
+def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
+    """How long the whole run takes, and what it costs: N devices cost N times what one does."""
+    run, opt, devices = config.run, config.optimizer, batch.world * batch.devices
+    flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
     each = f"{money(run.price_per_hour)} an hour of {'the device' if devices == 1 else f'each of {devices} devices'}"
-    # The peaks of GPUs are those of half precision: what takes anything else by choice has another, unknown one.
-    known = peak_flops and (precision in ("bf16", "fp16") or run.precision == "auto")
-    if not known:
-        why = "the peak of this device is not known" if not peak_flops else f"its peak in {precision} is not known"
+    # The peaks of GPUs are those of half precision; another precision, unless it is the best the device has, has
+    # another peak, which is not known.
+    if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
+        peak = engine.peak_flops * batch.world
+        basis = f"at {100 * MFU:.0f} % MFU, an assumption; the progress shows more"
+    elif engine.device.type == "cpu":
+        peak = cpu_flops(engine.precision) * batch.world
+        basis = f"if a step reaches {100 * MFU:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
+    else:
+        why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
         later = [f"price      {each}"] if run.price_per_hour else []
-        return [f"time       {why}; the progress tells after the first steps", *later]
-    seconds = training_seconds(flops, 1, peak_flops * batch.world)
-    lines = [f"time       about {duration(seconds)} at {100 * MFU:.0f} % MFU, assumed; the progress tells more"]
+        return [f"time       {why} is not known; the progress shows it after the first steps", *later]
+    seconds = training_seconds(flops, 1, peak)
+    lines = [f"time       about {duration(seconds)} {basis}"]
     if run.price_per_hour:
         lines.append(f"price      about {money(price(seconds, devices, run.price_per_hour))}: {each}")
     return lines
@@ -146,72 +133,58 @@ def _forecast(config: Config, batch: Batch, flops: float, precision: str, peak_f
 def conclude(
     config: Config, batch: Batch, engine: Engine, result: Result, train_shards: list[Shard], val_shards: list[Shard]
 ) -> None:
-    """The closing panel, and commands that work as they stand where the run was started."""
+    """Logs the closing panel, with commands to copy."""
     run_dir = Path(config.run.output_dir)
     baseline = unigram_loss(train_shards, val_shards)
     for line in outcome(config, batch, result, baseline, read_metrics(run_dir / "metrics.jsonl"), engine.peak_flops):
-        emit(line)
+        logger.info(line)
     final = run_dir / f"step_{config.optimizer.max_steps:08d}"
-    emit(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(final)!r})", wrap=False)
-    emit("next       text from it, its HellaSwag, pictures of the run, a directory to share:")
-    for command in commands(run_dir, final):
-        emit(f"  {command}", wrap=False)
+    logger.info("next       load it, continue a text, see the curves, or make a directory to share:")
+    logger.info("  transformers.AutoModelForCausalLM.from_pretrained(%r)", str(final))
+    for command in commands(run_dir):
+        logger.info("  %s", command)
 
 
 def outcome(
     config: Config, batch: Batch, result: Result, baseline: float, lines: Sequence[dict], peak_flops: float | None
 ) -> list[str]:
-    """What the run came to; `lines` are those of metrics.jsonl."""
+    """The results of the run; `lines` are those of metrics.jsonl, `peak_flops` is that of a process."""
     opt, run, devices = config.optimizer, config.run, batch.world * batch.devices
     tokens = opt.max_steps * opt.total_batch_tokens
-    said = [
-        f"\ndone       {si(tokens, 'B')} tokens in {opt.max_steps:,} steps; validation loss {result.val_loss:.4f} "
+    panel = [
+        f"done       {si(tokens, 'B')} tokens in {opt.max_steps:,} steps; validation loss {result.val_loss:.4f} "
         f"(unigram baseline {baseline:.4f})"
     ]
     best = min((n for n in lines if n.get("val_loss") is not None), key=lambda n: n["val_loss"], default=None)
     if best and best["val_loss"] < result.val_loss:
-        said.append(f"best       validation loss {best['val_loss']:.4f} at step {best['step']:,}")
+        panel.append(f"best       validation loss {best['val_loss']:.4f} at step {best['step']:,}")
     if scores := [n for n in lines if n.get("hellaswag_A_acc_norm") is not None]:
         n = scores[-1]
         of = f"{run.hellaswag_limit:,} rows" if run.hellaswag_limit else "all rows"
-        said.append(
-            f"HellaSwag  acc_norm {n['hellaswag_A_acc_norm']:.4f} (way A), {n['hellaswag_B_acc_norm']:.4f} "
-            f"(way B) at step {n['step']:,}, {of}"
+        panel.append(
+            f"HellaSwag  acc_norm {n['hellaswag_A_acc_norm']:.4f} (llm.c-style), {n['hellaswag_B_acc_norm']:.4f} "
+            f"(lm-eval-style) at step {n['step']:,}, {of}"
         )
     rate = tokens / max(result.seconds, 1e-9)
     flops = flops_per_token(config.model, config.data.sequence_length)
     mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world):.1f} %" if peak_flops else ""
     pauses = f"; {duration(result.pauses)} more for validation, saving and the like" if result.pauses >= 1 else ""
-    said.append(f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{mfu}{pauses}")
+    panel.append(f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{mfu}{pauses}")
     if run.price_per_hour:
         whole = result.seconds + result.pauses
         cost = price(whole, devices, run.price_per_hour)
-        said.append(
+        panel.append(
             f"price      {money(cost)}: {duration(whole)} x {plural(devices, 'device')} x "
             f"{money(run.price_per_hour)} an hour, without start-up"
         )
-    return said
+    return panel
 
 
-def commands(run_dir: Path, model: Path) -> list[str]:
-    """What one does next with a run's directory and the model in it, by this Python, from where the user is."""
-    python = next((name for name in ("python", "python3") if shutil.which(name) == sys.executable), sys.executable)
-    python, run, model = (shlex.quote(_from_here(path)) for path in (python, str(run_dir), str(model)))
-
-    def script(name: str) -> str:
-        return f"{python} {shlex.quote(_from_here(str(ROOT / 'eval' / name)))}"
-
-    found = [
-        f'{script("sample.py")} --model {model} --prompt "The king"',
-        f"{script('hellaswag.py')} --model {model} --limit 500",
-        f"{script('report.py')} {run}",
-    ]
-    if Path.cwd() == ROOT:  # from elsewhere `recipe` is not found, unless it is installed
-        found.append(f"{python} -m recipe.hub.export {run} --out {run}-model")
-    return found
-
-
-def _from_here(path: str) -> str:
-    """Relative to the working directory where it lies in it."""
-    here = os.path.join(os.getcwd(), "")
-    return path.removeprefix(here) if os.path.isabs(path) else path
+def commands(run_dir: Path) -> list[str]:
+    """What to do next with a run, as commands that work from the current directory."""
+    make = "make" if Path.cwd() == ROOT else f"make -C {shlex.quote(str(ROOT))}"
+    which = run_dir if Path.cwd() == ROOT else run_dir.resolve()
+    # Without MODEL and RUN the newest run under runs/ is taken, which this is unless others run beside it.
+    default = Path.cwd() == ROOT and run_dir == Path("runs/shakespeare")
+    model, run = ("", "") if default else (f" {name}={shlex.quote(str(which))}" for name in ("MODEL", "RUN"))
+    return [f"{make} sample{model}", f"{make} report{run}", f"{make} export{run}"]

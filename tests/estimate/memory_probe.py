@@ -1,7 +1,8 @@
-"""Byte-exact peaks of training steps, for test_memory.py and docs/log.md's table; a line of JSON a configuration.
+r"""Byte-exact peaks of training steps, for test_memory.py and docs/log.md's table; a line of JSON a configuration.
 
-    python -m tests.probe_memory --real='--n_layer=2 ...' --fake='--config=gpt2-xl ...'
-    accelerate launch --config_file accelerate_configs/zero1.yaml --num_processes 2 -m tests.probe_memory --real='...'
+    python -m tests.estimate.memory_probe --real='--n_layer=2 ...' --fake='--config=gpt2-xl ...'
+    accelerate launch --config_file accelerate_configs/zero1.yaml --num_processes 2 \
+        -m tests.estimate.memory_probe --real='...'
 
 --real takes two steps of the real engine on the CPU and reads every allocation and release of the second from PyTorch's
 profiler: of compiled code's buffers too. --fake does the same on fake tensors, which have sizes but no memory, without

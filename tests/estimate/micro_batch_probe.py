@@ -9,7 +9,7 @@ import sys
 from recipe.engine import device
 from recipe.model import loss
 from recipe.train import main
-from tests.probe_memory import profiled
+from tests.estimate.memory_probe import profiled
 
 PARAMETERS = 4 * int(os.environ["FIT_PARAMETERS"])  # bytes that lie on the device before a trial
 BYTES = [int(float(part)) for part in os.environ["FIT_MEMORY"].split(",")]

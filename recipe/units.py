@@ -1,0 +1,43 @@
+"""Numbers with their units, as messages show them."""
+
+
+def plural(n: int, noun: str, ending: str = "s") -> str:
+    return f"{n} {noun}{ending if n != 1 else ''}"
+
+
+def gb(size: float) -> str:
+    """79123456789 bytes -> '79.1 GB'; for comparing, so always in GB."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def si(value: float, billion: str = "G") -> str:
+    """1234567 -> '1.23 M'; a billion bytes are a G, a billion tokens a B."""
+    for unit, size in (("T", 1e12), (billion, 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def money(dollars: float) -> str:
+    """12.345 -> '$12.35', 1234.5 -> '$1,234' or '$1,235'; what is less than a cent keeps two digits."""
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.2f}" if dollars >= 0.01 else f"${dollars:.2g}"
+
+
+def duration(seconds: float, short: bool = False) -> str:
+    """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
+    s = max(0, round(seconds))
+    if seconds < 9.95 and not short:
+        parts = [(f"{max(0, seconds):.1f}", "s")]
+    elif s < 60:
+        parts = [(s, "s")]
+    elif s < 600:
+        parts = [(s // 60, "min"), (s % 60, "s")]
+    elif s < 3570:
+        parts = [(round(s / 60), "min")]
+    elif (minutes := round(s / 60)) < 48 * 60:
+        parts = [(minutes // 60, "h"), (minutes % 60, "min")]
+    else:
+        hours = round(s / 3600)
+        parts = [(hours // 24, "d"), (hours % 24, "h")]
+    kept = [(n, unit) for i, (n, unit) in enumerate(parts) if n or not i]
+    return "".join(f"{n}{unit[0]}" for n, unit in kept) if short else " ".join(f"{n} {unit}" for n, unit in kept)
