@@ -9,12 +9,8 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recipe.errors import UserError
-
-if TYPE_CHECKING:
-    from recipe.config import DataConfig
 
 # name: (Hub data set, subset)
 DATASETS = {
@@ -29,8 +25,9 @@ PACKED = (".gz", ".bz2")  # a text file may be compressed
 SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "first_shard_tokens", "text_column")
 
 
-def resolve(data: DataConfig) -> DataConfig:
-    """`dataset_name` as the directory, file or glob of the shards, and `train_text` as the text they are made from.
+def resolve(data):
+    """The data's configuration with `dataset_name` the directory, file or glob of the shards, and `train_text` the text
+    from which they are made, if there is one.
 
     A name of DATASETS or of the Hub stands for its text; a path of text stands for itself. Shards made from them lie in
     a directory of their own under data/, so that they never mix with other files. Other names stay as they are.
@@ -50,12 +47,12 @@ def resolve(data: DataConfig) -> DataConfig:
     return data
 
 
-def _from_hub(data: DataConfig) -> DataConfig:
+def _from_hub(data):
     repository = "".join(data.train_text.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
     return dataclasses.replace(data, dataset_name="-".join(filter(None, (f"data/{repository}", data.dataset_config))))
 
 
-def _directory_of(text: str, data: DataConfig) -> str:
+def _directory_of(text: str, data) -> str:
     """Where the shards of a text lie: other settings or another path are another directory."""
     where = text if "://" in text else str(Path(text).absolute())
     made = json.dumps([where, data.dataset_config, *(getattr(data, field) for field in SHARD_FIELDS)])

@@ -176,7 +176,7 @@ TABLE = [
         8,
         "checksum",
         lambda at: at.train(at.changed()),
-        ["train_000000.bin: SHA-256", "delete its directory and prepare it again"],
+        ["train_000000.bin: its SHA-256 is", "delete its directory and prepare it again"],
     ),
     (
         9,
@@ -285,7 +285,7 @@ TABLE = [
         24,
         "shard elsewhere",
         lambda at: at.train(at.file("d/manifest.json", manifest("../x.bin")).parent, train_text=""),
-        ["manifest.json: not a manifest of this recipe (shard '../x.bin' is no name of a file in its directory)"],
+        ["manifest.json: not a manifest of this recipe (shard '../x.bin' is not the name of a file in its directory)"],
     ),
 ]
 
@@ -440,7 +440,7 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_p
     (data / "train_000001.bin").write_bytes(content)
     code, _, err = command(tiny(data, run, max_steps=20, save_steps=0))
     assert code == 2
-    assert "train_000001.bin: SHA-256" in err
+    assert "train_000001.bin: its SHA-256 is" in err
     assert [p.name for p in checkpoints(run)] == ["step_00000007"]
     assert verify(run / "step_00000007") == []
 

@@ -174,41 +174,6 @@ def test_no_name_stands_in_two_kinds_of_file():
         assert yaml.safe_load(path.read_text()).get("mixed_precision", "no") == "no"
 
 
-@pytest.mark.parametrize(
-    ("given", "directory", "source", "name"),
-    [
-        (["fineweb"], "data/fineweb-sample-10BT", "HuggingFaceFW/fineweb", "sample-10BT"),
-        (
-            ["fineweb-edu", "--dataset_config=sample-100BT"],
-            "data/fineweb-edu-sample-100BT",
-            "HuggingFaceFW/fineweb-edu",
-            "sample-100BT",
-        ),
-        (["tinystories"], "data/TinyStories", "roneneldan/TinyStories", ""),
-        (
-            ["HuggingFaceFW/fineweb-edu", "--dataset_config=sample-10BT"],
-            "data/fineweb-edu-sample-10BT",
-            "HuggingFaceFW/fineweb-edu",
-            "sample-10BT",
-        ),
-        (["hf://datasets/a/b@v1/x/*.bin"], "data/b", "hf://datasets/a/b@v1/x/*.bin", ""),
-        (["shards/*.bin"], "shards/*.bin", "", ""),
-        (["/no/such"], "/no/such", "", ""),
-        (["mine", "--train_text=a/b"], "mine", "a/b", ""),
-    ],
-)
-def test_one_line_names_the_data(recipe, given, directory, source, name):
-    data = parse_config(["--config", recipe(""), f"--dataset_name={given[0]}", *given[1:]]).data
-    assert (data.dataset_name, data.train_text, data.dataset_config) == (directory, source, name)
-
-
-def test_a_directory_of_that_name_is_meant(recipe, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "texts").mkdir(parents=True)
-    data = parse_config(["--config", recipe(""), "--dataset_name=org/texts"]).data
-    assert (data.dataset_name, data.train_text) == ("org/texts", "")
-
-
 def test_the_presets_that_stream():
     for path in RECIPES:
         data = parse_config(["--config", str(path)]).data
@@ -217,24 +182,7 @@ def test_the_presets_that_stream():
             assert data.disk_budget_gb <= 20
 
 
-def test_streaming_needs_a_source(tmp_path):
+def test_streaming_needs_text(tmp_path):
     (tmp_path / "shards").mkdir()
-    for data in (tmp_path / "shards", tmp_path / "*.bin"):
-        assert "names no text" in refused("--dataset_name", str(data), "--train_text", "", "--streaming", "true")
-
-
-def test_another_data_set_on_the_command_line_is_not_made_of_the_recipes_text(tmp_path):
-    data = parse_config(["--dataset_name=fineweb-edu"]).data  # the default recipe names its own source
-    assert (data.dataset_name, data.train_text) == ("data/fineweb-edu-sample-10BT", "HuggingFaceFW/fineweb-edu")
-    data = parse_config(
-        ["--dataset_name", "HuggingFaceFW/fineweb-edu", "--dataset_config", "sample-10BT", "--streaming", "true"]
-    ).data
-    assert (data.dataset_name, data.dataset_config) == ("data/fineweb-edu-sample-10BT", "sample-10BT")
-    data = parse_config(["--config", "gpt2-xl", "--dataset_name", "tinystories"]).data
-    assert (data.dataset_name, data.dataset_config) == ("data/TinyStories", "")
-    for directory in ("data/mine", str(tmp_path / "mine")):  # a directory: there the recipe's text is prepared
-        data = parse_config([f"--dataset_name={directory}"]).data
-        assert data.dataset_name == directory
-        assert data.train_text.endswith("tiny_shakespeare.txt")
-    data = parse_config(["--dataset_name=fineweb", "--train_text=a/b"]).data
-    assert (data.dataset_name, data.train_text) == ("fineweb", "a/b")
+    for name in (tmp_path / "shards", tmp_path / "*.bin"):
+        assert "streaming needs text" in refused(f"--dataset_name={name}", "--streaming", "true")
