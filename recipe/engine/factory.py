@@ -1,5 +1,7 @@
 """Opens the engine that the launch asked for."""
 
+import os
+
 from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, wants_deepspeed, wants_xla
 
@@ -11,6 +13,8 @@ def open_engine(precision: str = "auto") -> Engine:
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroEngine as engine
     elif wants_xla():
+        if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":  # of Kaggle's images; libtpu takes it for a host's name
+            del os.environ["TPU_PROCESS_ADDRESSES"]
         from recipe.engine.xla import XlaEngine as engine
     else:
         engine = Engine

@@ -1,0 +1,255 @@
+"""Several nodes: two launchers on one machine that meet on the loopback, and the script for SLURM."""
+
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from recipe.checkpoint.format import checkpoints, step_of
+from tests.conftest import EQUAL, ROOT, by_step, environment, flags
+
+
+def settings(shards, run, **fields) -> list[str]:
+    return flags(**(EQUAL | {"dataset_name": shards, "output_dir": run, "save_steps": 20} | fields))
+
+
+def faulty(fault: str) -> dict[str, str]:
+    """Variables of a run with a fault (tests/faults/plugin.py)."""
+    return {"RECIPE_FAULT": fault, "PYTHONPATH": f"{ROOT}/tests/faults/load:{ROOT}"} if fault else {}
+
+
+def distance(a: dict, b: dict, steps) -> float:
+    return max(abs(a[step]["loss"] - b[step]["loss"]) for step in steps)
+
+
+@pytest.fixture(scope="session")
+def one_node(shards, once):
+    """(directory, metrics by step) of the run on one device."""
+    from tests.conftest import launch
+
+    def make(directory):
+        result = launch("single", 1, "recipe/train.py", *settings(shards, directory, micro_batch_size=8))
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    directory, _ = once("one-node", make)
+    return directory, by_step(directory)
+
+
+# Below those that a kernel gives away by itself, and for each of pytest-xdist's workers a thousand of its own, begun
+# elsewhere by each test run.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+PORTS = [20_000 + 1000 * (WORKER % 10) + (os.getpid() + i) % 1000 for i in range(1000)]
+
+
+def free_port() -> int:
+    """One that nobody listens on, and that was not returned before."""
+    while PORTS:
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port := PORTS.pop()))
+            return port
+    raise AssertionError("no free port")
+
+
+# Two "nodes" on one machine would each take all cores, and their threads wait for one another.
+CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
+
+
+def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous="static", fault=""):
+    """Two launchers with a rank each that meet on the loopback: [(exit code, output)] of them."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / f"{config}.yaml",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+        "--rdzv_backend",
+        rendezvous,
+    ]
+    nodes = []
+    for i, folder in enumerate(folders):
+        # Nodes find out by their addresses which of them keeps the store of c10d's rendezvous; here they are alike.
+        here = ["--machine_rank", str(i), *(["--rdzv_conf", f"is_host={int(i == 0)}"] if rendezvous == "c10d" else [])]
+        core = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
+        words = [*core, *command, *here, ROOT / "recipe" / "train.py", *arguments]
+        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        nodes.append(subprocess.Popen(words, cwd=folder, env=environment() | faulty(fault), **pipes))
+    try:
+        outputs = [node.communicate(timeout=300)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_nodes_are_one_run(shards, one_node, tmp_path):
+    arguments = settings(shards, tmp_path / "run")
+    (code, first), (other_code, second) = on_two_nodes("multinode-ddp", *arguments)
+    assert (code, other_code) == (0, 0), first + second
+    lines = by_step(tmp_path / "run")
+    assert distance(lines, one_node[1], range(1, 11)) <= 1e-5
+    assert distance(lines, one_node[1], range(1, 51)) <= 1e-4
+    assert "2 processes x 2 micro-steps" in first
+    assert "step 50" not in second  # only the main process prints
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")
+def test_where_one_node_is_told_to_stop_both_do_with_a_checkpoint(shards, one_node, tmp_path):
+    """Under ZeRO-1 and c10d's rendezvous, which gives either of them rank 0."""
+    arguments = settings(shards, tmp_path / "run")
+    nodes = on_two_nodes("multinode-zero1", *arguments, rendezvous="c10d", fault="term@step.begin:31/1")
+    outputs = [output for _, output in nodes]
+    assert [code for code, _ in nodes] == [1, 1], "".join(outputs)
+    assert sorted(output.count("\nstopped    before the end") for output in outputs) == [0, 1]
+    assert "ZeRO-1 over 2 processes" in "".join(outputs)
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [20, 32]  # told during the 31st
+    assert distance(by_step(tmp_path / "run"), one_node[1], range(1, 31)) <= 1e-4
+
+
+def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> tuple[subprocess.Popen, Path]:
+    """accelerate_configs/slurm.sbatch under the srun and scontrol of tests/engine/slurm, a process a node: what
+    runs, and the file with what scontrol was asked for."""
+    calls, port = tmp_path / "scontrol", free_port()
+    path = [str(ROOT / "tests" / "engine" / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    job = {
+        "SLURM_JOB_ID": str(port),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SCONTROL_CALLS": str(calls),
+        "PATH": ":".join(path),
+        "NODE_CPUS": " ".join(map(str, CPUS)),
+    }
+    command = ["bash", ROOT / "accelerate_configs" / "slurm.sbatch", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(job | changes) | faulty(fault),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ), calls
+
+
+@pytest.mark.slow
+def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoint(shards, one_node, tmp_path):
+    """Two launchers meet by c10d's rendezvous; torchrun starts both processes again, after step 34, from step 20."""
+    arguments = settings(shards, tmp_path / "run")
+    job, calls = submit(tmp_path, *arguments, fault="kill@step.begin:35/1")
+    try:
+        output, _ = job.communicate(timeout=300)
+    finally:
+        end_all(job)
+    assert job.returncode == 0, output
+    assert output.count("exitcode: -9") == 1
+    assert "lost       another process of this run, or its machine, is gone or does not answer (" in output
+    assert "at most 3 more times, and once all machines are there it goes on from the last checkpoint" in output
+    assert "Traceback" not in output
+    assert output.count("resume     from step 20") == 1
+    lines = by_step(tmp_path / "run")
+    assert list(lines) == list(range(51))
+    assert distance(lines, one_node[1], range(1, 11)) <= 1e-5
+    assert distance(lines, one_node[1], range(1, 51)) <= 1e-4
+    assert calls.read_text().splitlines() == ["show hostnames node[1-2]"]
+
+
+def end_all(job: subprocess.Popen) -> None:
+    """The job and whatever it has started, if they are still there."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+
+
+ACCELERATE = r"""#!/bin/bash
+trap 'exit 1' TERM
+printf '%s\n' "$@" > "$SEEN.$SLURM_NODEID.half" && mv "$SEEN.$SLURM_NODEID.half" "$SEEN.$SLURM_NODEID"
+[[ $THEN == wait ]] || exit "$THEN"
+for i in {1..300}; do sleep 0.1; done
+"""
+
+
+def slurm_job(tmp_path, then: str, *arguments: str) -> tuple[subprocess.Popen, Path]:
+    """A job whose launchers record their arguments, and end with a code or wait to be told to stop."""
+    (tmp_path / "accelerate").write_text(ACCELERATE)
+    (tmp_path / "accelerate").chmod(0o755)
+    path = f"{ROOT}/tests/engine/slurm:{tmp_path}:{os.environ['PATH']}"
+    return submit(tmp_path, *arguments, SEEN=str(tmp_path / "seen"), THEN=then, PATH=path)
+
+
+def test_slurms_nodes_are_launched_alike_except_for_who_keeps_the_store(tmp_path):
+    job, calls = slurm_job(tmp_path, "0", "--config", "recipe/configs/gpt2.yaml", "--sample_prompt", "To be  or 'not'")
+    try:
+        output, _ = job.communicate(timeout=60)
+    finally:
+        end_all(job)
+    assert job.returncode == 0, output
+    first, second = ((tmp_path / f"seen.{node}").read_text().splitlines() for node in (0, 1))
+    assert [pair for pair in zip(first, second, strict=True) if len(set(pair)) > 1] == [
+        ("0", "1"),
+        ("is_host=1", "is_host=0"),
+    ]
+    assert first[-5:] == [
+        "recipe/train.py",
+        "--config",
+        "recipe/configs/gpt2.yaml",
+        "--sample_prompt",
+        "To be  or 'not'",
+    ]
+    given = dict(itertools.pairwise(first))
+    assert given["--main_process_ip"] == "127.0.0.1"  # the first of those that scontrol names
+    assert (given["--num_machines"], given["--num_processes"], given["--max_restarts"]) == ("2", "2", "3")
+    assert calls.read_text().splitlines() == ["show hostnames node[1-2]"]
+
+
+@pytest.mark.parametrize(
+    ("then", "told", "code", "requeued"),
+    [
+        ("wait", signal.SIGUSR1, 1, True),  # SLURM's notice that the time limit is near
+        ("2", None, 2, False),  # a mistake in the command
+    ],
+)
+def test_a_job_that_the_time_limit_stops_is_queued_again(tmp_path, then, told, code, requeued):
+    job, calls = slurm_job(tmp_path, then)
+    try:
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"seen.{node}").exists() for node in (0, 1)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if told:
+            assert job.poll() is None
+            job.send_signal(told)
+        output, _ = job.communicate(timeout=30)
+    finally:
+        end_all(job)
+    assert job.returncode == code, output
+    again = [line for line in calls.read_text().splitlines() if line.startswith("requeue")]
+    assert len(again) == requeued
+    assert not again or again[0].split()[1].isdigit()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_only_one_node_sees_is_refused_on_both(shards, one_node, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    second.mkdir()
+    shutil.copytree(one_node[0], first / "run")
+    shutil.rmtree(first / "run" / "step_00000050")
+    arguments = settings(shards, "run")  # in each node's own folder
+    for code, output in on_two_nodes("multinode-ddp", *arguments, folders=(first, second)):
+        assert code != 0
+        assert "error: run/step_00000040 is not on every node: output_dir must be on a file system" in output
