@@ -374,7 +374,7 @@ def test_11_more_processes_than_windows(place):
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        ("mixed_precision", {}, "the Accelerate file says mixed_precision beside deepspeed_config_file"),  # 19
+        ("mixed_precision", {}, "the Accelerate file sets mixed_precision beside deepspeed_config_file"),  # 19
         ("gradient_accumulation_steps,zero_stage", {}, "says gradient_accumulation_steps, zero_stage beside"),  # 19
         (
             "",

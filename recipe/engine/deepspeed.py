@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3 behind the engine's methods; imported where the launch asks for DeepSpeed, and only there.
 
-ds_configs/*.json says how to shard. Everything else that DeepSpeed wants to know (batch, accumulation, clipping,
-precision) is written into its configuration from the recipe before it starts, and read back afterwards.
+ds_configs/*.json decides how to shard. Everything else in DeepSpeed's configuration (batch, accumulation, clipping,
+precision) is written from the recipe before it starts, and read back afterwards.
 """
 
 import copy
@@ -31,8 +31,8 @@ _THE_RECIPES = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-# What Accelerate refuses to hear beside a file for DeepSpeed, in words that do not name the one it heard.
-_SAID_IN_BOTH = (
+# Fields that Accelerate refuses beside a file for DeepSpeed, with an error that does not name the one it found.
+_IN_BOTH_FILES = (
     "mixed_precision",
     "zero_stage",
     "gradient_accumulation_steps",
@@ -46,6 +46,8 @@ _SAID_IN_BOTH = (
 
 
 class ZeroEngine(Engine):
+    """ZeRO-1, 2 or 3, on GPUs or on CPU processes."""
+
     supported = (DistributedType.DEEPSPEED,)
 
     def __init__(self, precision: str):
@@ -54,19 +56,19 @@ class ZeroEngine(Engine):
         self._cpu = wants_cpu()
         if self._cpu and torch.cuda.is_available():
             raise UserError(
-                "for ZeRO on the CPU of a machine with GPUs hide them: CUDA_VISIBLE_DEVICES= before the launch"
+                "to run ZeRO on the CPU of a machine with GPUs, hide them: CUDA_VISIBLE_DEVICES= before the launch"
             )
         if not self._cpu and not torch.cuda.is_available():
             raise UserError("no GPU was found; for ZeRO on the CPU set ACCELERATE_USE_CPU=true before the launch")
-        # With it set, Accelerate would quietly leave DeepSpeed out.
+        # With it set, Accelerate would silently ignore DeepSpeed.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         if self._cpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no accelerator
             import deepspeed.ops
 
-            # Or it would look for compilers, and for a minute compile an operator that only inference calls.
+            # Or it would look for compilers, and compile for a minute an operator that only inference calls.
             deepspeed.ops.__compatible_ops__ = {}
-        # Of torch's collectives, whose new names DeepSpeed does not use yet.
+        # DeepSpeed 0.19 still uses the old names of torch's collectives.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         file = Path(os.environ.get(_CONFIG_FILE, ""))
         if not file.is_file() and (ROOT / file).is_file():
@@ -74,7 +76,7 @@ class ZeroEngine(Engine):
         check_files(os.environ.get(_CONFIG_FILE, ""), os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""))
         super().__init__(precision)
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
-        # As the file has it: Accelerate and `prepare` write into the other.
+        # A copy of what the file holds: Accelerate and `prepare` write into the original.
         self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.zero_stage == 3:
             self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
@@ -83,7 +85,7 @@ class ZeroEngine(Engine):
         return hardware.resolve_precision(precision, cpu=self._cpu)
 
     def _mixed_precision(self) -> str:
-        return "no"  # `prepare` tells DeepSpeed itself
+        return "no"  # `prepare` writes it into DeepSpeed's configuration
 
     def _kwargs_handlers(self) -> list:
         return [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if self._cpu else {}))]
@@ -94,7 +96,7 @@ class ZeroEngine(Engine):
         return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
-        check_is_adamw(optimizer, "DeepSpeed ZeRO")  # Accelerate tells DeepSpeed to take any
+        check_is_adamw(optimizer, "DeepSpeed ZeRO")  # Accelerate makes DeepSpeed accept any
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         ours = {
             "train_batch_size": batch.sequences,
@@ -106,11 +108,11 @@ class ZeroEngine(Engine):
         config |= ours
         if self.precision == "bf16":
             # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
-            # The modules whose gradients may travel in bf16; DeepSpeed's own list has torch's layers alone.
+            # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
             safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
         if self.precision == "fp16":  # torch_autocast in float16 does not go together with clipping (deepspeed 0.19)
-            # The scale's start and pace as in torch's GradScaler.
+            # The scale starts and grows as in torch's GradScaler.
             config["fp16"] = {
                 "enabled": True,
                 "loss_scale": 0,
@@ -123,7 +125,9 @@ class ZeroEngine(Engine):
         self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
         self._zero = _Internals(prepared)
-        if self.precision == "fp16":  # max_skipped_steps ends a run that overflows for ever, with words
+        if (
+            self.precision == "fp16"
+        ):  # max_skipped_steps ends a run that overflows for ever, with an error that says why
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
         found = {
             "train_batch_size": prepared.train_batch_size(),
@@ -142,8 +146,8 @@ class ZeroEngine(Engine):
             "weights": torch.float16 if self.precision == "fp16" else torch.float32,
         }
         if wrong := [f"{k} {found[k]} instead of {wanted[k]}" for k in wanted if found[k] != wanted[k]]:
-            raise UserError(f"DeepSpeed would train something else than the recipe: {', '.join(wrong)}")
-        if self.precision == "fp16":  # DeepSpeed has made its fp32 weights from the fp16 ones, and lost bits
+            raise UserError(f"DeepSpeed resolved other settings than the recipe's: {', '.join(wrong)}")
+        if self.precision == "fp16":  # DeepSpeed made its fp32 weights from the fp16 ones, which lost bits
             for name, p in model.named_parameters():
                 self._zero.set(p, whole[name])
         return prepared, optimizer
@@ -157,7 +161,8 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def unconnected(self) -> Iterator[list[tuple[str, int]]]:
-        """Context of stage 1's or 2's step without communication: the collectives left out, with the bytes of each."""
+        """Context of a step of stage 1 or 2 without communication, for benchmarks: a list of the collectives that were
+        skipped, with the bytes of each."""
         import deepspeed.comm
 
         out, names = [], ("all_reduce", "all_gather_into_tensor")
@@ -185,7 +190,7 @@ class ZeroEngine(Engine):
         weights, moments = {}, {}
         if optimizer.state:  # there is none before the first step
             self._zero.link()
-        for name, p in model.named_parameters():  # one whole tensor at a time on the device
+        for name, p in model.named_parameters():  # one whole tensor at a time is on the device
             parts = {"": weights} | (dict.fromkeys(MOMENTS, moments) if optimizer.state else {})
             for key, into in parts.items():
                 whole = self._zero.get(p, key)
@@ -226,44 +231,44 @@ class ZeroEngine(Engine):
 
 
 def check_files(file: str, accelerates: str) -> None:
-    """Raises UserError where the Accelerate file, whose fields are `accelerates`, says what `file` says too, or where
-    `file` decides what is not about sharding."""
-    twice = [name for name in accelerates.split(",") if name in _SAID_IN_BOTH]
+    """Raises UserError where the Accelerate file, whose fields are `accelerates`, sets what `file` sets too, or where
+    `file` sets more than sharding."""
+    twice = [name for name in accelerates.split(",") if name in _IN_BOTH_FILES]
     if file and twice:
         raise UserError(
-            f"the Accelerate file says {', '.join(twice)} beside deepspeed_config_file {file}, and would be ignored; "
-            "take it out: sharding is said in that file, precision, accumulation and clipping by the recipe"
+            f"the Accelerate file sets {', '.join(twice)} beside deepspeed_config_file {file}, which would "
+            "ignore it; remove it: that file decides sharding, the recipe precision, accumulation and clipping"
         )
     if file:
         try:
             config = dict(json.loads(Path(file).read_bytes()))
         except (OSError, ValueError, TypeError) as e:
             raise UserError(
-                f"deepspeed_config_file {file} cannot be read as JSON ({e}); ds_configs/ has some"
+                f"deepspeed_config_file {file} cannot be read as JSON ({e}); ds_configs/ has examples"
             ) from None
         check_sharding_only(config, {}, file)
 
 
 def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
-    """Raises UserError where `config`, read from `file`, decides what the recipe does."""
+    """Raises UserError where `config`, read from `file`, sets what belongs to the recipe."""
     if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage is {stage}; 1, 2 and 3 are supported")
     for key, value in recipe.items():
         if config.get(key, "auto") not in ("auto", value):
             raise UserError(
-                f'{file}: {key} is {config[key]}, but the recipe makes it {value}; leave it out or set it to "auto"'
+                f'{file}: {key} is {config[key]}, but the recipe makes it {value}; remove it or set it to "auto"'
             )
     # Accelerate adds that it does not print, and the two precisions, off.
     off = {key for key in config if config[key] == {"enabled": False}}
     harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES, *off}
     if others := sorted(config.keys() - harmless):
-        raise UserError(f"{file}: {others[0]} is not about sharding and belongs to the recipe; take it out")
+        raise UserError(f"{file}: {others[0]} is not about sharding and belongs to the recipe; remove it")
 
 
 class _Internals:
-    """What is needed of DeepSpeed's insides: whole fp32 tensors of a sharded parameter, out and in.
+    """Private parts of DeepSpeed: reading and writing the whole fp32 tensors of a sharded parameter.
 
-    The public functions cannot do it alone. Before the first step there is no optimizer state to set; the link from
+    The public functions are not enough. Before the first step there is no optimizer state to set; the link from
     parameters to it is made after the first parameter group's step, when the second group has no state yet, and not
     again; and ZeRO-3's setter fails where a parameter does not divide by the number of processes.
     test_zero_shards_the_optimizer_state fails where a new version moves any of these names.
@@ -277,7 +282,7 @@ class _Internals:
 
     @property
     def partitions(self) -> list[torch.Tensor]:
-        """This process's flat fp32 weights, a tensor a group: the keys of the optimizer's state."""
+        """This process's flat fp32 weights, one tensor a parameter group: the keys of the optimizer state."""
         if self.stage == 3:
             return self.optimizer.fp32_partitioned_groups_flat
         return self.optimizer.single_partition_of_fp32_groups
@@ -291,22 +296,22 @@ class _Internals:
         self.link()
 
     def link(self) -> None:
-        """Before moments are read: makes the link from parameters to the optimizer's state of every group."""
+        """Links parameters to the optimizer state of every group; needed before the state is read."""
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def step(self, judge: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """DeepSpeed's step, which clips by its configuration and clears, with `judge` between the norm and the rest: a
-        norm of -1 is DeepSpeed's own sign of one that is not finite, and of a step to leave out."""
+        """DeepSpeed's step, which clips by its configuration and clears the gradients, with `judge` called between the
+        norm and the rest: -1 is DeepSpeed's own mark of a norm that is not finite, and of a step to skip."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        # Set on the object, over the class's method, and taken away again.
+        # Set on the object, over the class's method, and deleted again.
         name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
-        reckon, verdict = getattr(self.optimizer, name), []
+        compute, verdict = getattr(self.optimizer, name), []
 
         def judged():
-            norms = reckon()
+            norms = compute()
             norm = torch.as_tensor(combine_grad_norm_groups(norms) if self.stage == 3 else norms, dtype=torch.float32)
             norm = torch.where(norm < 0, float("inf"), norm) / self.optimizer.loss_scale
             verdict.extend((norm, judge(norm)))
@@ -321,9 +326,9 @@ class _Internals:
             self.engine.step()
         finally:
             delattr(self.optimizer, name)
-        if verdict and bool(verdict[1]) and torch.isfinite(verdict[0]):  # a spike says nothing of the scale
+        if verdict and bool(verdict[1]) and torch.isfinite(verdict[0]):  # a spike is no reason to lower the scale
             vars(scaler).update(scale)
-        if not verdict:  # it saw an overflow of fp16, and asked for no norm
+        if not verdict:  # fp16 overflowed, and DeepSpeed computed no norm
             norm = torch.tensor(float("inf"))
             return norm, judge(norm)
         return verdict[0], verdict[1]

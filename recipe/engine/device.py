@@ -1,4 +1,4 @@
-"""What the hardware is and can do: precision, peak, time, threads, allocator. Knows PyTorch, but not Accelerate."""
+"""The hardware: precision, peak, memory, threads, allocator, timing. Uses PyTorch, but not Accelerate."""
 
 import ctypes
 import os
@@ -21,8 +21,8 @@ import torch
 from recipe.errors import UserError
 
 # Dense bf16 (fp16 where there is no bf16) peak in FLOP/s with sums in fp32, from the vendors' data sheets and, for
-# GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU, a
-# slice of one or a "D" is another thing under almost the same name. What is not listed has no MFU rather than a guess.
+# GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU,
+# a slice of one or a "D" has almost the same name. A GPU that is not listed has no MFU rather than a guess.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -47,13 +47,13 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-# What a name may say beside the model: who made it, how much memory of which kind, which socket generation.
+# Parts of a name beside the model: vendor, memory, socket generation.
 _VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
 _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 _SOCKET = re.compile(r" SXM\d(?= |$)")
 
 # fp32 peak of the GPU in FLOP/s, where Apple's own announcements state one; of the largest GPU sold under the name,
-# since the name does not tell how many cores it has. There is no bf16 figure: the GPU has no faster unit for it.
+# since the name does not give the number of cores. There is no bf16 figure: the GPU has no faster unit for it.
 APPLE_PEAK_FLOPS = {
     "Apple M1": 2.6e12,
     "Apple M1 Pro": 5.2e12,
@@ -66,7 +66,7 @@ APPLE_PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense half-precision peak in FLOP/s of the GPU called `name`, as CUDA tells it; None where it is not known.
+    """Dense half-precision peak in FLOP/s of the GPU called `name`, as CUDA reports it; None where it is not known.
 
     The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
     slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
@@ -76,7 +76,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def apple_chip() -> str:
-    """What macOS calls this machine's chip, such as "Apple M1 Pro"; PyTorch cannot tell. "" where it is not macOS."""
+    """macOS' name of the chip, such as "Apple M1 Pro", which PyTorch does not know; "" on other systems."""
     command = ["sysctl", "-n", "machdep.cpu.brand_string"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
@@ -102,7 +102,7 @@ def idle_gpus(device: torch.device, used: int) -> int:
 
 
 def hide_gpus() -> dict[str, str]:
-    """Variables for a process that is to find no GPU."""
+    """Environment of a process that must find no GPU."""
     return {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -111,12 +111,12 @@ def has_deepspeed() -> bool:
 
 
 def one_gpu() -> dict[str, str]:
-    """Variables for a process that is to find one GPU of those that this one may use."""
+    """Environment of a process that must find one of the GPUs that this process may use."""
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Returns when `device` (by default the accelerator, if there is one) has done what it was told; a CPU has."""
+    """Waits until `device` (by default the accelerator, if there is one) has finished its queue."""
     device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -133,14 +133,14 @@ def peak_memory(device: torch.device | None = None) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Gives cached memory back, and starts `peak_memory` anew where it can."""
+    """Frees cached memory, and resets `peak_memory` where the device can."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds a call, over `calls` of them in a row; by the GPU's own clock on CUDA, where the host's would count the
+    """Seconds a call, over `calls` of them in a row; by the GPU's own clock on CUDA, where the host's would measure the
     launches. The device is idle before and after."""
     synchronize(device)
     if device.type == "cuda":
@@ -160,8 +160,8 @@ def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1)
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
-    """Median seconds of a call, after one that does not count, from as many samples as fit into `seconds`, but at
-    least three. Where a call is shorter than a millisecond a sample is a row of them."""
+    """Median seconds of a call, after one to warm up, from as many samples as fit into `seconds`, but at
+    least three. Where a call is shorter than a millisecond a sample is several in a row."""
     call()
     estimate = max(seconds_of(call, device), 1e-7)
     calls = max(1, round(1e-3 / estimate))
@@ -170,19 +170,19 @@ def median_seconds(call: Callable[[], object], device: torch.device, seconds: fl
 
 
 def memory(device: torch.device) -> int | None:
-    """Bytes of the device's own memory, None where it has none of its own or that is not known."""
+    """Bytes of the device's own memory; None where it has none or PyTorch does not know."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of it that nobody has taken: no other process, this one's CUDA context or its tensors."""
+    """Bytes of `memory` not in use by other processes, this one's CUDA context or its tensors."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """PyTorch's allocator has an exception of its own; cuBLAS, Triton and the driver say it in words."""
+    """Whether memory ran out: PyTorch's allocator has its own exception; cuBLAS, Triton and CUDA a message."""
     said = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "alloc_failed" in said
 
@@ -195,7 +195,7 @@ def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
     try:
         work()
         torch.cuda.synchronize(device)
-    except RuntimeError as error:  # to be left before anything is freed: its traceback holds the tensors
+    except RuntimeError as error:  # its traceback holds the tensors: leave it before freeing anything
         if not out_of_memory(error):
             raise
         fitted = False
@@ -203,13 +203,13 @@ def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
 
 
 def same_random_numbers(device: torch.device) -> AbstractContextManager:
-    """Context: what is drawn in it, on the CPU or the device, is drawn again after it."""
+    """Context that restores the random state of the CPU and of `device` at its end."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def resolve_precision(precision: str, *, cpu: bool) -> str:
-    """`auto` becomes the fastest arithmetic that the device does natively, with `cpu` the processor's even where there
-    is a GPU. UserError where the device lacks what is named."""
+    """Resolves `auto` to the fastest precision that the device (with `cpu`, the processor) computes natively. Raises
+    UserError where the device lacks the one named."""
     cuda = torch.cuda.is_available() and not cpu
     mps = torch.backends.mps.is_available() and not cpu
     if cuda:
@@ -254,7 +254,7 @@ def processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a run's numbers may depend on, those that are installed."""
+    """Versions of the installed packages that a run's numbers may depend on."""
     names = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
     found = {}
     for name in names:
@@ -264,24 +264,24 @@ def versions() -> dict[str, str]:
 
 
 def total_memory() -> int | None:
-    """Bytes of the accelerator's memory; None where there is none of its own."""
+    """Bytes of the accelerator's own memory; None without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def release_memory() -> None:
-    """Gives the accelerator's memory that is not in use back to it, for other processes."""
+    """Frees the accelerator's cached memory, for other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
-    """torch.compile in place, which keeps `_orig_mod.` out of the names: as one graph, with its kernels tuned
-    (max-autotune), or a block at a time (regional), all of which then run the code of the first."""
+    """Compiles in place, which keeps `_orig_mod.` out of the names: as one graph, with tuned kernels (max-autotune), or
+    a block at a time (regional), where all blocks run the code of the first."""
     if mode == "regional":
         for block in model.transformer.h:
             block.compile(dynamic=False)
     elif mode == "max-autotune":
-        # CUDA graphs would keep a whole step's memory apart, and gain nothing at batches that fill a GPU.
+        # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
         options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
         model.compile(dynamic=False, options=options | {"coordinate_descent_tuning": True})
     else:
@@ -289,8 +289,8 @@ def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
 
 
 def conditions() -> dict:
-    """What may disturb a measurement, now: the machine's load, as the kernel averages it over a minute; the GPU's clock
-    in MHz, power in W and temperature in degrees C, where nvidia-smi tells."""
+    """What may disturb a measurement: the load average over a minute; the GPU's clock in MHz, power in W and
+    temperature in degrees C, where nvidia-smi reports them."""
     found = {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
     if torch.cuda.is_available():
         names = ("clocks.sm", "power.draw", "temperature.gpu")

@@ -1,14 +1,14 @@
-"""Everything torch_xla: one process drives all of its TPU cores (SPMD). Imported by engine.py alone, when needed.
+"""The torch_xla engine: one process drives all of its TPU cores (SPMD). Imported by factory.py, where it is needed.
 
-The model is written for one device with a large batch. The batch's rows are cut over the devices, weights and moments
-are whole on each, and XLA's partitioner adds the all-reduce of the gradients: no replica can drift from another.
+The model is written for one device with a large batch. The rows of the batch are divided over the devices, weights and
+optimizer state are replicated, and XLA's partitioner adds the all-reduce of the gradients: no replica can drift.
 
-torch_xla only records what it is told and compiles at a `sync`; what is recorded between two of them is a program,
-found again by its hash. So a run syncs at fixed points and keeps what changes from step to step (learning rate, seed,
-running loss) in tensors: a Python number would be part of the program. There are three large programs: a micro-step,
-an update, a validation batch.
+torch_xla only records operations and compiles them at a `sync`; what is recorded between two of them is a program,
+which is found again by its hash. So a run syncs at fixed points and keeps what changes from step to step (learning
+rate, seed, running loss) in tensors: a Python number would be part of the program. There are three large programs: a
+micro-step, an optimizer step, a validation batch.
 
-Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.9. On a TPU it has not been run.
+Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.9. It has not been run on a TPU.
 """
 
 import logging
@@ -55,7 +55,7 @@ class XlaEngine(Engine):
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
     optimizer_options = MappingProxyType({"capturable": True})  # keeps AdamW's step count in tensors
-    no_compile = "XLA compiles whole steps by itself"
+    no_compile = "XLA itself compiles whole steps"
 
     def __init__(self, precision: str):
         _check_launch()
@@ -67,7 +67,7 @@ class XlaEngine(Engine):
         super().__init__(precision)
         if self.precision == "fp32":
             logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
-            torch_xla.backends.set_mat_mul_precision("highest")  # a TPU multiplies fp32 as bf16 unless told not to
+            torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
         self.devices = xr.global_runtime_device_count()
         peak = _PEAK_FLOPS.get(self.generation)
         self.peak_flops = peak * self.devices if peak else None
@@ -88,13 +88,14 @@ class XlaEngine(Engine):
 
     def _resolve_precision(self, precision: str) -> str:
         if precision in ("fp16", "tf32"):
-            raise UserError(f"precision {precision} is not for a TPU; use auto, bf16 or fp32")
+            raise UserError(f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32")
         if precision == "auto":
             return "bf16" if self.generation else "fp32"
         return precision
 
     def _mixed_precision(self) -> str:
-        return "no"  # else Accelerate sets XLA_USE_BF16 on a TPU: weights and moments in bf16 that say they are fp32
+        # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.
+        return "no"
 
     def _kwargs_handlers(self) -> list:
         return []
@@ -122,7 +123,7 @@ class XlaEngine(Engine):
         self._replicate(model.parameters())
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
-        """Makes AdamW's state and, for accumulation, the gradients, so that the first step is the program of all."""
+        """Creates AdamW's state and, for accumulation, the gradients, so that all steps are one program."""
         check_is_adamw(optimizer, "the TPU engine")
         if self.precision == "bf16":
             model.forward = self.autocast()(model.forward)
@@ -143,7 +144,7 @@ class XlaEngine(Engine):
     @contextmanager
     def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
         """The gradients' all-reduce is part of each micro-step's program."""
-        self.flush()  # what came between steps (a running loss set to 0) must not become part of this program
+        self.flush()  # what was recorded between steps (a running loss set to 0) must not become part of this program
         yield
         self.flush()
 
@@ -173,15 +174,15 @@ class XlaEngine(Engine):
         return torch.autocast("xla", torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _seed(self, seed: int) -> None:
-        """One mask for the whole batch, cut like its rows: devices draw different ones."""
+        """One mask for the whole batch, divided like its rows: devices draw different ones."""
         torch_xla.manual_seed(seed, str(self.device))
 
     def flush(self) -> None:
         torch_xla.sync()
 
     def _replicate(self, tensors) -> None:
-        """Says that each device holds all of these, as it will be said of what a program returns: left unsaid, the
-        first update would be compiled twice."""
+        """Marks tensors as replicated, as the outputs of a program are; without it, the first optimizer step would be
+        compiled twice."""
         for t in tensors:
             xs.mark_sharding(t, self.mesh, (None,) * t.ndim)
 
@@ -197,7 +198,7 @@ class XlaEngine(Engine):
     # Batches
 
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """(micro, ...) with its rows cut over the devices."""
+        """(micro, ...) with its rows divided over the devices."""
         spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
         return xm.send_cpu_data_to_device(rows, self.device, spec)[0]
 
@@ -211,18 +212,18 @@ class XlaEngine(Engine):
 
 
 def _check_launch() -> None:
-    """Refuses launches under which torch_xla trains something else, as seen with Accelerate 1.15."""
+    """Raises UserError for launches under which torch_xla trains wrongly, as seen with Accelerate 1.15."""
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
         if os.environ.get(name, "0") not in ("", "0"):
-            raise UserError(f"unset {name}: it keeps the weights and AdamW's moments in bf16; use --precision bf16")
+            raise UserError(f"unset {name}: it keeps the weights and AdamW's state in bf16; use --precision bf16")
     if "FORK_LAUNCHED" in os.environ:  # distributed_type: XLA; with accumulation its replicas drift apart
-        raise UserError(f"distributed_type XLA starts a process a core, whose weights drift apart; {_LAUNCH}")
+        raise UserError(f"distributed_type XLA starts one process per core, whose weights drift apart; {_LAUNCH}")
     if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise UserError(f"{processes} processes, but torch_xla is installed; {_LAUNCH}, or set USE_TORCH_XLA=0")
 
 
 def _generation() -> str:
-    """v2, v3, v4, v5e, v5p, v6e; "of unknown kind" where a TPU does not tell; empty on the CPU client."""
+    """v2, v3, v4, v5e, v5p, v6e; "of unknown kind" where a TPU does not report it; empty on the CPU client."""
     if xr.device_type() != "TPU":
         return ""
     try:

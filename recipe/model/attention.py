@@ -2,7 +2,7 @@
 
 PyTorch's flash attention on a CPU spends a sixth of a 124M step on a thirtieth of its FLOPs (docs/log.md). Here each
 block of queries meets the keys before its end in one batched product, and backward keeps the probabilities instead of
-making them anew: B H T (T + 128) / 2 numbers a layer, which a CPU has room for. Scores and softmax are fp32, as in
+recomputing them: B H T (T + 128) / 2 numbers a layer, for which a CPU has room. Scores and softmax are fp32, as in
 SDPA.
 """
 
@@ -27,7 +27,7 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
 
 
 def kept_numbers(heads: int, T: int) -> int:
-    """Probabilities that backward keeps, of `heads` heads over T positions."""
+    """The number of probabilities that backward keeps, of `heads` heads over T positions."""
     return heads * sum((hi - lo) * hi for lo, hi in _blocks(T))
 
 
@@ -44,7 +44,7 @@ def _parts(kept: torch.Tensor, heads: int, T: int) -> Iterator[tuple[int, int, t
         start += size
 
 
-# Opaque to torch.compile: the loops would be unrolled into its graph, and their products are not its own anyway.
+# Opaque to torch.compile, which would unroll the loops into its graph, and generates no code for their products anyway.
 @torch.library.custom_op("recipe::attend", mutates_args=())
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(heads, T, K) each -> outputs (heads, T, K) and probabilities, flat (`_parts`)."""

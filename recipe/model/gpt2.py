@@ -26,7 +26,7 @@ from recipe.model.loss import next_token_loss
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
 
-# What GPT2Config can ask for and this module does not do.
+# Fields of GPT2Config for which this module supports one value.
 _REQUIRED = {
     "activation_function": "gelu_new",
     "scale_attn_weights": True,
@@ -151,12 +151,12 @@ class GPT2LMHeadModel(nn.Module):
     """GPT-2 with a language-model head; `state_dict()` holds transformers' keys without the tied `lm_head.weight`.
 
     Args:
-        config: a transformers GPT2Config. UserError where it asks for what this module does not do.
+        config: a transformers GPT2Config. Raises UserError where it asks for an unsupported variant.
         gradient_checkpointing: recompute each block's activations in backward instead of keeping them.
         loss_chunk_size, pad_vocab_to: see `recipe.model.loss.next_token_loss`.
         seed: of the initial weights, drawn on the CPU: the same on every device.
-        attention, checkpoint: a device's own (q, k, v, dropout) -> y over (B, H, T, K) and (block, x) -> block(x),
-            in place of SDPA and torch's checkpoint.
+        attention, checkpoint: replace SDPA and torch's checkpoint where a device has better ones: (q, k, v, dropout)
+            -> y over (B, H, T, K), and (block, x) -> block(x).
     """
 
     def __init__(

@@ -19,7 +19,7 @@ def next_token_loss(
     Args:
         hidden: (B, T, D) final hidden states, position t already aligned with the target at t.
         weight: (V, D) the head; under autocast the product runs in autocast's type.
-        targets: (B, T) token ids; IGNORE_INDEX leaves a position out. Nothing left to predict gives 0.
+        targets: (B, T) token ids; positions with IGNORE_INDEX do not count. 0 where none counts.
         chunk_size: positions whose logits are held at once; 0 holds all of them.
         pad_vocab_to: the product's row count is rounded up to a multiple of this. The rows added are sliced off
             before the softmax, so that neither the loss nor a gradient changes; tensor cores like the round number.
@@ -42,10 +42,10 @@ def next_token_loss(
 
 
 class _ChunkedLossSum(torch.autograd.Function):
-    """Summed cross-entropy that makes its gradients chunk by chunk in the forward pass.
+    """Summed cross-entropy that computes its gradients chunk by chunk in the forward pass.
 
-    The gradient of a sum over positions needs nothing from later layers but one scalar, so each chunk's logits can
-    be turned into gradients while they are at hand and are then dropped: no logits are kept and none recomputed.
+    The gradient of a sum over positions needs one scalar from later layers, so each chunk's logits are turned into
+    gradients at once and then dropped: no logits are kept and none recomputed.
     The factor 1/count (and a loss scale) enters in backward, in fp32: fp16 would flush p/count to zero.
     """
 
@@ -96,15 +96,15 @@ def _by_rows(hidden: torch.Tensor) -> bool:
     return hidden.device.type == "cpu"
 
 
-# Opaque to torch.compile, whose own code for the loss walks over all logits several times: 0.9 of this one's speed.
+# Opaque to torch.compile, whose own code for the loss reads all logits several times and has 0.9 of the speed.
 @torch.library.custom_op("recipe::loss_by_rows", mutates_args=())
 def _loss_by_rows(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, need_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy on a CPU, and its gradients (of no size unless `need_grad`): the softmax is taken of a few
-    rows at a time, while they are in the cache.
+    """Summed cross-entropy on a CPU, and its gradients (empty unless `need_grad`): the softmax takes a few rows at a
+    time, while they are in the cache.
 
-    The logits, in the product's type, are the only N x V numbers there are: they become their gradient in place.
+    The logits, in the product's type, are the only N x V numbers: they become their gradient in place.
     Softmax is one kernel on a CPU, where log-softmax and an exponential are two.
     """
     logits = hidden @ weight.t()  # (N, V), and what pads V

@@ -61,15 +61,15 @@ def test_who_has_lost_another_process_says_so_in_a_line(monkeypatch, capsys, err
     assert ended(monkeypatch, error) == 75
     said = capsys.readouterr().err
     assert said.count("\n") == 2  # of which one ends the progress bar
-    assert f"or its machine, is gone or does not answer {seen}; what it says there is the cause" in said
-    assert "The same command, without --fresh, on every machine goes on from the last checkpoint" in said
+    assert f"or its node, is gone or does not answer {seen}; its own output has the cause" in said
+    assert "The same command, without --fresh, on every node continues from the last checkpoint" in said
 
 
 @pytest.mark.parametrize(
     ("used", "said"),
     [
-        ("0", "at most 3 more times, and"),
-        ("2", "at most 1 more time, and"),
+        ("0", "at most 3 more times; once"),
+        ("2", "at most 1 more time; once"),
         ("3", "The same command"),
     ],
 )
@@ -233,7 +233,7 @@ def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
     [
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported; accelerate_configs/zero3.yaml"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file says mixed_precision bf16, the recipe fp32"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file sets mixed_precision bf16, the recipe fp32"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
     ],
 )
@@ -256,10 +256,10 @@ def test_zero_without_a_gpu_wants_to_be_told(tmp_path):
     [
         (
             {"train_micro_batch_size_per_gpu": 3},
-            "train_micro_batch_size_per_gpu is 3, but the recipe makes it 8; leave it",
+            "train_micro_batch_size_per_gpu is 3, but the recipe makes it 8; remove it or",
         ),
         ({"train_batch_size": 64}, "zero.json: train_batch_size is 64, but the recipe makes it 16"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; take it out"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; remove it"),
         ({"bf16": {"enabled": True}}, "bf16 is not about sharding"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; 1, 2 and 3 are supported"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types is not about sharding"),

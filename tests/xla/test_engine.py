@@ -303,9 +303,9 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"XLA_USE_BF16": "1"}, "unset XLA_USE_BF16: it keeps the weights and AdamW's moments in bf16"),
+        ({"XLA_USE_BF16": "1"}, "unset XLA_USE_BF16: it keeps the weights and AdamW's state in bf16"),
         ({"XLA_DOWNCAST_BF16": "1"}, "unset XLA_DOWNCAST_BF16"),
-        ({"FORK_LAUNCHED": "1"}, "distributed_type XLA starts a process a core"),
+        ({"FORK_LAUNCHED": "1"}, "distributed_type XLA starts one process per core"),
         ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
     ],
 )
@@ -321,11 +321,11 @@ def test_launches_that_are_refused(engine, monkeypatch, variables, message):
 
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
 def test_precisions_that_are_refused(engine, precision):
-    with pytest.raises(UserError, match=f"precision {precision} is not for a TPU; use auto, bf16 or fp32"):
+    with pytest.raises(UserError, match=f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32"):
         engine._resolve_precision(precision)
     assert engine._resolve_precision("auto") == "fp32"  # on the CPU client
 
 
 def test_an_optimizer_other_than_adamw_is_refused(engine):
-    with pytest.raises(UserError, match="the TPU engine knows AdamW alone, not RAdam"):
+    with pytest.raises(UserError, match="the TPU engine supports AdamW only, not RAdam"):
         engine.prepare(None, torch.optim.RAdam([torch.zeros(1)]), None, 1.0)

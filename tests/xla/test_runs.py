@@ -185,7 +185,7 @@ def test_accelerates_own_xla_launch_is_refused(tmp_path):
         text.replace("distributed_type: 'NO'", "distributed_type: XLA") + "main_training_function: main\n"
     )
     result = launch(tmp_path / "tpu_processes.yaml", 1, "--dry_run")
-    assert "distributed_type XLA starts a process a core" in result.stderr
+    assert "distributed_type XLA starts one process per core" in result.stderr
     assert "launch with accelerate_configs/tpu.yaml" in result.stderr
 
 
