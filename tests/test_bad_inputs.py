@@ -375,7 +375,7 @@ def test_11_more_processes_than_windows(place):
     ("fields", "changes", "message"),
     [
         ("mixed_precision", {}, "the Accelerate file sets mixed_precision beside deepspeed_config_file"),  # 19
-        ("gradient_accumulation_steps,zero_stage", {}, "says gradient_accumulation_steps, zero_stage beside"),  # 19
+        ("gradient_accumulation_steps,zero_stage", {}, "sets gradient_accumulation_steps, zero_stage beside"),  # 19
         (
             "",
             {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}},

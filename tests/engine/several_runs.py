@@ -11,11 +11,13 @@ if __package__ in (None, ""):
 
 from recipe.config import parse_config
 from recipe.engine.factory import open_engine
+from recipe.log import set_up_logging
 from recipe.train import run
 
 directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
 engine = open_engine(configs[0].run.precision)
+set_up_logging(main=engine.is_main)
 for config in configs:
     assert run(config, engine, lambda text: print(text, flush=True) if engine.is_main else None) == 0
 engine.close()
