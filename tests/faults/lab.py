@@ -20,6 +20,7 @@ from recipe.config import DataConfig
 from recipe.data.prepare.pipeline import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, SHAKESPEARE, environment, flags, metrics
+from tests.hub.push_server import PushHub
 
 HANG = 60  # seconds after which a run that should have ended counts as hung
 MARK = "RECIPE_FAULTS_CASE"  # in the environment of whatever a case starts: its directory
@@ -80,13 +81,14 @@ class Result:
 class Run(programs.Ranks):
     """A run under way in `directory`."""
 
-    def __init__(self, directory: Path, engine: str, fault: str, fields: dict, env: dict):
+    def __init__(self, directory: Path, engine: str, fault: str, fields: dict, hub: PushHub | None):
         self.directory, self.faults = directory, [re.split("[:/]", word)[0] for word in fault.split(",") if word]
         self.log = directory / "faults.log"
         faults = {"RECIPE_FAULT": fault, "RECIPE_FAULT_LOG": str(self.log)} if fault else {}
-        variables = environment(env | {MARK: str(directory)} | faults)
+        token = {"HUB_TOKEN": hub.token} if hub else {}
+        variables = environment({MARK: str(directory)} | faults | token)
         variables |= LAUNCHED if WORLD[engine] > 1 else {}
-        words = ("recipe/train.py", *flags(**fields))
+        words = (*(("tests/hub/with_hub.py", hub.url) if hub else ()), "recipe/train.py", *flags(**fields))
         super().__init__(WORLD[engine], *words, env=variables, alone=WORLD[engine] == 1)
 
     def end(self, *, together: bool = True, timeout: float = HANG) -> Result:
@@ -144,10 +146,10 @@ class Lab:
         (directory / "text.jsonl").write_text("\n".join(lines) + "\n")
         prepare(DataConfig(train_text=str(directory / "text.jsonl"), dataset_name=str(directory / "shards"), **DATA))
 
-    def start(self, directory: Path, engine: str, fault: str = "", env: dict | None = None, **changes) -> Run:
+    def start(self, directory: Path, engine: str, fault: str = "", hub: PushHub | None = None, **changes) -> Run:
         """Starts a run in `directory`/run."""
         fields = TINY | DATA | {"dataset_name": self.data, "train_text": self.text, "output_dir": directory / "run"}
-        return Run(directory, engine, fault, fields | changes, env or {})
+        return Run(directory, engine, fault, fields | changes, hub)
 
     def run(self, directory: Path, engine: str, fault: str = "", **changes) -> Result:
         return self.start(directory, engine, fault, **changes).end()

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from recipe.errors import ExitCode, UserError
 from tests.conftest import by_step
 from tests.faults.lab import HANG, WORLD, Lab, Run, curve, newest_whole
 from tests.faults.plugin import FILES, POINTS, install
+from tests.hub.push_server import PushHub
+from tests.hub.server import Fault
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the plugin needs /proc")
 SEEDS = (1, 2, 3, 4, 5)
@@ -114,6 +117,34 @@ def test_kill(lab, tmp_path, engine, seed, point, n):
         assert newest == 6  # saved before its long evaluation
     lab.run(tmp_path, engine, **fields, **own).expect(0)
     lab.same_end(tmp_path, engine, **fields)
+
+
+# A request of the upload of a checkpoint, and how many of its kind are answered before: before, during and after a file.
+UPLOADS = [("*/preupload/*", 0), ("/lfs/*", 0), ("*/commit/*", 0), ("/lfs/*", 2), ("*/commit/*", 1)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "seed"), table([(engine, seed) for engine in WORLD for seed in SEEDS], sample={("one", 2)})
+)
+def test_kill_in_an_upload(lab, tmp_path, engine, seed):
+    """The Hub does not answer, and the run is killed: the same command again uploads what is missing."""
+    path, skip = UPLOADS[seed - 1]
+    push = {"push_to_hub": True, "hub_model_id": "acme/gpt2", "milestone_steps": 2, "seed": seed}
+    with PushHub(tmp_path / "hub") as hub:
+        hub.faults.append(Fault(path=path, kind="stall", skip=skip, times=10**6))
+        run = lab.start(tmp_path, engine, hub=hub, **push)
+        deadline = time.monotonic() + HANG
+        while sum(fnmatch(request.path, path) for request in hub.requests) <= skip and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.ranks[0].send_signal(signal.SIGKILL)
+        assert run.end().codes[0] == -signal.SIGKILL
+        newest_whole(tmp_path, at_least=1)
+        hub.faults.clear()
+        lab.run(tmp_path, engine, hub=hub, **push).expect(0)
+        for branch, step in {"step-000002": 2, "step-000004": 4, "step-000006": 6, "main": 6}.items():
+            weights = (tmp_path / "run" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+            assert hub.files("acme/gpt2", branch)["model.safetensors"] == weights, branch
+    lab.same_end(tmp_path, engine, seed=seed)
 
 
 # 2. SIGTERM
