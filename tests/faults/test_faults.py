@@ -119,7 +119,7 @@ def test_kill(lab, tmp_path, engine, seed, point, n):
     lab.same_end(tmp_path, engine, **fields)
 
 
-# A request of the upload of a checkpoint, and how many of its kind are answered before: before, during and after a file.
+# The request of an upload that the Hub does not answer (before, during and after a file), and how many come before it.
 UPLOADS = [("*/preupload/*", 0), ("/lfs/*", 0), ("*/commit/*", 0), ("/lfs/*", 2), ("*/commit/*", 1)]
 
 
@@ -128,23 +128,36 @@ UPLOADS = [("*/preupload/*", 0), ("/lfs/*", 0), ("*/commit/*", 0), ("/lfs/*", 2)
 )
 def test_kill_in_an_upload(lab, tmp_path, engine, seed):
     """The Hub does not answer, and the run is killed: the same command again uploads what is missing."""
-    path, skip = UPLOADS[seed - 1]
-    push = {"push_to_hub": True, "hub_model_id": "acme/gpt2", "milestone_steps": 2, "seed": seed}
     with PushHub(tmp_path / "hub") as hub:
-        hub.faults.append(Fault(path=path, kind="stall", skip=skip, times=10**6))
-        run = lab.start(tmp_path, engine, hub=hub, **push)
-        deadline = time.monotonic() + HANG
-        while sum(fnmatch(request.path, path) for request in hub.requests) <= skip and time.monotonic() < deadline:
-            time.sleep(0.02)
+        run = stalled_upload(lab, tmp_path, engine, hub, *UPLOADS[seed - 1], seed=seed)
         run.ranks[0].send_signal(signal.SIGKILL)
         assert run.end().codes[0] == -signal.SIGKILL
         newest_whole(tmp_path, at_least=1)
-        hub.faults.clear()
-        lab.run(tmp_path, engine, hub=hub, **push).expect(0)
-        for branch, step in {"step-000002": 2, "step-000004": 4, "step-000006": 6, "main": 6}.items():
-            weights = (tmp_path / "run" / f"step_{step:08d}" / "model.safetensors").read_bytes()
-            assert hub.files("acme/gpt2", branch)["model.safetensors"] == weights, branch
-    lab.same_end(tmp_path, engine, seed=seed)
+        uploads_the_rest(lab, tmp_path, engine, hub, seed=seed)
+
+
+PUSH = {"push_to_hub": True, "hub_model_id": "acme/gpt2", "milestone_steps": 2}
+
+
+def stalled_upload(lab: Lab, directory: Path, engine: str, hub: PushHub, path: str, skip: int, **fields) -> Run:
+    """A run that has sent a request which the Hub does not answer."""
+    hub.faults.append(Fault(path=path, kind="stall", skip=skip, times=10**6))
+    run = lab.start(directory, engine, hub=hub, **PUSH, **fields)
+    deadline = time.monotonic() + HANG
+    while sum(fnmatch(request.path, path) for request in hub.requests) <= skip:
+        assert time.monotonic() < deadline, f"no upload came so far\n{run.stdout}{run.stderr}"
+        time.sleep(0.02)
+    return run
+
+
+def uploads_the_rest(lab: Lab, directory: Path, engine: str, hub: PushHub, **fields) -> None:
+    """Fails unless the same command, with a Hub that answers, ends with every checkpoint there."""
+    hub.faults.clear()
+    lab.run(directory, engine, hub=hub, **PUSH, **fields).expect(0)
+    for branch, step in {"step-000002": 2, "step-000004": 4, "step-000006": 6, "main": 6}.items():
+        weights = (directory / "run" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+        assert hub.files("acme/gpt2", branch)["model.safetensors"] == weights, branch
+    lab.same_end(directory, engine, **fields)
 
 
 # 2. SIGTERM
@@ -195,6 +208,18 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path, engine):
     time.sleep(1)
     os.kill(run.ranks[-1].pid, signal.SIGTERM)
     stopped(lab, run, engine, 15, **changes)
+
+
+@pytest.mark.whole_table
+@pytest.mark.parametrize("engine", WORLD)
+def test_sigterm_while_uploading(lab, tmp_path, engine):
+    """To the last rank, while the Hub does not answer: nobody waits for it, and the next run uploads the rest."""
+    with PushHub(tmp_path / "hub") as hub:
+        run = stalled_upload(lab, tmp_path, engine, hub, "/lfs/*", 0)
+        run.ranks[-1].send_signal(signal.SIGTERM)
+        run.end(together=False).expect(ExitCode.DONE, ExitCode.RUN_AGAIN)  # all steps may have been done by then
+        assert run.leftovers() == []
+        uploads_the_rest(lab, tmp_path, engine, hub)
 
 
 @pytest.mark.whole_table
