@@ -66,6 +66,36 @@ class Sequences(int):
         return int(word)
 
 
+# nanoGPT's and llm.c's names, and this project's former ones, for the message that refuses them.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "max_iters": "max_steps",
+    "batch_size": "micro_batch_size",
+    "block_size": "sequence_length",
+    "out_dir": "output_dir",
+    "data": "dataset_name",
+    "dataset": "dataset_name",
+    "source": "train_text",
+    "compile": "torch_compile",
+    "tracker": "report_to",
+    "warmup_iters": "warmup_steps",
+    "grad_clip": "max_grad_norm",
+    "eval_interval": "eval_steps",
+    "log_interval": "logging_steps",
+}
+
+
+class Help(argparse.HelpFormatter):
+    """Appends a field's value to its help, unless it is empty."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        value = "auto" if action.dest == "micro_batch_size" and action.default == AUTO else action.default
+        if value in ("", None, argparse.SUPPRESS):
+            return action.help or ""
+        shown = str(value) if str(value).isprintable() else repr(value)
+        return f"{action.help} (default: {shown.replace('%', '%%')})"
+
+
 class Parser(HfArgumentParser):
     """Of a word that it does not know it says the name, not the value: that may be a secret in the wrong place."""
 
@@ -110,6 +140,8 @@ def yaml_flags(path: Path, fields: Iterable[str]) -> list[str]:
 
 
 def _nearest(name: str, fields: Iterable[str]) -> str:
+    if _ELSEWHERE.get(name) in fields:
+        return f"; did you mean {_ELSEWHERE[name]!r}?"
     secret = looks_secret(name)
     close = difflib.get_close_matches(name, fields, n=1, cutoff=0.8 if secret else 0.6)
     if secret and not close:

@@ -18,7 +18,7 @@ from typing import Literal
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from recipe.catalog import DATASETS, license_error, resolve
-from recipe.cli import Parser, Sequences, yaml_flags
+from recipe.cli import Help, Parser, Sequences, yaml_flags
 from recipe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +31,8 @@ def _opt(default, help: str):
 
 @dataclass(frozen=True)
 class ModelConfig:
+    _argument_group_name = "Model"  # of --help
+
     n_layer: int = _opt(12, "transformer blocks")
     n_head: int = _opt(12, "attention heads; must divide n_embd")
     n_embd: int = _opt(768, "width of the residual stream")
@@ -41,6 +43,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
+    _argument_group_name = "Data"  # of --help
+
     dataset_name: str = _opt(
         "",
         f"{', '.join(DATASETS)}; a Hub data set of text (ORG/NAME) or of shards (hf://datasets/ORG/NAME/*.bin); a "
@@ -73,6 +77,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    _argument_group_name = "Optimizer"  # of --help
+
     max_steps: int = _opt(1000, "optimizer steps in the whole run")
     total_batch_tokens: int = _opt(524288, "tokens an optimizer step, over all processes and micro-steps")
     micro_batch_size: Sequences = field(
@@ -99,6 +105,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
+    _argument_group_name = "Run"  # of --help
+
     config: str = _opt(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")
     run_name: str = _opt("", "name of the run (empty: the recipe's file name)")
     output_dir: str = _opt("", "directory of the run (empty: runs/<run_name>)")
@@ -157,13 +165,21 @@ FIELDS = {f.name: f for part in _PARTS for f in dataclasses.fields(part)}
 def parse_config(argv: list[str] | None = None) -> Config:
     """The run's configuration from `--config FILE` and flags. Raises UserError for whatever is wrong with them."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(_PARTS, description="Train GPT-2.", allow_abbrev=False)
-    if {"-h", "--help"} & set(argv):
-        parser.print_help()
-        raise SystemExit(0)
-    path = _resolve(parser.parse_known_args(argv)[0].config)
+    parser = Parser(
+        _PARTS,
+        description="Train GPT-2.",
+        usage="%(prog)s [--config RECIPE] [--FIELD VALUE ...]",
+        allow_abbrev=False,
+        formatter_class=Help,
+    )
+    words = [word for word in argv if word not in ("-h", "--help")]
+    path = _resolve(parser.parse_known_args(words)[0].config)
     recipe = yaml_flags(path, FIELDS.keys() - {"config"})
     parser.parse(recipe, f"{path}: ")
+    if words != argv:
+        parser.set_defaults(**vars(parser.parse_known_args([*recipe, f"--config={path}"])[0]))
+        parser.print_help()
+        raise SystemExit(0)
     recipe = _without_replaced_data(recipe, parser.parse_known_args(recipe)[0], parser.parse_known_args(argv)[0], argv)
     parts = parser.parse([*recipe, *argv])
     return _validated(_with_defaults(Config(*parts), path))

@@ -57,6 +57,40 @@ def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
 
 
 @pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("lr", "learning_rate"),
+        ("max_iters", "max_steps"),
+        ("batch_size", "micro_batch_size"),
+        ("block_size", "sequence_length"),
+        ("out_dir", "output_dir"),
+        ("data", "dataset_name"),
+        ("compile", "torch_compile"),
+        ("tracker", "report_to"),
+    ],
+)
+def test_names_of_nanogpt_and_llm_c_are_refused_with_ours(theirs, ours):
+    assert f"unknown '--{theirs}'; did you mean '{ours}'?" in refused(f"--{theirs}=1")
+
+
+def test_help_shows_the_recipes_values_in_groups(capsys):
+    def shown(*argv: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            parse_config([*argv, "--help"])
+        assert end.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    default, gpt2 = shown(), shown("--config=gpt2")
+    groups = [default.index(f" {name}: --") for name in ("Model", "Data", "Optimizer", "Run")]
+    assert groups == sorted(groups)
+    assert "transformer blocks (default: 4)" in default
+    assert "peak learning rate (default: 0.003)" in default
+    assert "transformer blocks (default: 12)" in gpt2
+    assert "(default: auto)" in gpt2
+    assert "(default: )" not in default + gpt2
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("dataset_name: x\nmax_steps: many", "invalid int value: 'many'"),
