@@ -227,6 +227,7 @@ def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
     assert_refused(cases)
 
 
+@pytest.mark.slow
 def test_two_streams_cannot_share_a_directory(prepared, tmp_path, monkeypatch):
     data = at(prepared, tmp_path / "s")
     with streaming(dataclasses.replace(data, disk_budget_gb=budget(prepared, 2))) as s:
@@ -285,6 +286,7 @@ def files_made(out):
     return stop
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_used_up_is_an_error(prepared, tmp_path):
     data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3))
     expected = local(prepared)
@@ -294,6 +296,7 @@ def test_a_budget_that_is_used_up_is_an_error(prepared, tmp_path):
             assert_rows(s, expected, range(expected.windows // BATCH))
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     """Because the text has changed since the checkpoint."""
     manifest = dataclasses.asdict(prepared.manifest)

@@ -89,6 +89,7 @@ def test_text_from_a_hub_that_fails(prepared, hub, tmp_path, capsys):
         assert b"canary" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_resumed_stream_reads_a_row_group_and_not_the_file(prepared, hub, tmp_path):
     expected = local(prepared)
     step = int(expected._starts[6]) // BATCH + 1
@@ -105,6 +106,7 @@ def test_a_resumed_stream_reads_a_row_group_and_not_the_file(prepared, hub, tmp_
     assert len(asked) <= 40, asked
 
 
+@pytest.mark.slow
 def test_shards_from_a_hub_that_fails(prepared, hub, tmp_path):
     hub.faults += [
         Fault(path="*.bin", method="GET", status=429, headers={"Retry-After": "1"}, skip=1),
@@ -159,6 +161,7 @@ def test_what_the_hub_does_not_have_is_an_error_at_once(prepared, hub, tmp_path)
     assert_refused({name: (data[name], message) for name, (_, message) in cases.items()})
 
 
+@pytest.mark.slow
 def test_without_a_token(prepared, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "canary-wrong")
     with (
@@ -222,6 +225,7 @@ def test_training_does_not_notice(prepared, hub, tmp_path):
         assert b"canary" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_7_a_training_shard_that_is_a_validation_shard(prepared, hub, tmp_path):
     same = hub.root / "a" / "same"
     same.mkdir()
