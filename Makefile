@@ -111,7 +111,7 @@ eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=hellaswag,lambada_
 export: .venv/installed ## the latest checkpoint of RUN with its model card into OUT
 	$(BIN)/python -m recipe.hub.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
 
-push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO=ORG/NAME
+push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
 	$(BIN)/python -m recipe.hub.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo "$(REPO)" $(ARGS)
 
 ##@ Measure speed
