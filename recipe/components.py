@@ -1,50 +1,310 @@
-"""What stands before the first step: the data opened, the checkpoint found, the model built."""
+"""What the loop drives: built, restored from a checkpoint, and closed."""
 
 import hashlib
 import logging
-import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from tqdm import tqdm
 
-from recipe.checkpoint.format import Checkpoint, load_checkpoint
+from recipe.checkpoint.format import Checkpoint, Retention, load_checkpoint
+from recipe.checkpoint.manager import CheckpointManager
+from recipe.checkpoint.provenance import about
 from recipe.checkpoint.run_dir import check_same_run, open_run
-from recipe.cli import wrapped
-from recipe.config import ROOT, Config
+from recipe.config import ROOT, Batch, Config
 from recipe.data import tokenizer
+from recipe.data.dataset import TokenDataset, check_same_data
+from recipe.data.open import open_datasets
+from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
-from recipe.engine.launch import restarts
+from recipe.engine.launch import launcher_patience, restarts
 from recipe.errors import UserError
+from recipe.estimate.memory import flops_per_token
+from recipe.evaluation import Evaluator
+from recipe.hub.upload import Uploads
+from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
+from recipe.monitor.progress import Progress
+from recipe.monitor.trackers import Tracker
+from recipe.optim.adamw import make_optimizer, steps_taken
+from recipe.optim.spike_filter import SpikeFilter
 from recipe.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-# Of a machine rather than of the run: where things lie, and how much memory there is.
-_OF_A_MACHINE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir", "device_memory_gb"}
+# Fields of a node rather than of the run: where files are, and how much memory there is.
+_OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir", "device_memory_gb"}
 
 
-def check_alike(config: Config, engine: Engine) -> None:
-    """Raises UserError, on all processes, where one was launched with other settings or other code than the main one:
-    each would train something else, or wait for ever. And where a restart would start over."""
+@dataclass(frozen=True)
+class Components:
+    """What `train` drives.
+
+    Attributes:
+        engine: device, processes, precision.
+        model: the prepared model; `raw_model` is the same one without wrappers.
+        optimizer: prepared.
+        train_data, val_data: the tokens.
+        batches: this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device.
+        spike_filter: decides on the device which steps are skipped.
+        metrics: loss, throughput, metrics.jsonl, progress bar, tracker.
+        evaluator: validation loss, HellaSwag and a sample of the live model.
+        checkpoints: saves the state of all of these.
+        uploads: brings checkpoints to the Hub in the background.
+        first_step: optimizer steps done before.
+    """
+
+    engine: Engine
+    model: torch.nn.Module
+    raw_model: GPT2LMHeadModel
+    optimizer: torch.optim.Optimizer
+    train_data: TokenDataset
+    val_data: TokenDataset
+    batches: Batches
+    spike_filter: SpikeFilter
+    metrics: Metrics
+    evaluator: Evaluator
+    checkpoints: "Checkpoints"
+    uploads: Uploads
+    first_step: int
+
+    def check_data_errors(self, saved: bool) -> None:
+        """Raises UserError, on all processes, where the data of one could not be read, which has stopped the run. A
+        collective call."""
+        error = self.batches.error()
+        if self.engine.anywhere(error is not None):
+            cause = error or "the data of another process cannot be read; its error message has the cause"
+            raise UserError(f"{cause}{'' if saved else '; nor could the last checkpoint be written'}")
+
+
+@dataclass
+class Checkpoints:
+    """Takes the state of all components, on every process; the main process's CheckpointManager writes it."""
+
+    config: Config
+    engine: Engine
+    raw_model: GPT2LMHeadModel
+    optimizer: torch.optim.Optimizer
+    spike_filter: SpikeFilter
+    metrics: Metrics
+    train_data: TokenDataset
+    tracker: Tracker
+    manager: CheckpointManager | None  # None on all processes but the main one
+    history: list[dict]  # on which devices, by which code the run was trained so far
+    saved_step: int
+    files: dict[str, bytes] = field(init=False)  # what transformers needs beside the weights
+
+    def __post_init__(self):
+        self.files = model_files(self.raw_model) if self.manager else {}
+
+    def save(self, step: int) -> None:
+        """Begins to write a checkpoint of this step, unless there is one. A collective call."""
+        if step <= self.saved_step:
+            return
+        with self.metrics.paused("saving"):
+            state = self._trainer_state(step)
+            if self.manager:
+                self.manager.begin()
+            weights, optimizer_state = self.engine.snapshot(self.raw_model, self.optimizer)
+            if self.manager:
+                self.manager.save(step, weights, optimizer_state, state, self.files)
+        self.saved_step = step
+
+    def _trainer_state(self, step: int) -> dict:
+        """What a resumed run needs beside the tensors, as JSON. A collective call."""
+        return {
+            "config": redacted(self.config.flat()),
+            "engine": self.engine.name,
+            "about": self.history,
+            "tokens": step * self.config.optimizer.total_batch_tokens,
+            "optimizer_steps": steps_taken(self.optimizer),
+            "grad_scaler": self.engine.state_dict(),
+            "spike_filter": self.spike_filter.state_dict(),
+            "data": self.train_data.state(),
+            "tracker": self.tracker.run_id,
+        } | self.metrics.state_dict()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint under way is committed."""
+        if self.manager:
+            self.manager.wait()
+
+    def conclude(self) -> bool:
+        """Whether the run's last checkpoint is committed; tries again for a minute where it is not. A collective
+        call."""
+        stop = self.engine.stop
+        stop.leave()
+        with self.metrics.paused("saving"):
+            saved = self.manager.conclude(lambda: stop.requested) if self.manager else None
+            return self.engine.from_main(saved)
+
+
+@contextmanager
+def open_components(
+    config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None, uploads: Uploads
+) -> Iterator[Components]:
+    """Builds everything from the configuration, or restores it from `checkpoint`. A collective call. Raises
+    UserError."""
+    step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
+    with ExitStack() as closing:
+        train_data, val_data = closing.enter_context(open_datasets(config, batch, engine, step, state.get("data")))
+        if checkpoint:
+            check_same_data(state["data"], train_data.state(), config.data.dataset_name)
+        raw_model, model, optimizer = _model_and_optimizer(config, batch, engine, checkpoint)
+        batches = Batches(
+            train_data,
+            batch,
+            engine.rank,
+            step,
+            config.optimizer.max_steps,
+            to_device=engine.to_device,
+            pin=engine.device.type == "cuda",
+        )
+        closing.callback(batches.close)
+        spike_filter = SpikeFilter(engine.device, config.optimizer)
+        log, manager = _log_and_manager(config, engine, step, closing)
+        outputs = _outputs(config, engine, step, state, log, closing)
+        flops = flops_per_token(config.model, config.data.sequence_length)
+        metrics = Metrics(config, engine, batches, spike_filter, manager, outputs, flops)
+        if checkpoint:
+            spike_filter.load_state_dict(state["spike_filter"])
+            metrics.load_state_dict(state)
+        checkpoints = Checkpoints(
+            config,
+            engine,
+            raw_model,
+            optimizer,
+            spike_filter,
+            metrics,
+            train_data,
+            outputs.tracker,
+            manager,
+            history=about(config, engine, step, state.get("about")) if engine.is_main else [],
+            saved_step=step,
+        )
+        if engine.world > 1:
+            engine.stop.begin()  # from here on a process that hears a signal tells the others
+        if manager:
+            engine.stop.before_leaving = lambda: manager.join(60)
+        yield Components(
+            engine,
+            model,
+            raw_model,
+            optimizer,
+            train_data,
+            val_data,
+            batches,
+            spike_filter,
+            metrics,
+            Evaluator(config, batch, engine, raw_model, val_data, metrics),
+            checkpoints,
+            uploads,
+            first_step=step,
+        )
+
+
+def _model_and_optimizer(
+    config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None
+) -> tuple[GPT2LMHeadModel, torch.nn.Module, torch.optim.Optimizer]:
+    """The model, the prepared model and its prepared optimizer. The weights are loaded before `prepare` and the
+    optimizer state after it, so that every engine and number of processes can take them."""
+    opt, run = config.optimizer, config.run
+    raw_model = build_model(config, load_init_from=checkpoint is None, **engine.model_options)
+    if checkpoint:
+        raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
+    engine.place(raw_model, compile=run.torch_compile_mode if run.torch_compile else "")
+    optimizer = make_optimizer(raw_model, opt, **engine.optimizer_options)
+    model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
+    if checkpoint:
+        state = checkpoint.state
+        engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, state["optimizer_steps"])
+        engine.load_state_dict(state["grad_scaler"])
+    return raw_model, model, optimizer
+
+
+def _log_and_manager(
+    config: Config, engine: Engine, step: int, closing: ExitStack
+) -> tuple[MetricsLog | None, CheckpointManager | None]:
+    """metrics.jsonl and what writes checkpoints, both on the main process only."""
+    if not engine.is_main:
+        return None, None
+    run = config.run
+    log = closing.enter_context(MetricsLog(Path(run.output_dir) / "metrics.jsonl", step))
+    keep = Retention(run.save_total_limit, run.milestone_steps)
+    manager = CheckpointManager(Path(run.output_dir), keep, log, patience=launcher_patience())
+    return log, closing.enter_context(manager)
+
+
+def _outputs(
+    config: Config, engine: Engine, step: int, state: dict, log: MetricsLog | None, closing: ExitStack
+) -> Outputs:
+    opt = config.optimizer
+    progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
+    closing.callback(progress.close)
+    tracker = closing.enter_context(Tracker(config, step, state.get("tracker"), active=engine.is_main))
+    return Outputs(log, progress, tracker)
+
+
+@contextmanager
+def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | None]:
+    """The run's directory, locked for this run, and the newest whole checkpoint in it, chosen and verified by the main
+    process for all of them. A collective call. Raises UserError, on all processes."""
+    with ExitStack() as closing:
+        chosen, error = None, ""
+        if engine.is_main:
+            try:
+                chosen = closing.enter_context(open_run(config)).newest_checkpoint()
+            except UserError as e:
+                error = str(e)
+        chosen, error = engine.from_main((chosen, error))
+        if error:
+            raise UserError(error)
+        yield _load(config, engine, chosen) if chosen else None
+
+
+def _load(config: Config, engine: Engine, path: Path) -> Checkpoint:
+    if engine.anywhere(not path.exists()):
+        raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
+    checkpoint = load_checkpoint(path)
+    check_same_run(checkpoint.state, redacted(config.flat()), Path(config.run.output_dir))
+    if checkpoint.step < config.optimizer.max_steps:
+        logger.info("resume     from step %d (%s)", checkpoint.step, path)
+    return checkpoint
+
+
+def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -> bool:
+    """Whether there is nothing left to do: the last step is saved, and was evaluated. A collective call."""
+    if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
+        return False
+    if checkpoint.step > config.optimizer.max_steps:
+        return True
+    lines = read_metrics(Path(config.run.output_dir) / "metrics.jsonl")
+    evaluated = bool(lines) and lines[-1]["step"] == checkpoint.step and lines[-1].get("val_loss") is not None
+    return engine.from_main(evaluated)
+
+
+def check_same_launch(config: Config, engine: Engine) -> None:
+    """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
+    one, and where a restart would start over. A collective call."""
     if config.run.fresh and (limit := restarts()[0]):
         raise UserError(
-            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; leave out one of "
-            f"them, or move {config.run.output_dir} away"
+            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
+            f"or move {config.run.output_dir} away"
         )
-    mine = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_MACHINE}
+    mine = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
     mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
-    others = engine.from_main(mine)
-    differing = [f"{k} {mine.get(k)!r}, there {others.get(k)!r}" for k in mine | others if mine.get(k) != others.get(k)]
+    theirs = engine.from_main(mine)
+    differing = [f"{k} {mine.get(k)!r}, there {theirs.get(k)!r}" for k in mine | theirs if mine.get(k) != theirs.get(k)]
     if engine.anywhere(bool(differing)):
         raise UserError(
-            f"this machine was launched otherwise than the main process: {'; '.join(differing)}. Launch the same "
-            "command from the same code on every machine"
+            f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the same "
+            "code on every node"
             if differing
-            else "another machine was launched otherwise than the main process; what it says there is the cause"
+            else "the configuration of another node differs from rank 0's; its error message says how"
         )
 
 
@@ -53,35 +313,6 @@ def _digest_of_code() -> str:
     for path in sorted((ROOT / "recipe").rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def _above_the_bar(line: str) -> None:
-    with suppress(OSError, ValueError):
-        tqdm.write(wrapped(line))
-        sys.stdout.flush()
-
-
-def find_checkpoint(config: Config, engine: Engine, closing: ExitStack) -> Checkpoint | None:
-    """The newest whole checkpoint of this run, chosen and verified by the main process for all of them, in a directory
-    that is this run's alone until `closing`. A collective call. Raises UserError."""
-    chosen, error = None, ""
-    if engine.is_main:
-        try:
-            chosen = closing.enter_context(open_run(config)).newest_checkpoint()
-        except UserError as e:
-            error = str(e)
-    chosen, error = engine.from_main((chosen, error))
-    if error:
-        raise UserError(error)
-    if chosen is None:
-        return None
-    if engine.anywhere(not chosen.exists()):
-        raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
-    checkpoint = load_checkpoint(chosen)
-    check_same_run(checkpoint.state, redacted(config.flat()), Path(config.run.output_dir))
-    if checkpoint.step < config.optimizer.max_steps:
-        logger.info("resume     from step %d (%s)", checkpoint.step, chosen)
-    return checkpoint
 
 
 def model_files(model: GPT2LMHeadModel) -> dict[str, bytes]:

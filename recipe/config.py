@@ -337,6 +337,36 @@ def check_repo_name(name: str, field: str) -> None:
 
 
 @dataclass(frozen=True)
+class Due:
+    """What is due at a step boundary, after so many optimizer steps."""
+
+    last: bool
+    log: bool
+    eval: bool
+    save: bool
+    hellaswag: bool
+    sample: bool
+
+
+def due_at(step: int, config: Config) -> Due:
+    """What is due after `step` optimizer steps. Everything that the run does at all is due after the last one; nothing
+    is saved, and the untrained model neither scored on HellaSwag nor sampled, before the first."""
+    run, last = config.run, step == config.optimizer.max_steps
+
+    def every(steps: int) -> bool:
+        return last or (steps > 0 and step % steps == 0)
+
+    return Due(
+        last=last,
+        log=every(run.logging_steps),
+        eval=every(run.eval_steps),
+        save=step > 0 and every(run.save_steps),
+        hellaswag=step > 0 and run.hellaswag_steps > 0 and every(run.hellaswag_steps),
+        sample=step > 0 and run.sample_steps > 0 and every(run.sample_steps),
+    )
+
+
+@dataclass(frozen=True)
 class Batch:
     """How an optimizer step's sequences are cut: sequences = world x accumulation x micro.
 

@@ -68,7 +68,7 @@ class Metrics:
         self.loss = RunningLoss(engine.device, engine.sum_dtype)
         self.throughput = Throughput()
         self._read_at = 0  # the step of the last reading
-        self._record: dict | None = None  # of this step, until it is written
+        self._record: dict | None = None  # of this step boundary
         self._grad_norm: torch.Tensor | None = None
 
     def read(self, step: int) -> None:
@@ -97,7 +97,7 @@ class Metrics:
     def write(self, step: int) -> None:
         """Writes this step's record, if there is one, to all outputs. Raises UserError where the run's directory has
         gone."""
-        values, self._record = self._record, None
+        values = self._record  # kept until the next step: a run that stops here saves it, and writes the line again
         if values is None:
             return
         optimizer, checkpoints = self._config.optimizer, self._checkpoints
@@ -117,17 +117,17 @@ class Metrics:
         waits for them. After each of the process's first steps the loss is read and shown, a sign of life long before
         the first line; that is a collective call."""
         self.loss.end_step(skipped)
-        self._grad_norm = grad_norm
+        self._grad_norm, self._record = grad_norm, None
         self._outputs.progress.advance()
         if self._outputs.progress.wants_loss and self._config.run.logging_steps > 1:
             self._outputs.progress.live(self.loss.mean(self._engine.mean))
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[None]:
+    def paused(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A context for what is no training, such as "validating": its seconds do not count as training, and the
-        progress bar shows what the run is doing."""
+        progress bar shows what the run is doing. Gives a function to report how many of how many batches are done."""
         with self.throughput.paused(), self._engine.stop.patient(), self._outputs.progress.during(what):
-            yield
+            yield self._outputs.progress.tick
 
     def state_dict(self) -> dict:
         """For the checkpoint, as JSON. A collective call, and waits for the device."""

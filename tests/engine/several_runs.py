@@ -18,6 +18,7 @@ directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
 engine = open_engine(configs[0].run.precision)
 set_up_logging(main=engine.is_main)
+set_up_logging(main=engine.is_main)
 for config in configs:
-    assert run(config, engine, lambda text: print(text, flush=True) if engine.is_main else None) == 0
+    assert run(config, engine) == 0
 engine.close()

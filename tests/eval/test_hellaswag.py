@@ -229,7 +229,7 @@ def test_processes_share_the_rows_and_models_are_compared(whole_run, tmp_path):
 
 @pytest.mark.slow
 def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(make_model):
-    from recipe import evaluation as live
+    from recipe.evaluation import whole_model
     from recipe.model.gpt2 import GPT2LMHeadModel as OwnModel
 
     own = OwnModel(make_model(32).model.config)
@@ -239,7 +239,7 @@ def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(make_m
     graphs = torch._dynamo.utils.counters["stats"]
     own(torch.zeros(1, 8, dtype=torch.long))
     before = graphs["unique_graphs"]
-    with live.eager(SimpleNamespace(whole_weights=lambda model: None), own) as model:
+    with whole_model(SimpleNamespace(whole_weights=lambda model: None), own) as model:
         for length in (5, 6, 7):
             model.transformer(torch.zeros(1, length, dtype=torch.long))
     assert graphs["unique_graphs"] == before

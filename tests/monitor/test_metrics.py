@@ -176,10 +176,15 @@ class Recorder:
     def advance(self):
         pass
 
-    def first(self, loss):
-        self.first_loss = loss
+    wants_loss = True
 
-    def report(self, record, failed, pauses):
+    def live(self, loss):
+        self.live_losses = [*getattr(self, "live_losses", []), loss]
+
+    def tick(self, done, of):
+        pass
+
+    def report(self, record, failed):
         assert failed == "step 10 not saved"
 
     def log(self, record):
@@ -202,7 +207,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     for step in range(5):
         metrics.loss.add(torch.tensor(float(step)))
         metrics.end_step(torch.tensor(0.5), torch.tensor(0.0))
-    assert recorder.first_loss == 0.0  # a sign of life after the first step
+    assert recorder.live_losses == [0.0, 0.5, 1.0, 1.5, 2.0]  # the mean so far: a sign of life
     metrics.write(4)  # nothing was read at this step
     metrics.read(5)
     state = json.loads(json.dumps(metrics.state_dict() | {"step": 5}))
