@@ -318,7 +318,7 @@ def _corruptions(counts: dict[str, int]) -> list:
     ]
 
 
-CHECKPOINT_FILES = dict.fromkeys(FILES[:3], 60) | {"manifest.json": 90}
+CHECKPOINT_FILES = dict.fromkeys(FILES[:3], 60) | {"manifest.json": 102}
 CHECKPOINT_FILES |= dict.fromkeys(
     ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"), 14
 )
