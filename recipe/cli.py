@@ -5,11 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import os
 import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,36 +14,6 @@ from transformers import HfArgumentParser
 
 from recipe.errors import UserError
 from recipe.redaction import looks_secret
-
-_LABEL = 11  # columns of what stands before the text of most lines: "device     "
-
-
-def wrapped(text: str) -> str:
-    """Lines as wide as the terminal, what does not fit aligned under the text, behind a label; as they are where
-    standard output is none: a log is searched line by line. So are commands to copy, which begin with two spaces."""
-    if not sys.stdout.isatty():
-        return text
-    width, lines = shutil.get_terminal_size().columns, []
-    for line in text.split("\n"):
-        label = re.match(r"\S+  +|step \d+: | +|", line)[0]
-        indent = " " * min(len(label) or _LABEL, width // 2)
-        options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-        whole = len(line) <= width or re.match(r"  \S", line)
-        lines.append(line if whole else textwrap.fill(line, width, **options))
-    return "\n".join(lines)
-
-
-def emit(line: str, *, wrap: bool = True) -> None:
-    """Prints a line if that can be: a full disk under the log must not end a run, nor a reader that is gone. Without
-    `wrap` it stays one, to be copied from a terminal as a command."""
-    try:
-        print(wrapped(line) if wrap else line, flush=True)
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-    except (OSError, ValueError):
-        pass  # what could not be written waits in the buffer for the next line
-
 
 AUTO = 0  # what a field of Sequences holds for `auto`
 

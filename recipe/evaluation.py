@@ -45,7 +45,7 @@ class Evaluator:
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
 
     @torch.no_grad()
-    def validate(self, model: torch.nn.Module) -> float:
+    def validate(self, model: torch.nn.Module, step: int) -> float:
         """Mean loss in nats a token over the first eval_tokens of the validation shards, the same ones whatever the
         number of processes. `model` is the prepared one. Raises UserError if the loss is not finite."""
         engine, length, micro = self.engine, self.config.data.sequence_length, self.batch.micro
@@ -67,7 +67,7 @@ class Evaluator:
         model.train()
         val_loss = loss_sum / sequences
         if not math.isfinite(val_loss):
-            raise UserError(f"the validation loss is {val_loss}: the model has diverged. {WAY_OUT}")
+            raise UserError(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
         return val_loss
 
     def _validation_batch(self, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -104,7 +104,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
         try:
             # once in a while: validation loss, HellaSwag, a sample, all on the live model
             if due.eval:
-                val_loss = parts.evaluator.validate(model)
+                val_loss = parts.evaluator.validate(model, step)
                 metrics.add(val_loss=val_loss)
             if due.hellaswag or due.sample:
                 parts.checkpoints.wait()  # a kill in a long evaluation must not cost the checkpoint

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
@@ -158,17 +157,6 @@ class ZeroEngine(Engine):
         yield
         if not last:
             model.step()  # counts the micro-step; the boundary's one is `optimizer_step`
-
-    @contextmanager
-    def unconnected(self) -> Iterator[list[tuple[str, int]]]:
-        """Context of a step of stage 1 or 2 without communication, for benchmarks: a list of the collectives that were
-        skipped, with the bytes of each."""
-        import deepspeed.comm
-
-        out, names = [], ("all_reduce", "all_gather_into_tensor")
-        silent = {name: lambda t, *_, name=name, **__: out.append((name, t.nbytes)) for name in names}
-        with mock.patch.multiple(deepspeed.comm, **silent):
-            yield out
 
     def backward(self, loss: torch.Tensor) -> None:
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -99,15 +98,6 @@ def pad_vocab_to(device: torch.device) -> int:
 def idle_gpus(device: torch.device, used: int) -> int:
     """GPUs of this node beyond the `used` ones, where `device` is a GPU."""
     return max(0, torch.cuda.device_count() - used) if device.type == "cuda" else 0
-
-
-def hide_gpus() -> dict[str, str]:
-    """Environment of a process that must find no GPU."""
-    return {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def has_deepspeed() -> bool:
-    return find_spec("deepspeed") is not None
 
 
 def one_gpu() -> dict[str, str]:

@@ -57,7 +57,18 @@ def export(
     The directory is complete or absent. Raises UserError.
     """
     _check_out(out, force)
-    checkpoint = choose(run, best)
+    while True:
+        checkpoint = choose(run, best)
+        try:
+            _write(checkpoint, out, dtype, license)
+            return checkpoint
+        except FileNotFoundError:
+            if checkpoint.exists():
+                raise
+            logger.info("%s was pruned by the run meanwhile; looking for the next one", checkpoint)
+
+
+def _write(checkpoint: Path, out: Path, dtype: str, license: str) -> None:
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -76,7 +87,6 @@ def export(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return checkpoint
 
 
 def _check_out(out: Path, force: bool) -> None:

@@ -95,7 +95,8 @@ def _memory(config: Config, batch: Batch, there_is: int | None, kind: dict) -> l
 
 def _disk(config: Config) -> str:
     data, run, steps = config.data, config.run, config.optimizer.max_steps
-    checkpoints = run.save_total_limit + (steps // run.milestone_steps if run.milestone_steps else 0)
+    milestones = steps // run.milestone_steps if run.milestone_steps else 0
+    checkpoints = run.save_total_limit + 1 + milestones  # one more is that of the best validation loss
     if data.streaming or data.train_text.startswith("hf://"):
         shards = f"{si(1e9 * data.disk_budget_gb)}B of shards"
     else:

@@ -113,6 +113,19 @@ def test_a_checkpoint_is_exported_whatever_it_is_called(whole_run, tmp_path, mon
     assert values == ([] if name == "copy" else [round(whole_run[1][10]["val_loss"], 6)])  # it is away from its run
 
 
+def test_a_checkpoint_that_the_run_prunes_meanwhile_is_replaced_by_the_next(whole_run, tmp_path, monkeypatch):
+    run, newest = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "run" / "step_00000020"
+    copyfile = shutil.copyfile
+
+    def pruning(*arguments, **options):
+        shutil.rmtree(newest, ignore_errors=True)
+        return copyfile(*arguments, **options)
+
+    monkeypatch.setattr(export.shutil, "copyfile", pruning)
+    assert export.export(run, tmp_path / "out") == run / "step_00000010"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_layer == 2
+
+
 def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
     run, out = whole_run[0], tmp_path / "out"
 
@@ -121,10 +134,10 @@ def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
         assert not list(tmp_path.iterdir())
         return capsys.readouterr().err
 
-    assert "--license 'cc-by-4' is no licen" in refused(run, "--license", "cc-by-4")
+    assert "--license 'cc-by-4' is not a license" in refused(run, "--license", "cc-by-4")
     assert "no checkpoint there" in refused(tmp_path / "nowhere")
     assert f"name {run}" in refused(run / "step_00000010", "--best")
-    with pytest.raises(UserError, match="hub_license 'MIT' is no licen"):
+    with pytest.raises(UserError, match="hub_license 'MIT' is not a license"):
         parse_config(["--hub_license=MIT"])
     with pytest.raises(UserError, match="push_to_hub needs hub_model_id, ORG/NAME on the Hub"):
         parse_config(["--push_to_hub"])
