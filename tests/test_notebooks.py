@@ -148,7 +148,7 @@ def check_evaluated(printed: dict, run: Path, step: int) -> None:
     assert {"perplexity", "hellaswag", "sample"} <= results.keys()
     assert results["perplexity"]["windows"] == 8
     assert results["hellaswag"]["rows"] == 4
-    assert len(printed["pictures"]) == len(list((run / "report").glob("*.png"))) > 3
+    assert len(printed["pictures"]) == len(list((run / "report").glob("*.png"))) > 1
 
 
 def damage(checkpoint: Path) -> Path:
