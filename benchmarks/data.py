@@ -154,6 +154,7 @@ def _data_wait(directory: Path, steps: int) -> float:
     fields = {
         "output_dir": run,
         "dataset_name": directory / "shards",
+        "train_text": ROOT / "recipe/data/tiny_shakespeare.txt",
         "max_steps": steps,
         "warmup_steps": 10,
         "eval_steps": 0,
