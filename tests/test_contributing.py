@@ -90,21 +90,19 @@ def test_the_diffs_apply_and_are_python(copy, title):
 def test_a_model_size(copy):
     (said,) = copy.add("A model size")
     assert "6 layers, 6 heads, 384 wide" in said
-    assert "max_steps: 5000" in said
+    assert "5,000 steps" in said
 
 
 @pytest.mark.slow
 def test_a_data_set(copy):
     (said,) = copy.add("A data set")
-    assert "train_text: 'Salesforce/wikitext'" in said
-    assert "dataset_config: 'wikitext-103-raw-v1'" in said
+    assert "data       Salesforce/wikitext wikitext-103-raw-v1, as shards in data/" in said
 
 
 @pytest.mark.slow
 def test_an_optimizer(copy, whole_run):
     copy.add("An optimizer")
     losses = [line["loss"] for line in metrics(copy.run)[1:]]
-    assert losses[-1] < losses[0]
     assert losses != [line["loss"] for line in metrics(whole_run[0])[1:7]]  # AdamW's
     last = copy.run / "step_00000006"
     weights = (last / "model.safetensors").read_bytes()

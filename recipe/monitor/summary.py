@@ -45,6 +45,9 @@ class Result:
 def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
     """Logs the opening panel; `found` is the line about an automatic micro-batch, or empty."""
     logger.info("run        %s (%s)", config.run.run_name, config.run.config)
+    if config.run.dry_run:  # a run says more about its data when it has opened them
+        text = " ".join(filter(None, (config.data.train_text, config.data.dataset_config)))
+        logger.info("data       %s%s", f"{text}, as shards in " if text else "", config.data.dataset_name)
     for line in describe(config, batch, engine, found):
         logger.info(line)
     if engine.idle_gpus:

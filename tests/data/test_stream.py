@@ -132,7 +132,7 @@ def test_deaths_far_apart_do_not_add_up(prepared, tmp_path):
     epoch = -(-expected.windows // BATCH)
     data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 2))
     with streaming(data, earlier=dataclasses.asdict(prepared.manifest), first=epoch) as s:
-        assert assert_rows(s, expected, range(epoch, 2 * epoch - 1), kill_every=30) > 6
+        assert assert_rows(s, expected, range(epoch, 2 * epoch - 1), kill_every=15) > 6
 
 
 def test_a_full_disk_is_waited_for(prepared, tmp_path, capsys, monkeypatch):

@@ -18,14 +18,11 @@ XL = "--config=gpt2-xl --torch_compile=false --n_layer=8"
 SLOW = [
     SMALL,
     SMALL + " --precision=fp32 --gradient_checkpointing=true",
-    SMALL + " --loss_chunk_size=128",
     SMALL + " --torch_compile=true --n_layer=1",
-    SMALL + " --torch_compile=true --n_layer=1 --n_embd=384 --micro_batch_size=1 --total_batch_tokens=256",
 ]
 FAKE = [
     GPT2 + " --gradient_checkpointing=true",
     GPT2 + " --loss_chunk_size=1024",
-    XL + " --total_batch_tokens=4096",  # accumulates nothing: there are no gradients while the loss is computed
     XL + " --total_batch_tokens=8192",
 ]
 

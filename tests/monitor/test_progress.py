@@ -175,6 +175,7 @@ def test_a_run_on_a_terminal_is_stopped_and_leaves_it_clean(shards, tmp_path):
             os.execve(sys.executable, [sys.executable, "recipe/train.py", *flags(**settings)], environment())
         finally:
             os._exit(127)
+    fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     output, code, decoder = "", None, codecs.getincrementaldecoder("utf-8")()
 
     def read_until(pattern: str) -> None:
