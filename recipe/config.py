@@ -234,95 +234,116 @@ def _with_home(part):
     return dataclasses.replace(part, **{k: os.path.expanduser(v) for k, v in vars(part).items() if k in _PATHS})
 
 
+_POSITIVE = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_positions",
+    "sequence_length",
+    "max_steps",
+    "total_batch_tokens",
+    "logging_steps",
+    "eval_tokens",
+    "save_total_limit",
+    "max_skipped_steps",
+    "shard_tokens",
+    "first_shard_tokens",
+)
+_NOT_NEGATIVE = (
+    "loss_chunk_size",
+    "eval_steps",
+    "save_steps",
+    "milestone_steps",
+    "sample_steps",
+    "hellaswag_steps",
+    "hellaswag_limit",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "skip_loss_z",
+    "skip_grad_z",
+    "seed",
+    "val_documents",
+    "device_memory_gb",
+    "price_per_hour",
+)
+_FRACTIONS = ("dropout", "adam_beta1", "adam_beta2", "val_fraction")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
 def _validated(config: Config) -> Config:
-    model, data, opt, run = config.model, config.data, config.optimizer, config.run
+    """`config` as it is. Raises UserError for a value that no run can have, and for values that exclude each other."""
+    _check_ranges(config)
+    _check_architecture_and_schedule(config)
+    _check_names(config)
+    return config
 
-    def require(ok: bool, message: str) -> None:
-        if not ok:
-            raise UserError(message)
 
-    for name, value in config.flat().items():
-        require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
-    for name in (
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "n_positions",
-        "sequence_length",
-        "max_steps",
-        "total_batch_tokens",
-        "logging_steps",
-        "eval_tokens",
-        "save_total_limit",
-        "max_skipped_steps",
-        "shard_tokens",
-        "first_shard_tokens",
-    ):
-        require(config.flat()[name] > 0, f"{name} is {config.flat()[name]}; it must be at least 1")
-    for name in (
-        "loss_chunk_size",
-        "eval_steps",
-        "save_steps",
-        "milestone_steps",
-        "sample_steps",
-        "hellaswag_steps",
-        "hellaswag_limit",
-        "warmup_steps",
-        "weight_decay",
-        "max_grad_norm",
-        "skip_loss_z",
-        "skip_grad_z",
-        "seed",
-        "val_documents",
-        "device_memory_gb",
-        "price_per_hour",
-    ):
-        require(config.flat()[name] >= 0, f"{name} is {config.flat()[name]}; it must not be negative")
-    require(data.disk_budget_gb > 0, f"disk_budget_gb is {data.disk_budget_gb}; it must be above 0")
-    for name in ("dropout", "adam_beta1", "adam_beta2", "val_fraction"):
-        require(0 <= config.flat()[name] < 1, f"{name} is {config.flat()[name]}; it must be at least 0 and below 1")
-    require(
+def _check_ranges(config: Config) -> None:
+    values = config.flat()
+    for name, value in values.items():
+        _require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
+    for name in _POSITIVE:
+        _require(values[name] > 0, f"{name} is {values[name]}; it must be at least 1")
+    for name in _NOT_NEGATIVE:
+        _require(values[name] >= 0, f"{name} is {values[name]}; it must not be negative")
+    for name in ("learning_rate", "disk_budget_gb"):
+        _require(values[name] > 0, f"{name} is {values[name]}; it must be above 0")
+    for name in _FRACTIONS:
+        _require(0 <= values[name] < 1, f"{name} is {values[name]}; it must be at least 0 and below 1")
+    rate = config.optimizer.min_lr_fraction
+    _require(0 <= rate <= 1, f"min_lr_fraction is {rate}; it must be between 0 and 1")
+
+
+def _check_architecture_and_schedule(config: Config) -> None:
+    model, data, opt = config.model, config.data, config.optimizer
+    _require(
         model.n_embd % model.n_head == 0,
         f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}; nearest valid n_embd: "
         + _listed((max(2, model.n_embd // model.n_head) + k) * model.n_head for k in (-1, 0, 1)),
     )
-    require(
+    _require(
         data.sequence_length <= model.n_positions,
         f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
         "or shorten the sequences",
     )
-    require(opt.learning_rate > 0, f"learning_rate is {opt.learning_rate}; it must be above 0")
-    require(0 <= opt.min_lr_fraction <= 1, f"min_lr_fraction is {opt.min_lr_fraction}; it must be between 0 and 1")
-    require(
+    _require(
         opt.warmup_steps < opt.max_steps,
         f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
     )
-    for name in _PATHS:  # a directory of that name would be made
-        value = config.flat()[name]
-        require(
-            "://" not in value or (name in ("dataset_name", "train_text") and value.startswith("hf://")),
-            f"{name} {value} is a URL, which is not read; download it and give the path, or name a Hub repository",
-        )
-    require(bool(data.dataset_name), "dataset_name is empty; give a directory of shards or a glob of .bin files")
-    names_text = bool(data.train_text) and not set("*?[") & set(data.dataset_name)
-    require(
-        names_text or not data.streaming,
-        f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set, or give train_text",
-    )
-    require(
-        re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
-        f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
-    )
-    require(not (error := license_error(run.hub_license)), f"hub_license {error}")
-    require(bool(run.hub_model_id) or not run.push_to_hub, "push_to_hub needs hub_model_id, ORG/NAME on the Hub")
-    if run.hub_model_id:
-        check_repo_name(run.hub_model_id, "hub_model_id")
     if opt.total_batch_tokens % data.sequence_length:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "
             f"nearest valid: {_nearest_batches(config, int(os.environ.get('WORLD_SIZE', 1)))}"
         )
-    return config
+
+
+def _check_names(config: Config) -> None:
+    data, run = config.data, config.run
+    for name in _PATHS:  # a URL would become the name of a directory
+        value = config.flat()[name]
+        _require(
+            "://" not in value or (name in ("dataset_name", "train_text") and value.startswith("hf://")),
+            f"{name} {value} is a URL, which is not read; download it and give the path, or name a Hub repository",
+        )
+    _require(bool(data.dataset_name), "dataset_name is empty; give a directory of shards or a glob of .bin files")
+    names_text = bool(data.train_text) and not set("*?[") & set(data.dataset_name)
+    _require(
+        names_text or not data.streaming,
+        f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set, or give train_text",
+    )
+    _require(
+        re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
+        f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
+    )
+    _require(not (error := license_error(run.hub_license)), f"hub_license {error}")
+    _require(bool(run.hub_model_id) or not run.push_to_hub, "push_to_hub needs hub_model_id, ORG/NAME on the Hub")
+    if run.hub_model_id:
+        check_repo_name(run.hub_model_id, "hub_model_id")
 
 
 def check_repo_name(name: str, field: str) -> None:
