@@ -35,7 +35,7 @@ def launch(config: str | Path, processes: int, *command, devices: int = 1):
         env |= {"CPU_NUM_DEVICES": str(devices), "ACCELERATE_USE_CPU": "false"}
     else:
         env["USE_TORCH_XLA"] = "0"
-    return conftest.launch(config, processes, "recipe/train.py", *command, env=env)
+    return conftest.launch(config, processes, "recipe/train.py", *command, env=env, real=True)
 
 
 def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, processes: int = 1, **fields):
