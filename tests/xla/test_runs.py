@@ -56,7 +56,7 @@ def assert_compiles_no_more(lines):
     """Validation's programs at step 0; a micro-step and an update; then nothing but zeros."""
     counts = column(lines, "compilations")
     assert counts[1] - counts[0] == 2  # a micro-step, an update
-    assert counts[2] - counts[1] == 2  # two small ones: the running loss set to 0, the guard's count of a streak
+    assert counts[2] - counts[1] <= 2  # small ones: the running loss set to 0, the spike filter's count of a streak
     assert len(set(counts[2:25])) == 1  # log lines, learning rates
     assert counts[25] - counts[24] <= 3  # small ones, once: what a checkpoint reads, the zeros of a second validation
     assert len(set(counts[25:])) == 1
