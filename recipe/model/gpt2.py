@@ -61,7 +61,11 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.float() if x.device.type == "cpu" else x)
+        if x.device.type != "cpu":
+            return super().forward(x)
+        # The parameters are fp32, except under DeepSpeed's fp16, where what follows expects half precision too.
+        y = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return y.to(self.weight.dtype)
 
 
 class Attention(nn.Module):
