@@ -31,7 +31,6 @@ from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.adamw import make_optimizer, steps_taken
-from recipe.optim.spike_filter import SpikeFilter
 from recipe.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ class Components:
         optimizer: prepared.
         train_data, val_data: the tokens.
         batches: this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device.
-        spike_filter: decides on the device which steps are skipped.
         metrics: loss, throughput, metrics.jsonl, progress bar, tracker.
         evaluator: validation loss, HellaSwag and a sample of the live model.
         checkpoints: saves the state of all of these.
@@ -65,7 +63,6 @@ class Components:
     train_data: TokenDataset
     val_data: TokenDataset
     batches: Batches
-    spike_filter: SpikeFilter
     metrics: Metrics
     evaluator: Evaluator
     checkpoints: "Checkpoints"
@@ -89,7 +86,6 @@ class Checkpoints:
     engine: Engine
     raw_model: GPT2LMHeadModel
     optimizer: torch.optim.Optimizer
-    spike_filter: SpikeFilter
     metrics: Metrics
     train_data: TokenDataset
     tracker: Tracker
@@ -123,7 +119,7 @@ class Checkpoints:
             "tokens": step * self.config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self.optimizer),
             "grad_scaler": self.engine.state_dict(),
-            "spike_filter": self.spike_filter.state_dict(),
+            "spike_filter": self.engine.spike_filter.state_dict(),
             "data": self.train_data.state(),
             "tracker": self.tracker.run_id,
         } | self.metrics.state_dict()
@@ -165,20 +161,18 @@ def open_components(
             pin=engine.device.type == "cuda",
         )
         closing.callback(batches.close)
-        spike_filter = SpikeFilter(engine.device, config.optimizer)
         log, manager = _log_and_manager(config, engine, step, closing)
         outputs = _outputs(config, engine, step, state, log, closing)
         flops = flops_per_token(config.model, config.data.sequence_length)
-        metrics = Metrics(config, engine, batches, spike_filter, manager, outputs, flops)
+        metrics = Metrics(config, engine, batches, manager, outputs, flops)
         if checkpoint:
-            spike_filter.load_state_dict(state["spike_filter"])
+            engine.spike_filter.load_state_dict(state["spike_filter"])
             metrics.load_state_dict(state)
         checkpoints = Checkpoints(
             config,
             engine,
             raw_model,
             optimizer,
-            spike_filter,
             metrics,
             train_data,
             outputs.tracker,
@@ -198,7 +192,6 @@ def open_components(
             train_data,
             val_data,
             batches,
-            spike_filter,
             metrics,
             Evaluator(config, batch, engine, raw_model, val_data, metrics),
             checkpoints,
@@ -218,7 +211,7 @@ def _model_and_optimizer(
         raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
     engine.place(raw_model, compile=run.torch_compile_mode if run.torch_compile else "")
     optimizer = make_optimizer(raw_model, opt, **engine.optimizer_options)
-    model, optimizer = engine.prepare(raw_model, optimizer, batch, opt.max_grad_norm)
+    model, optimizer = engine.prepare(raw_model, optimizer, batch, opt)
     if checkpoint:
         state = checkpoint.state
         engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, state["optimizer_steps"])

@@ -96,7 +96,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
         if due.log or due.eval:
             metrics.read(step)
         # once in a while: a checkpoint. Not while steps are skipped: the weights are those of a spike.
-        if stopping or due.last or (due.save and not parts.spike_filter.skipping):
+        if stopping or due.last or (due.save and not engine.spike_filter.skipping):
             parts.checkpoints.save(step)
         if stopping:
             break  # a resumed run does what else is due at this step
@@ -131,9 +131,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
                 loss = model(rows[:, :-1], rows[:, 1:]) / batch.accumulation
                 engine.backward(loss)
                 metrics.loss.add(loss.detach())
-        grad_norm, skipped = engine.optimizer_step(
-            model, optimizer, config.optimizer.max_grad_norm, parts.spike_filter, metrics.loss.step
-        )
+        grad_norm, skipped = engine.optimizer_step(model, optimizer, metrics.loss.step)
         metrics.end_step(grad_norm, skipped)
         engine.flush()
         engine.stop.begin()  # from the first step on there is progress that a signal must not cost

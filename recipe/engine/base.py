@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
-from recipe.config import Batch
+from recipe.config import Batch, OptimizerConfig
 from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.shutdown import Agreement, ReadAhead, StopSignal
@@ -28,6 +28,9 @@ from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.optim import adamw
 from recipe.optim.spike_filter import SpikeFilter
+
+# Gradient norm -> 1.0 where the step is to be skipped, else 0.0; both on the device.
+Judge = Callable[[torch.Tensor], torch.Tensor]
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 
@@ -45,6 +48,7 @@ class Engine:
         pad_vocab_to: the rows of the head's product are rounded up to a multiple of this.
         idle_gpus: GPUs of this node that the launch does not use.
         stop: the signals heard by this process.
+        max_grad_norm, spike_filter: what `optimizer_step` clips to, and skips; set by `prepare`.
     """
 
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -125,9 +129,16 @@ class Engine:
         if compile and not self.no_compile:
             hardware.compile_model(model, compile)
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
-        """The wrapped (model, optimizer) to train with. A collective call. Raises UserError where several processes
-        would train without a wrapper that connects them."""
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: OptimizerConfig
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """The wrapped (model, optimizer) to train with; from now on `spike_filter` is there. A collective call. Raises
+        UserError for an optimizer that the engine cannot shard, and where several processes would train without a
+        wrapper that connects them."""
+        self.max_grad_norm, self.spike_filter = config.max_grad_norm, SpikeFilter(self.device, config)
+        return self._prepare(model, optimizer, batch)
+
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
         if self.world > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
             raise UserError(f"{self.world} processes without DDP; launch with accelerate_configs/ddp.yaml")
@@ -143,26 +154,28 @@ class Engine:
         self.accelerator.backward(loss)
 
     def optimizer_step(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        max_grad_norm: float,
-        spike_filter: SpikeFilter,
-        loss: torch.Tensor | None = None,
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips to `max_grad_norm` (0: does not), steps, and clears the gradients; changes neither weights nor
-        optimizer state where `spike_filter` skips the step. A collective call.
+        """Clips to max_grad_norm (0: does not), steps, and clears the gradients; changes neither weights nor optimizer
+        state where `spike_filter` skips the step. A collective call.
 
-        `loss` is this process's loss of the step, needed where `spike_filter.needs_loss`. Returns the gradients'
-        global norm before clipping, and 1.0 for a skipped step, else 0.0: both on the device, nothing waits for them.
+        `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for
+        a skipped step, else 0.0: both on the device, nothing waits for them.
         """
-        raw, scaler, judge = optimizer.optimizer, self.accelerator.scaler, self._judge(spike_filter, loss)
+        loss = self.mean(loss) if self.spike_filter.needs_loss else None
+        return self._step(model, optimizer, partial(self.spike_filter.judge, loss=loss))
+
+    def _step(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The engine's own part of `optimizer_step`: calls `judge` once, between clipping and the update."""
+        raw, scaler = optimizer.optimizer, self.accelerator.scaler
         # True of torch's fused optimizers on a CPU and on CUDA; the one on MPS claims it too, but ignores the divisor.
         divides = self.device.type != "mps" and getattr(raw, "_step_supports_amp_scaling", False)
         if scaler or not divides:
-            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
         else:
-            grad_norm, raw.grad_scale = adamw.norm_and_divisor(model.parameters(), max_grad_norm)
+            grad_norm, raw.grad_scale = adamw.norm_and_divisor(model.parameters(), self.max_grad_norm)
         skipped = judge(grad_norm)
         if scaler:
             _scaled_step(optimizer, scaler, skipped)
@@ -174,10 +187,6 @@ class Engine:
             optimizer.step()
         optimizer.zero_grad()
         return grad_norm, skipped
-
-    def _judge(self, spike_filter: SpikeFilter, loss: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Gradient norm -> 1.0 where the step is skipped. A collective call where the filter looks at the loss."""
-        return partial(spike_filter.judge, loss=self.mean(loss) if spike_filter.needs_loss else None)
 
     def autocast(self):
         """Context: the run's precision, for parts of the model that are called by themselves."""

@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from recipe.config import ROOT, Batch
 from recipe.engine import device as hardware
-from recipe.engine.base import TIMEOUT, Engine
+from recipe.engine.base import TIMEOUT, Engine, Judge
 from recipe.engine.launch import wants_cpu
 from recipe.errors import UserError
 from recipe.optim.adamw import MOMENTS, check_is_adamw
-from recipe.optim.spike_filter import SpikeFilter
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THE_RECIPES = (
@@ -94,14 +93,14 @@ class ZeroEngine(Engine):
         processes = f"{self.world} process{'es' if self.world > 1 else ''}"
         return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
         check_is_adamw(optimizer, "DeepSpeed ZeRO")  # Accelerate makes DeepSpeed accept any
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         ours = {
             "train_batch_size": batch.sequences,
             "train_micro_batch_size_per_gpu": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
-            "gradient_clipping": max_grad_norm,
+            "gradient_clipping": self.max_grad_norm,
         }
         check_sharding_only(self._file, ours, os.environ.get(_CONFIG_FILE, "DeepSpeed's configuration"))
         config |= ours
@@ -161,15 +160,8 @@ class ZeroEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
-    def optimizer_step(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        max_grad_norm: float,
-        spike_filter: SpikeFilter,
-        loss: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._zero.step(self._judge(spike_filter, loss))
+    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
+        return self._zero.step(judge)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -289,7 +281,7 @@ class _Internals:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def step(self, judge: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, judge: Judge) -> tuple[torch.Tensor, torch.Tensor]:
         """DeepSpeed's step, which clips by its configuration and clears the gradients, with `judge` called between the
         norm and the rest: -1 is DeepSpeed's own mark of a norm that is not finite, and of a step to skip."""
         from deepspeed.runtime.utils import combine_grad_norm_groups

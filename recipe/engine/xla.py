@@ -35,11 +35,10 @@ from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import Batch
-from recipe.engine.base import Engine
+from recipe.engine.base import Engine, Judge
 from recipe.engine.shutdown import Agreement
 from recipe.errors import UserError
 from recipe.optim.adamw import MOMENTS, check_is_adamw
-from recipe.optim.spike_filter import SpikeFilter
 
 # Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
 _PEAK_FLOPS = {"v2": 22.5e12, "v3": 61.5e12, "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12}
@@ -122,7 +121,7 @@ class XlaEngine(Engine):
         assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"
         self._replicate(model.parameters())
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_grad_norm: float):
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
         """Creates AdamW's state and, for accumulation, the gradients, so that all steps are one program."""
         check_is_adamw(optimizer, "the TPU engine")
         if self.precision == "bf16":
@@ -151,16 +150,9 @@ class XlaEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def optimizer_step(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        max_grad_norm: float,
-        spike_filter: SpikeFilter,
-        loss: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
-        skipped = self._judge(spike_filter, loss)(grad_norm)
+    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
+        skipped = judge(grad_norm)
         changed = [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
         before = [tensor.detach().clone() for tensor in changed]  # recorded only: the program copies nothing
         optimizer.step()

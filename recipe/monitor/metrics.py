@@ -24,7 +24,6 @@ from recipe.files import append_to, replace_file
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
-from recipe.optim.spike_filter import SpikeFilter
 
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
@@ -56,14 +55,13 @@ class Metrics:
         config: Config,
         engine: Engine,
         batches: Batches,
-        spike_filter: SpikeFilter,
         checkpoints: CheckpointManager | None,
         outputs: Outputs,
         flops_per_token: float,
     ):
         """`checkpoints` is None on all processes but the main one; `flops_per_token` is for MFU."""
         self._config, self._engine, self._batches = config, engine, batches
-        self._spike_filter, self._checkpoints, self._outputs = spike_filter, checkpoints, outputs
+        self._checkpoints, self._outputs = checkpoints, outputs
         self._flops_per_token = flops_per_token
         self.loss = RunningLoss(engine.device, engine.sum_dtype)
         self.throughput = Throughput()
@@ -86,7 +84,7 @@ class Metrics:
             "tokens_per_second": rate,
             "data_wait": self._batches.waited() / seconds,
             "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.world) if engine.peak_flops else None,
-            "skipped_steps": self._spike_filter.check(step),
+            "skipped_steps": engine.spike_filter.check(step),
         }
         self._read_at = step
 

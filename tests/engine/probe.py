@@ -19,7 +19,6 @@ from recipe.engine import device
 from recipe.engine.factory import open_engine
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.adamw import MOMENTS, make_optimizer, steps_taken
-from recipe.optim.spike_filter import SpikeFilter
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
@@ -40,7 +39,7 @@ engine.place(model, compile="default" if mode == "compile" else "")
 optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
 batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
 initial = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
-wrapped, optimizer = engine.prepare(model, optimizer, batch, 1.0)
+wrapped, optimizer = engine.prepare(model, optimizer, batch, OptimizerConfig())
 
 restored, _ = engine.snapshot(model, optimizer)
 given = {
@@ -56,7 +55,7 @@ result = {
     "optimizer_state_kept": all(torch.equal(found[k], given[k]) for k in found),
     "names": [len(restored), len(found)],
 }
-spike_filter = SpikeFilter(engine.device, OptimizerConfig())
+spike_filter = engine.spike_filter
 always = SimpleNamespace(needs_loss=False, judge=lambda norm, loss: torch.ones((), device=engine.device))
 
 
@@ -65,8 +64,10 @@ def step(factor: float = 1.0, filter=spike_filter) -> float:
     for micro_step in range(batch.accumulation):
         rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
         with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
-            engine.backward(wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation)
-    return engine.optimizer_step(wrapped, optimizer, 1.0, filter)[0].item()
+            loss = wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation
+            engine.backward(loss)
+    engine.spike_filter = filter
+    return engine.optimizer_step(wrapped, optimizer, loss)[0].item()
 
 
 def everything() -> dict:

@@ -129,7 +129,7 @@ def test_a_model_without_its_wrapper_is_refused():
     engine.world = 2
     engine.accelerator = SimpleNamespace(prepare=lambda *objects: objects)
     with pytest.raises(UserError, match="without DDP; launch with accelerate_configs/ddp"):
-        engine.prepare(None, None, None, 1.0)
+        engine._prepare(None, None, None)
 
 
 def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
@@ -137,7 +137,7 @@ def test_zero_refuses_an_optimizer_that_it_would_resume_as_another():
 
     for kind in (torch.optim.RAdam, torch.optim.Adam):
         with pytest.raises(UserError, match=rf"ZeRO supports AdamW only, not {kind.__name__}; launch with accelerate_"):
-            ZeroEngine.__new__(ZeroEngine).prepare(None, kind([torch.zeros(1)]), None, 1.0)
+            ZeroEngine.__new__(ZeroEngine)._prepare(None, kind([torch.zeros(1)]), None)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from recipe.model import loss
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim import adamw as optim
-from recipe.optim.spike_filter import SpikeFilter
 
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
@@ -122,9 +121,8 @@ def measure(words: str, fake: bool) -> dict:
         if not fake:
             engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         optimizer = optim.make_optimizer(model, opt, **engine.optimizer_options)
-        prepared, optimizer = engine.prepare(model, optimizer, batch, opt.max_grad_norm)
+        prepared, optimizer = engine.prepare(model, optimizer, batch, opt)
         prepared.train()
-        spike_filter = SpikeFilter(engine.device, opt)
 
         def micro_steps():
             for number in range(batch.accumulation):
@@ -133,7 +131,7 @@ def measure(words: str, fake: bool) -> dict:
                     engine.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
 
         def update():
-            engine.optimizer_step(prepared, optimizer, opt.max_grad_norm, spike_filter)
+            engine.optimizer_step(prepared, optimizer, torch.zeros(()))
 
         parameters = sum(p.nbytes for p in model.parameters())
         if fake:

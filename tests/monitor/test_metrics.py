@@ -156,7 +156,8 @@ class Recorder:
     device, sum_dtype, peak_flops, world = torch.device("cpu"), torch.float64, 1e6, 1
 
     def __init__(self):
-        self.records, self.stop, self.during = [], self, lambda what: self.patient()
+        self.records, self.during = [], lambda what: self.patient()
+        self.stop = self.spike_filter = self
         self.mean = lambda tensor: tensor
 
     def patient(self):
@@ -198,7 +199,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     def make() -> tuple[Metrics, Recorder]:
         recorder = Recorder()
         checkpoints = SimpleNamespace(failed="step 10 not saved", save_wait=1.0)
-        metrics = Metrics(config, recorder, recorder, recorder, checkpoints, Outputs(None, recorder, recorder), 6.0)
+        metrics = Metrics(config, recorder, recorder, checkpoints, Outputs(None, recorder, recorder), 6.0)
         return metrics, recorder
 
     metrics, recorder = make()

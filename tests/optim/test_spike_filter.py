@@ -91,14 +91,14 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     engine = Engine.__new__(Engine)
-    engine.device = CPU
+    engine.device, engine.max_grad_norm, engine.spike_filter = CPU, 1.0, spikes
     engine.accelerator = SimpleNamespace(clip_grad_norm_=clip, scaler=scaler)
 
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
         loss = model(torch.ones(2, 4)).square().mean() * factor
         (scaler.scale(loss) if scaler else loss).backward()
         spikes.judge = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
-        norm, skipped = engine.optimizer_step(model, Wrapped, 1.0, spikes)
+        norm, skipped = engine.optimizer_step(model, Wrapped, loss.detach())
         return norm.item(), skipped.item()
 
     def everything() -> list[torch.Tensor]:

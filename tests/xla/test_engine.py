@@ -11,7 +11,6 @@ from recipe.config import Batch, OptimizerConfig
 from recipe.errors import UserError
 from recipe.optim.adamw import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
-from recipe.optim.spike_filter import SpikeFilter
 from tests.conftest import EQUAL, by_step, flags
 
 
@@ -31,16 +30,17 @@ class Toy(torch.nn.Module):
 def steps(engine, module, config, rows, *, accumulation, rates, each=lambda step: None, spike_filter=None):
     """Trains as the loop does; the learning rates are `rates`."""
     engine.place(module, compile=False)
-    spike_filter = spike_filter or SpikeFilter(engine.device, config)
     optimizer = make_optimizer(module, config, **engine.optimizer_options)
     batch = Batch(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
-    module, optimizer = engine.prepare(module, optimizer, batch, config.max_grad_norm)
+    module, optimizer = engine.prepare(module, optimizer, batch, config)
+    engine.spike_filter = spike_filter or engine.spike_filter
     for step, rate in enumerate(rates):
         set_lr(optimizer, rate)
         for micro_step in range(accumulation):
             with engine.micro_step(module, last=micro_step == accumulation - 1):
-                engine.backward(module(engine.to_device(rows)) / accumulation)
-        engine.optimizer_step(module, optimizer, config.max_grad_norm, spike_filter)
+                loss = module(engine.to_device(rows)) / accumulation
+                engine.backward(loss)
+        engine.optimizer_step(module, optimizer, loss)
         engine.flush()
         each(step)
     return module, optimizer
@@ -328,4 +328,4 @@ def test_precisions_that_are_refused(engine, precision):
 
 def test_an_optimizer_other_than_adamw_is_refused(engine):
     with pytest.raises(UserError, match="the TPU engine supports AdamW only, not RAdam"):
-        engine.prepare(None, torch.optim.RAdam([torch.zeros(1)]), None, 1.0)
+        engine._prepare(None, torch.optim.RAdam([torch.zeros(1)]), None)
