@@ -1,188 +1,156 @@
-"""Every command of README.md and docs/ runs: the long ones shortened, on the tests' tiny shards and model."""
+"""Every command of README.md and docs/ runs.
+
+The blocks of a page go through bash as they are, in a directory like a clone in which a model has been trained, where
+`python` and `accelerate` only note their arguments. What they noted is then run, long commands shortened.
+"""
 
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
 
-BIN = Path(sys.executable).parent  # python and accelerate as they are, less their imports
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
 LAUNCHES = re.findall(r"\| `((?:python|accelerate|sbatch) [^`]+)`", PAGES[ROOT / "README.md"])  # in its table
-COMMANDS = LAUNCHES + [
-    line.split(" #")[0].strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    if line.strip() and not line.startswith("#")
-]
-# Get the code, or are what is running now.
-NOT_RUN = ("git clone", "cd ", "make test", "make lint", "make clean", "python -m venv", "source ", "pip install")
-NOT_HERE = ("gcloud ", "sbatch ")  # Google's command, and Slurm's: tests/engine/test_engines.py runs the script
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.search(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)[1].split())
+
+NOTE = """#!/bin/sh
+{ printf '%s\\0' "${0##*/}" "$@"; echo; } >> "$NOTES"
+"""
+
+# What makes a program quick and independent of a network; of an option that stands twice, the last counts.
+SHORTER = {
+    "eval/hellaswag.py": ["--limit", "4"],
+    "eval/harness.py": ["--limit", "4", "--rows", "texts.jsonl"],
+    "eval/lambada.py": ["--limit", "4", "--rows", "texts.jsonl"],
+    "eval/wikitext.py": ["--limit_windows", "4", "--text", "recipe/data/tiny_shakespeare.txt"],
+    "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3", "--processes", "2"],
+    "recipe.hub.export push": ["--help"],  # tests/hub runs it
+    "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "11"],
+    "benchmarks": ["--help"],  # tests/benchmarks runs the others
+}
 
 
-def texts(directory: Path) -> Path:
-    path = directory / "texts.jsonl"
-    lines = SHAKESPEARE.read_text().split("\n\n")[:4000]
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return path
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, shards, whole_run) -> Path:
+    """What commands expect to find: the code, the environments of make, a run and the data that the pages name."""
+    at = tmp_path_factory.mktemp("clone")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, at)
+    for name in ("recipe", "eval", "benchmarks", "accelerate_configs", "ds_configs"):
+        (at / name).symlink_to(ROOT / name)
+    shutil.copytree(whole_run[0], at / "runs" / "shakespeare")
+    for name, target in {"data/openwebtext": shards, "openai-community/gpt2": at / "runs" / "shakespeare"}.items():
+        (at / name).parent.mkdir()
+        (at / name).symlink_to(target)
+    lines = SHAKESPEARE.read_text().split("\n\n")[:400]
+    (at / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return at
 
 
-def shortened(command: str, shards: Path, run: Path, tmp_path: Path) -> list[str]:
-    """The command's words, with what makes it quick and keeps it out of the working tree."""
-    tiny = flags(
-        **(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5, "precision": "fp32"})
-    )
-    words = shlex.split(command)
-    options = {k: v for k, _, v in (word.partition("=") for word in words[1:]) if v and not k.startswith("-")}
-    if words[0] == "make":
-        target = next((word for word in words[1:] if "=" not in word), "help")
-        if target in ("train", "data") and options.get("CONFIG"):
-            options["ARGS"] = options.get("ARGS", "") + (" --dry_run" if target == "train" else " --help")
-        elif target == "train":
-            options["ARGS"] = options.get("ARGS", "") + " " + shlex.join([*tiny, "--run_name", "docs"])
-        elif target in ("scoreboard", "bench-peers", "bench-gpu", "push"):  # tests/test_bench.py, test_push.py run them
-            options["ARGS"] = options.get("ARGS", "") + " --help"
-        elif target == "bench-data":
-            options |= {"TEXT": str(texts(tmp_path)), "ARGS": "--rounds 1 --steps 11"}
-        elif target == "data":
-            options["ARGS"] = shlex.join(["--out", str(tmp_path / "shards")])
-        elif target == "chat":
-            options["MODEL"] = str(run)
-        elif target == "bench-eval":  # tests/test_harness.py does what it does
-            options["ARGS"] = "--help"
-        elif target in ("sample", "eval-val", "eval-wikitext", "eval-lambada", "eval-hellaswag", "eval-lm"):
-            options |= {"MODEL": str(run), "ARGS": f"{options.get('ARGS', '')} --output {tmp_path}/results.json"}
-            options["ARGS"] = re.sub(r"--compare \S+", f"--compare {run}", options["ARGS"])
-            options |= {"LIMIT": "4"} if target not in ("sample", "eval-val") else {}
-            options |= {"TEXT": str(SHAKESPEARE)} if target == "eval-wikitext" else {}
-            options |= {"ROWS": str(texts(tmp_path))} if target in ("eval-lambada", "eval-lm") else {}
-        elif target == "checkpoints":
-            options["RUN"] = str(run)
-        elif target == "report":
-            options |= {"RUN": f"{run} {run}", "OUT": str(tmp_path / "report")}
-        elif target == "export":
-            options |= {"RUN": str(run), "OUT": str(tmp_path / "out")}
-        # The environment is the one that the tests run in: nothing is installed here.
-        made = [word for kind in ("", "-dev", "-eval", "-trackers") for word in ("-o", f".venv/installed{kind}")] + [
-            f"BIN={BIN}"
-        ]
-        return ["make", target, *made, *(f"{k}={v}" for k, v in options.items())]
-    if "recipe.data.prepare" in words:
-        assert words[:3] == ["python", "-m", "recipe.data.prepare"]
-        if "recipe/data/tiny_shakespeare.txt" not in words:  # on the Hub
-            words[words.index("--train_text") + 1] = str(texts(tmp_path))
-            words += ["--val_documents", "3"]
-        words[words.index("--out") + 1] = str(tmp_path / "out")
-        if "--processes" in words:
-            words[words.index("--processes") + 1] = "2"
-        return words
-    if "recipe.estimate.cost" in words:
-        return words
-    if "recipe.hub.export" in words:
-        if words[3] == "push":  # tests/test_push.py does
-            return [*words, "--help"]
-        words[3] = str(run)
-        words[words.index("--out") + 1] = str(tmp_path / "out")
-        return words
-    if "recipe.checkpoint" in words:
-        assert words[:3] == ["python", "-m", "recipe.checkpoint"]
-        path = Path(words[4])
-        return [*words[:4], str(run if path.parent.name == "runs" else run / "step_00000020")]
-    if "recipe/train.py" in words:
-        launch = ["--num_processes", "1", "--main_process_port", "0"]  # tests/engine/test_engines.py has several
-        if "multinode" in command:  # one of the machines alone
-            launch += ["--num_machines", "1", "--main_process_ip", "127.0.0.1"]
-        launch = launch if re.search("ddp|zero", command) else []
-        words = [str(shards) if word == "data/openwebtext" else word for word in words]
-        script = words.index("recipe/train.py")
-        if command not in LAUNCHED_ONCE.values():
-            return ["python", *words[script:], "--dry_run"]
-        return [*words[:script], *launch, *words[script:], "--dry_run"]
-    raise AssertionError(f"there is a command that this test does not know how to run: {command}")
+@pytest.fixture(scope="module")
+def started(clone) -> list[list[str]]:
+    """What the commands start, `python` or `accelerate` first; each is there once."""
+    fakes = clone / "fakes"
+    for folder in (".venv/bin", ".venv-tpu/bin", "fakes"):
+        (clone / folder).mkdir(parents=True)
+        for name in ("python", "accelerate"):
+            (clone / folder / name).write_text(NOTE)
+            (clone / folder / name).chmod(0o755)
+    for name in ("gcloud", "sbatch"):  # Google's and Slurm's; tests/engine/test_nodes.py runs the script
+        (fakes / name).symlink_to("/bin/true")
+    for folder in (".venv", ".venv-tpu"):
+        (clone / folder / "constraints.txt").touch()
+        for kind in ("", "-deepspeed", "-dev", "-eval", "-trackers"):
+            (clone / folder / f"installed{kind}").touch()
+    (clone / ".venv" / "bin" / "activate").touch()
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k != "ARGS"}  # of `make test`
+    variables |= {"PATH": f"{fakes}:{os.environ['PATH']}", "NOTES": str(clone / "notes")}
+    script = "\n".join([*BLOCKS, *LAUNCHES])
+    assert {"make train", "make test"} <= {line.split("  ")[0] for line in script.splitlines()}
+    subprocess.run(["bash", "-ec", script], cwd=clone, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=60)
+    return [line.split("\0")[:-1] for line in dict.fromkeys((clone / "notes").read_text().splitlines())]
 
 
-# A TPU's commands are run where torch_xla is, by tests/xla; plain `python recipe/train.py` by a fast test below.
-RUN_HERE = [
-    command
-    for command in dict.fromkeys(COMMANDS)
-    if not command.startswith(NOT_RUN + NOT_HERE) and "tpu.yaml" not in command
-    if not command.startswith("python recipe/train.py ") or "--help" in command
-]
-# Starting a launcher takes longer than most commands: the first with each hardware file stands for the others.
-LAUNCHED_ONCE = {re.search(r"--config_file (\S+)", c)[1]: c for c in reversed(RUN_HERE) if "accelerate launch" in c}
+def test_commands_that_train_print_their_plan(clone, started):
+    """The launchers' options are checked; tests/engine starts the launchers themselves."""
+    trained = set()
+    for program, *words in started:
+        if "recipe/train.py" not in words:
+            assert program == "python", words
+            continue
+        if program == "accelerate":
+            assert words.pop(0) == "launch"
+            launched = launch_command_parser().parse_args(words)
+            assert (clone / launched.config_file).is_file()
+            _validate_launch_command(launched)
+        trained.add(tuple(words[words.index("recipe/train.py") + 1 :]))
+    assert len(trained) > 20
+    for words in trained:
+        result = programs.run("recipe/train.py", *words, "--dry_run", cwd=clone, env=environment())
+        assert result.returncode == 0, (words, result.stderr)
+        assert ("usage:" if "--help" in words else "sequences") in result.stdout, words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", RUN_HERE)
-def test_command_of_the_documentation(command, shards, whole_run, tmp_path):
-    if command.startswith("make eval-lm"):
-        pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
-    words = shortened(command, shards, whole_run[0], tmp_path)
-    if words[0] == "python":
-        result = programs.run(*words[1:], env=environment())
-    else:
-        variables = environment({"PATH": f"{BIN}:{os.environ['PATH']}"})
-        for inherited in (
-            "MAKEFLAGS",
-            "MFLAGS",
-            "MAKEOVERRIDES",
-            "MAKELEVEL",
-            "ARGS",
-        ):  # of the `make test` around this
-            variables.pop(inherited, None)
-        words = ["env", *words] if "=" in words[0] else words
-        pipes = {"input": "The king\n", "capture_output": True, "text": True}
-        result = subprocess.run(words, cwd=ROOT, env=variables, timeout=600, **pipes)
+def test_all_other_commands_run(clone, started):
+    others = [words for _, *words in started if "recipe/train.py" not in words and words[:2] != ["-m", "pytest"]]
+    assert len(others) > 20
+    for words in others:
+        line = " ".join(words).removeprefix("-m ")
+        shorter = next((options for program, options in SHORTER.items() if line.startswith(program)), [])
+        result = programs.run(*words, *shorter, cwd=clone, env=environment())
+        assert result.returncode == 0, (words, result.stdout, result.stderr)
+        assert result.stdout, words
+
+
+@pytest.mark.slow
+def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
+    arguments = flags(**(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5}))
+    bin = Path(sys.executable).parent
+    result = subprocess.run(
+        ["make", "train", "-o", ".venv/installed", f"BIN={bin}", f"ARGS={' '.join(arguments)}"],
+        cwd=ROOT,
+        env=environment(dict.fromkeys(("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"), "")),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(result.stdout.splitlines()) > ("verify" not in words)  # every command says what it is doing
+    assert "step_00000005: 1,635,744 parameters" in result.stdout  # the sampler's first line
+    assert result.stdout.endswith("step_00000005/results.json\n")
 
 
-def test_the_readme_has_the_two_commands_and_every_target_exists_and_is_in_the_help():
-    assert {"make train", "make test"} <= set(COMMANDS)
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.search(r"^\.PHONY: (.*)", makefile, re.MULTILINE).group(1).split())
-    for command in COMMANDS:
-        if command.startswith("make "):
-            assert command.split()[1] in targets, command
+def test_every_target_is_in_the_help():
     help = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == targets - {"help"}
+    assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == TARGETS - {"help"}
     groups = re.findall(r"^(\w[\w ]*)$", help, re.MULTILINE)
     assert groups == ["Train", "Look and evaluate", "Share", "Measure speed", "Develop"]
     assert max(map(len, help.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("hardware", ["single", "zero1", "tpu"])
+@pytest.mark.parametrize("hardware", ["zero1", "tpu"])
 def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path):
     """With all that is installed first, which no other test sees."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    targets = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
-    command = ["make", "-n", *targets, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--report_to wandb"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    subprocess.run(["sh", "-n"], input=said, text=True, check=True)
-    asked = {match[2]: match[1] for match in re.finditer(r"PIP_CONSTRAINT=(\S+) .*? -e '?(\.\S*?)'?[ ;]", said)}
-    wanted = {".[dev,deepspeed,trackers]", ".[deepspeed]", ".[trackers]", ".[tpu]" if hardware == "tpu" else "."}
-    assert wanted <= asked.keys()
+    command = ["make", "-n", *TARGETS, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--report_to wandb"]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    subprocess.run(["sh", "-n"], input=printed, text=True, check=True)
+    asked = {match[2]: match[1] for match in re.finditer(r"PIP_CONSTRAINT=(\S+) .*? -e '?(\.\S*?)'?[ ;]", printed)}
+    assert {".[dev,deepspeed,trackers]", ".[deepspeed]", ".[trackers]"} <= asked.keys()
+    assert (".[tpu]" if hardware == "tpu" else ".") in asked
     assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
-
-
-def test_training_commands_of_the_documentation_print_their_plan(shards):
-    """Without the launchers, which test_command_of_the_documentation starts."""
-    trained = [words for words in map(shlex.split, COMMANDS) if "recipe/train.py" in words and "--help" not in words]
-    assert len(trained) > 20
-    for words in {tuple(words[words.index("recipe/train.py") + 1 :]) for words in trained}:
-        result = run_train(*[str(shards) if word == "data/openwebtext" else word for word in words], "--dry_run")
-        assert result.returncode == 0, (words, result.stderr)
-        assert "sequences" in result.stdout, words
 
 
 def test_links_and_files_named_in_the_documentation_exist():
