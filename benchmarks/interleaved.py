@@ -1,32 +1,30 @@
-"""Workers, one at a time, in turns: A B B A. Ratios are of neighbours in time, so that a drift cancels."""
+"""Variants in processes of their own, one at a time, in turns: A B B A. Ratios are of neighbors in time, so that a
+drift of the machine cancels."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
-import multiprocessing.context
 import os
 import random
 import re
-import socket
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import torch
 
 from benchmarks.bench_config import Timing
 from benchmarks.variants import Variant
-from benchmarks.worker import use_device, work
+from benchmarks.worker import work
 from recipe.config import ROOT, DataConfig
 from recipe.data.prepare.pipeline import prepare
-from recipe.engine import device as hardware
 
 NO_TIME = "skipped: the time is up"
 _PATIENCE = 600  # seconds, for a turn: the first one compiles
@@ -40,118 +38,61 @@ class Void(Exception):
 
 
 class Worker:
-    """A variant's process, or processes if its `world` is larger than 1."""
+    """A variant's process."""
 
     def __init__(self, variant: Variant, directory: Path):
         """`directory` is `prepared`."""
         self.variant = variant
-        self.log = directory / f"{re.sub('[^a-zA-Z0-9.-]+', '-', variant.name)}.log"
         self.losses: list[float] = []
         self.peak_memory = 0
-        self._ends: list[Connection] = []
-        self._processes = []
-        environments = [hardware.one_gpu()] if variant.world == 1 else _ranks(variant.world)
-        for environment in environments:
-            ours, theirs = _context().Pipe()
-            process = _context().Process(
-                target=work, args=(variant, theirs, str(directory), str(self.log), environment), daemon=False
-            )
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
+        self._log = directory / f"{re.sub('[^a-zA-Z0-9.-]+', '-', variant.name)}.log"
+        self._connection, theirs = _context().Pipe()
+        arguments = (variant, theirs, str(directory), str(self._log))
+        self._process = _context().Process(target=work, args=arguments, daemon=False)
+        self._process.start()
+        theirs.close()
 
-    def run(self, steps: int) -> float:
-        """Takes so many steps; returns seconds a step. Raises Void."""
-        for end in self._ends:
-            with suppress(OSError):
-                end.send(steps)
-        replies = []
-        waiting = list(self._ends)
-        while waiting:
-            for end in _ready(waiting):
-                try:
-                    reply = end.recv()
-                except (EOFError, OSError):
-                    said = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
-                    reply = {"error": f"the process died{': ' if said else ''}{''.join(said[-1:])}"}
-                if "error" in reply:
-                    raise Void(reply["error"])
-                replies.append(reply)
-                waiting.remove(end)
-        # each process has the mean over its own rows
-        self.losses += [statistics.fmean(values) for values in zip(*(r["losses"] for r in replies), strict=True)]
-        self.peak_memory = max(r["peak_memory"] for r in replies)
-        return max(r["seconds"] for r in replies)
-
-    def release(self) -> None:
-        """Ends a turn: memory that is not in use goes back to the device."""
-        for end in self._ends:
-            with suppress(OSError):
-                end.send(0)
+    def turn(self, steps: int) -> float:
+        """Takes a step to warm up and so many more, and returns the seconds of one of these. Raises Void."""
+        try:
+            self._connection.send(steps)
+            if not self._connection.poll(_PATIENCE):
+                raise Void(f"it has not answered for {_PATIENCE} s")
+            reply = self._connection.recv()
+        except (EOFError, OSError):
+            output = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+            raise Void(f"the process died: {output.rpartition(chr(10))[2]}") from None
+        if "error" in reply:
+            raise Void(reply["error"])
+        self.losses += reply["losses"]
+        self.peak_memory = reply["peak_memory"]
+        return reply["seconds"]
 
     def close(self) -> None:
-        for end in self._ends:
-            end.close()
-        for process in self._processes:
-            process.join(1)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _ready(ends: list[Connection]) -> list[Connection]:
-    """Those that have answered. Raises Void where none does for too long."""
-    if not (ready := wait(ends, timeout=_PATIENCE)):
-        raise Void(f"it has not answered for {_PATIENCE} s")
-    return ready
+        self._connection.close()
+        self._process.join(1)
+        self._process.kill()
+        self._process.join()
 
 
 @cache
-def _context() -> multiprocessing.context.BaseContext:
-    """A process that has imported everything and forks, so that ten workers import torch and transformers once; where
-    a fork cannot use the accelerator, or is not safe, each worker starts from nothing."""
-    if sys.platform != "linux":
+def _context() -> BaseContext:
+    """On Linux a server that has imported everything and forks, so that ten workers import torch and transformers
+    once. Elsewhere each worker starts from nothing."""
+    if sys.platform != "linux" or (torch.accelerator.is_available() and not torch.cuda.is_available()):
         return multiprocessing.get_context("spawn")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not begin to use it
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or the server, asking for a GPU, would begin to use it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.worker", "recipe.train"])
-    if torch.accelerator.is_available():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=use_device, args=(theirs,))
-        process.start()
-        theirs.close()
-        try:
-            works = ours.poll(_PATIENCE) and ours.recv()
-        except EOFError:
-            works = False
-        process.join()
-        if not works:
-            return multiprocessing.get_context("spawn")
     return context
-
-
-def _ranks(world: int) -> list[dict[str, str]]:
-    """Environments of the processes, as torchrun sets them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    if not torch.accelerator.is_available():
-        common["ACCELERATE_USE_CPU"] = "true"
-    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 @dataclass
 class Paired:
-    """Two variants' seconds a token, by turns: `pairs[i]` are neighbours in time."""
+    """Two variants' seconds a token, by turns: `pairs[i]` are neighbors in time. `losses_apart` in nats."""
 
     pairs: list[tuple[float, float]] = field(default_factory=list)
+    losses_apart: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -170,38 +111,29 @@ class Paired:
         return statistics.median(pair[index] for pair in self.pairs)
 
 
+def steps_of(worker: Worker, timing: Timing) -> int:
+    """How many steps fill a turn. Raises Void."""
+    return max(1, round(timing.seconds / worker.turn(1)))
+
+
 def rate_of(worker: Worker, timing: Timing) -> float:
-    """Tokens a second of a worker by itself, the median of turns. Raises Void where it fails."""
-    worker.run(1)
-    steps = max(1, round(timing.seconds / worker.run(1)))
-    return worker.variant.tokens / statistics.median(worker.run(steps) for _ in range(2 * timing.rounds + 1))
+    """Tokens a second of a worker by itself, the median of turns. Raises Void."""
+    steps = steps_of(worker, timing)
+    return worker.variant.tokens / statistics.median(worker.turn(steps) for _ in range(2 * timing.rounds + 1))
 
 
 def compare(a: Worker, b: Worker, timing: Timing) -> Paired:
     """Turns of about `timing.seconds` each, A B B A in every round. Raises Void where one fails, or their losses
     differ."""
-    steps = []
-    for worker in (a, b):
-        worker.run(1)  # compiles, allocates
-        steps.append(max(1, round(timing.seconds / worker.run(1))))
-        worker.release()
-
-    def turn(worker: Worker, count: int) -> float:
-        worker.run(1)  # what the other one has displaced from caches and memory comes back
-        taken = worker.run(count) / worker.variant.tokens
-        worker.release()
-        return taken
-
+    steps = {worker: steps_of(worker, timing) for worker in (a, b)}
     found = Paired()
     for _ in range(timing.rounds):
-        a1, b1 = turn(a, steps[0]), turn(b, steps[1])
-        b2, a2 = turn(b, steps[1]), turn(a, steps[0])
+        a1, b1, b2, a2 = (worker.turn(steps[worker]) / worker.variant.tokens for worker in (a, b, b, a))
         found.pairs += [(a1, b1), (a2, b2)]
     for worker in (a, b):
         if (missing := COMPARED - len(worker.losses)) > 0:
-            worker.run(missing)
-            worker.release()
-    agree(a, b)
+            worker.turn(missing)
+    found.losses_apart = agree(a, b)
     return found
 
 

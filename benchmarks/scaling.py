@@ -11,6 +11,7 @@ little to send.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from recipe.config import ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
@@ -49,21 +50,19 @@ MFU = {
 
 @dataclass(frozen=True)
 class Collective:
-    """`size` bytes that are summed everywhere (all_reduce), summed in parts (reduce_scatter) or gathered (all_gather);
-    `hideable` of them can be on their way while the device computes."""
+    """`size` bytes that are summed everywhere (`factor` 2), or summed in parts or gathered (1); `hideable` of them can
+    be on their way while the device computes."""
 
-    kind: str
+    factor: int
     size: float
     hideable: float = 0.0
-
-    def sent(self, world: int) -> float:
-        """Bytes that each of `world` devices sends."""
-        return (2 if self.kind == "all_reduce" else 1) * (world - 1) / world * self.size
 
     def seconds(self, gpu: Gpu, world: int) -> float:
         """Over `world` devices, which fill their nodes."""
         inside = min(world, GPUS_A_NODE)
-        return (self.sent(inside) / gpu.link + self.sent(world // inside) / gpu.network) / BUS_EFFICIENCY
+        nodes = world // inside
+        a_byte = (inside - 1) / inside / gpu.link + (nodes - 1) / nodes / gpu.network
+        return self.factor * self.size * a_byte / BUS_EFFICIENCY
 
 
 def collectives(strategy: str, model: ModelConfig) -> list[Collective]:
@@ -79,91 +78,73 @@ def collectives(strategy: str, model: ModelConfig) -> list[Collective]:
     linear = model.n_layer * (12 * D * D + 9 * D)  # weights and biases of Conv1D
     mixed = 2 * linear + 4 * (N - linear)
     return {
-        "ddp": [Collective("all_reduce", 4 * N, 4 * (N - embeddings))],
-        "zero1": [Collective("all_reduce", mixed, mixed - 4 * embeddings), Collective("all_gather", 4 * N)],
-        "llm.c": [Collective("reduce_scatter", 2 * N, 2 * (N - embeddings)), Collective("all_gather", 2 * N)],
+        "ddp": [Collective(2, 4 * N, 4 * (N - embeddings))],
+        "zero1": [Collective(2, mixed, mixed - 4 * embeddings), Collective(1, 4 * N)],
+        "llm.c": [Collective(1, 2 * N, 2 * (N - embeddings)), Collective(1, 2 * N)],
     }[strategy]
 
 
-def predict(gpu: str, model: str, strategy: str, world: int, mfu: float | None = None) -> dict:
-    """A step of TOTAL_SEQUENCES on `world` GPUs: milliseconds that it computes (at `mfu`, by default MFU's) and
-    communicates, how many of them are exposed if as much as possible hides behind the last micro-step's backward, and
-    tokens/s with nothing hidden and with that much hidden. All without latency."""
-    hardware, size = GPUS[gpu], MODELS[model]
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step: computing, communicating, and those of the latter that are `exposed` if as much as possible
+    hides behind the last micro-step's backward. All without latency."""
+
+    micro_batch: int
+    compute: float
+    communication: float
+    exposed: float
+
+    def tokens_per_second(self, hidden: bool) -> float:
+        return TOTAL_SEQUENCES * SEQUENCE_LENGTH / (self.compute + (self.exposed if hidden else self.communication))
+
+
+def predict(gpu: str, model: str, strategy: str, world: int, mfu: float | None = None) -> Prediction:
+    """A step of TOTAL_SEQUENCES on `world` GPUs, which compute at `mfu`, by default MFU's."""
     share = TOTAL_SEQUENCES // world
     micro = min(MICRO_BATCH[model], share)
-    rate = (mfu or MFU[gpu, model]) * hardware.peak / flops_per_token(size, SEQUENCE_LENGTH)  # tokens/s a device
-    compute = share * SEQUENCE_LENGTH / rate
+    flops = share * SEQUENCE_LENGTH * flops_per_token(MODELS[model], SEQUENCE_LENGTH)
+    compute = flops / ((mfu or MFU[gpu, model]) * GPUS[gpu].peak)
     communication = hideable = 0.0
-    for collective in collectives(strategy, size):
-        seconds = collective.seconds(hardware, world)
+    for collective in collectives(strategy, MODELS[model]):
+        seconds = collective.seconds(GPUS[gpu], world)
         communication += seconds
         hideable += seconds * collective.hideable / collective.size
-    exposed = communication - min(hideable, BACKWARD * compute / (share // micro))
-    tokens = TOTAL_SEQUENCES * SEQUENCE_LENGTH
-    return {
-        "gpu": gpu,
-        "model": model,
-        "strategy": strategy,
-        "devices": world,
-        "micro_batch": micro,
-        "small_micro_batch": micro < MICRO_BATCH[model],
-        "compute_ms": 1e3 * compute,
-        "communication_ms": 1e3 * communication,
-        "exposed_ms": 1e3 * exposed,
-        "share_exposed": exposed / (compute + exposed),
-        "tokens_per_second": tokens / (compute + communication),
-        "tokens_per_second_hidden": tokens / (compute + exposed),
-    }
+    hidden = min(hideable, BACKWARD * compute / (share // micro))
+    return Prediction(micro, compute, communication, communication - hidden)
 
 
-def table() -> list[dict]:
-    """`predict` for every model, GPU, strategy and number of devices."""
-    return [
-        predict(gpu, model, strategy, world)
-        for model in MODELS
-        for gpu in GPUS
-        for strategy in ("ddp", "zero1")
-        for world in (8, 64, 512)
-    ]
-
-
-def anchors() -> list[dict]:
-    """Published tokens/s beside what the arithmetic makes of them. `basis` is the source of the computing speed:
-    only where it is from another run is the comparison more than a check of the bytes."""
-    cases = (
-        ("journal, 124M, 8 x H100, DDP", "H100", "124M", "ddp", 0.362, "its run on one H100", 3.05e6),
-        ("llm.c 124M, 8 x H100", "H100", "124M", "llm.c", 0.419, "a model of the step: 484 K a GPU", 3.75e6),
-        ("llm.c 124M, 8 x A100, 300 ms", "A100", "124M", "llm.c", 0.599, "this very run", 1.75e6),
-        ("llm.c 1558M, 8 x H100", "H100", "1558M", "llm.c", 0.487, "this very run", 374e3),
-    )
-    rows = []
-    for name, gpu, model, strategy, mfu, basis, published in cases:
-        predicted = predict(gpu, model, strategy, 8, mfu)["tokens_per_second"]
-        rows.append({"name": name, "basis": basis, "published": published, "predicted": predicted})
-    return rows
+# Published runs: name, what `predict` takes, whose computing speed that is, tokens/s. Only where the speed is from
+# another run is the comparison more than a check of the bytes.
+ANCHORS = (
+    ("journal, 124M, 8 x H100, DDP", ("H100", "124M", "ddp", 8, 0.362), "its run on one H100", 3.05e6),
+    ("llm.c 124M, 8 x H100", ("H100", "124M", "llm.c", 8, 0.419), "a model of the step: 484 K a GPU", 3.75e6),
+    ("llm.c 124M, 8 x A100, 300 ms", ("A100", "124M", "llm.c", 8, 0.599), "this very run", 1.75e6),
+    ("llm.c 1558M, 8 x H100", ("H100", "1558M", "llm.c", 8, 0.487), "this very run", 374e3),
+)
 
 
 def lines() -> list[str]:
-    """`table` and `anchors` for the terminal."""
+    """Predictions for every model, GPU, strategy and number of devices, then the published runs, for the terminal."""
     out = [
         f"scaling    predicted, not measured: {TOTAL_SEQUENCES * SEQUENCE_LENGTH:,} tokens a step, links at "
         f"{BUS_EFFICIENCY:.0%} of their speed, no latency, published MFU",
         "           tokens/s: nothing hidden / hidden behind the last backward as far as it goes",
         "  model  GPUs          strategy  micro  compute ms  communication ms (exposed)  exposed  M tokens/s",
     ]
-    for r in table():
+    for model, gpu, strategy, world in product(MODELS, GPUS, ("ddp", "zero1"), (8, 64, 512)):
+        p = predict(gpu, model, strategy, world)
         out.append(
-            f"  {r['model']:6} {r['devices']:3} x {r['gpu']:6} {r['strategy']:8} {r['micro_batch']:5}"
-            f"{'*' if r['small_micro_batch'] else ' '} {r['compute_ms']:10.1f} "
-            f"{r['communication_ms']:14.2f} ({r['exposed_ms']:8.2f}) {r['share_exposed']:9.1%} "
-            f"{r['tokens_per_second'] / 1e6:6.2f} / {r['tokens_per_second_hidden'] / 1e6:.2f}"
+            f"  {model:6} {world:3} x {gpu:6} {strategy:8} {p.micro_batch:5}"
+            f"{'*' if p.micro_batch < MICRO_BATCH[model] else ' '} {1e3 * p.compute:10.1f} "
+            f"{1e3 * p.communication:14.2f} ({1e3 * p.exposed:8.2f}) {p.exposed / (p.compute + p.exposed):9.1%} "
+            f"{p.tokens_per_second(hidden=False) / 1e6:6.2f} / {p.tokens_per_second(hidden=True) / 1e6:.2f}"
         )
     out.append("  * fewer sequences at once than in the published run, whose MFU it will not reach: not modelled")
     out.append("anchors    tokens/s of all GPUs, predicted (nothing hidden) beside published")
-    for a in anchors():
+    for name, arguments, basis, published in ANCHORS:
+        predicted = predict(*arguments).tokens_per_second(hidden=False)
         out.append(
-            f"  {a['name']:31} {a['predicted'] / 1e6:6.3f} M, published {a['published'] / 1e6:5.3f} M "
-            f"({a['predicted'] / a['published']:.2f}x); computing as in {a['basis']}"
+            f"  {name:31} {predicted / 1e6:6.3f} M, published {published / 1e6:5.3f} M "
+            f"({predicted / published:.2f}x); computing as in {basis}"
         )
     return out

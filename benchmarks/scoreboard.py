@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +26,9 @@ class Row:
 
 
 def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
-    """What the rows start from, and the rows. Every one takes the same steps, of `bench.micro` sequences a GPU: in
+    """What the rows start from, and the rows. Every one takes the same steps, of `bench.micro` sequences: in
     micro-batches of a part of them until the row that raises them to all."""
-    on_cpu, gpus, large, T = bench.on_cpu, bench.gpus, bench.micro, bench.T
+    on_cpu, large, T = bench.on_cpu, bench.micro, bench.T
     small = max(1, large // (2 if on_cpu else 8))
     first = Variant(
         "fp32, nothing else",
@@ -37,7 +36,7 @@ def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
         bench.config.model,
         T,
         small,
-        large * max(1, gpus) // small,
+        large // small,
         tuned=not on_cpu,
         fused=False,
         attention="plain",
@@ -45,9 +44,9 @@ def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
     half = hardware.resolve_precision("auto", cpu=on_cpu)
     try:
         hardware.resolve_precision("tf32", cpu=on_cpu)
-        tf32 = Row("tf32", {"precision": "tf32"})
+        has_tf32 = True
     except UserError:
-        tf32 = Row("tf32", cannot="needs an NVIDIA GPU from Ampere on")
+        has_tf32 = False
 
     def where(possible: bool, name: str, changes: dict, cannot: str) -> Row:
         return Row(name, changes) if possible else Row(name, cannot=cannot)
@@ -55,7 +54,7 @@ def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
     return first, [
         Row(first.name, {}),
         where(on_cpu, "allocator", {"tuned": True}, "for CPUs; a GPU's memory has an allocator of its own"),
-        tf32,
+        where(has_tf32, "tf32", {"precision": "tf32"}, "needs an NVIDIA GPU from Ampere on"),
         where(
             half in ("bf16", "fp16"),
             half if half != "fp32" else "bf16",
@@ -70,43 +69,40 @@ def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
         Row("compile", {"compile": bench.config.run.torch_compile_mode}),
         Row("fused AdamW", {"fused": True}),
         where(large > small, f"micro-batch {large}", {"micro_batch": large}, f"{small} are the whole step here"),
-        Row("recomputation", {"gradient_checkpointing": True}, kept=False),
+        Row("gradient checkpointing", {"gradient_checkpointing": True}, kept=False),
         Row("recipe/train.py", {"kind": "recipe"}),
-        where(gpus > 1, f"DDP over {gpus} GPUs", {"world": gpus}, "one device here"),
     ]
 
 
 def applied(now: Variant, row: Row, sequences: int) -> Variant:
     """`now` with the row's changes, and as many micro-steps as make `sequences` a step."""
     variant = now.but(name=row.name, **row.changes)
-    return variant.but(accumulation=sequences // (variant.micro_batch * variant.world))
+    return variant.but(accumulation=sequences // variant.micro_batch)
 
 
 def scoreboard(now: Variant, rows: list[Row], directory: Path, timing: Timing, quick: bool = False) -> list[dict]:
-    """Measures the rows, from `now` on, each against the last one kept, in turns. No row begins when less time is left
-    than the longest so far took, nor, with `quick`, one that is not kept.
+    """Measures the rows, from `now` on, each against the last one kept, in turns; with `quick` only those to keep.
 
-    Returns a dict a row; null where `note` says why: speedup [ratio, low, high] over the last row kept; total, over the
-    first row, which is the product of these ratios; tokens_per_second, the first row's times `total`, so that a drift
-    of the machine is in none of them; peak_memory_bytes.
+    Returns a dict a row; null where `note` has the reason: speedup [ratio, low, high] over the last row kept; total,
+    over the first row, which is the product of these ratios; tokens_per_second, the first row's times `total`, so that
+    a drift of the machine is in none of them; peak_memory_bytes.
     """
-    results, base, longest, sequences = [], None, 0.0, now.sequences
+    results, base, sequences = [], None, now.sequences
     total, first_rate = 1.0, 0.0
     try:
         for row in rows:
             result = dict.fromkeys(("tokens_per_second", "speedup", "total", "peak_memory_bytes"))
-            result = {"name": row.name, "kept": row.kept, "note": row.cannot, "world": now.world} | result
+            result = {"name": row.name, "kept": row.kept, "note": row.cannot} | result
             results.append(result)
             if row.changes is None:
                 continue
             if quick and not row.kept:
                 result["note"] = "skipped by --quick"
                 continue
-            if timing.left < longest:
+            if timing.left < 0:
                 result |= {"note": NO_TIME, "kept": False}
                 continue
             say(f"...        {row.name}")
-            since = time.monotonic()
             variant = applied(now, row, sequences)
             worker = Worker(variant, directory)
             try:
@@ -117,43 +113,30 @@ def scoreboard(now: Variant, rows: list[Row], directory: Path, timing: Timing, q
                     result["speedup"] = [found.ratio, *found.interval()]
                 result["total"] = total * (result["speedup"] or [1.0])[0]
                 result["tokens_per_second"] = first_rate * result["total"]
-                result |= {"peak_memory_bytes": worker.peak_memory, "world": variant.world}
+                result["peak_memory_bytes"] = worker.peak_memory
             except Void as void:
-                result["note"], result["kept"] = str(void), False
+                result |= {"note": str(void), "kept": False}
             if result["kept"]:
                 base, worker, now, total = worker, base, variant, result["total"]
             if worker:
                 worker.close()
-            longest = max(longest, time.monotonic() - since)
     finally:
         if base:
             base.close()
     return results
 
 
-def add_mfu(results: list[dict], flops: int, peak: float | None) -> None:
-    """Gives each row its share of the devices' peak, at so many FLOPs a token; null where the peak is not known."""
-    for r in results:
-        rate = r["tokens_per_second"]
-        r["mfu"] = rate * flops / (peak * r["world"]) if rate and peak else None
-
-
 def lines(results: list[dict]) -> list[str]:
     """The table."""
-    head = f"{'optimization':<26} {'tokens/s':>10} {'x last row kept':>22} {'x first':>8} {'MFU':>7} {'memory':>9}"
-    out = [head]
+    out = [f"{'optimization':<26} {'tokens/s':>10} {'x last row kept':>22} {'x first':>8} {'MFU':>7} {'memory':>9}"]
     for r in results:
-        name = r["name"] if r["kept"] or r["tokens_per_second"] is None else f"({r['name']})"
         if r["tokens_per_second"] is None:
-            out.append(f"{name:<26} {'-':>10} {r['note']}")
+            out.append(f"{r['name']:<26} {'-':>10} {r['note']}")
             continue
-        ratio, low, high = r["speedup"] or (1, 1, 1)
-        speedup = f"{ratio:.2f} ({low:.2f} to {high:.2f})" if r["speedup"] else ""
+        speedup = "{:.2f} ({:.2f} to {:.2f})".format(*r["speedup"]) if r["speedup"] else ""
         mfu = f"{100 * r['mfu']:.1f} %" if r["mfu"] is not None else ""
         out.append(
-            f"{name:<26} {r['tokens_per_second']:>10,.0f} {speedup:>22} {r['total']:>7.2f}x {mfu:>7} "
-            f"{r['peak_memory_bytes'] / 1e9:>6.2f} GB"
+            f"{r['name'] if r['kept'] else '(' + r['name'] + ')':<26} {r['tokens_per_second']:>10,.0f} {speedup:>22} "
+            f"{r['total']:>7.2f}x {mfu:>7} {r['peak_memory_bytes'] / 1e9:>6.2f} GB"
         )
-    if any(not r["kept"] and r["tokens_per_second"] for r in results):
-        out.append("(in brackets: measured, and not part of the rows below it)")
-    return out
+    return [*out, "(in brackets: measured, and not part of the rows below it)"]

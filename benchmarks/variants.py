@@ -40,7 +40,6 @@ class Variant:
         precision: fp32, tf32, bf16 or fp16.
         compile: "" for none, else a value of the recipe's torch_compile_mode.
         tuned: the processor's allocator as the recipe sets it, and not as it comes.
-        world: processes, each with its share of every step.
         checkout: nanoGPT's directory.
     """
 
@@ -59,17 +58,16 @@ class Variant:
     pad_vocab_to: int = 1
     loss_chunk_size: int = 0
     gradient_checkpointing: bool = False
-    world: int = 1
     checkout: str = ""
 
     @property
     def sequences(self) -> int:
-        """Of an optimizer step, over all processes."""
-        return self.micro_batch * self.accumulation * self.world
+        """Of an optimizer step."""
+        return self.micro_batch * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step, over all processes."""
+        """Of an optimizer step."""
         return self.sequences * self.sequence_length
 
     def but(self, **changes) -> Variant:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count
@@ -40,84 +41,74 @@ class Gate:
 
     def __init__(self, connection: Connection):
         self._connection = connection
-        self._left, self._asked = 0, 0
-        self._since, self._cpu_since = 0.0, 0.0
         self._losses: list[torch.Tensor] = []
+        self._turns = self._take_turns()
 
     def step_begins(self) -> None:
-        if self._left == 0:
-            if self._asked:
-                hardware.synchronize()
-                self._reply()
-            self._asked = self._left = self._next()
-            hardware.synchronize()
-            self._since, self._cpu_since = time.perf_counter(), time.process_time()
-        self._left -= 1
+        """Waits until the parent wants another step."""
+        next(self._turns)
+        self._losses.append(torch.zeros((), device=device()))
 
     def record(self, loss: torch.Tensor) -> None:
-        """A step's mean loss, on the device."""
-        self._losses.append(loss.detach().clone())
+        """A micro-step's share of the step's mean loss, on the device."""
+        self._losses[-1] += loss.detach()
 
-    def _reply(self) -> None:
-        seconds, cpu = time.perf_counter() - self._since, time.process_time() - self._cpu_since
-        self._connection.send(
-            {
-                "seconds": seconds / self._asked,
-                "cpu_seconds": cpu / self._asked,
-                "losses": [loss.item() for loss in self._losses],
-                "peak_memory": hardware.peak_memory(),
-            }
-        )
-        self._losses.clear()
+    def _take_turns(self) -> Iterator[None]:
+        """A step to warm up, then so many that are timed; each `yield` is a step. What the other worker has displaced
+        from caches and memory comes back in the first."""
+        while True:
+            steps = self._wait_for_parent()
+            yield
+            synchronize()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                yield
+            synchronize()
+            seconds = (time.perf_counter() - begin) / steps
+            losses = [loss.item() for loss in self._losses]
+            peak = hardware.peak_memory(device())
+            self._losses.clear()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # for the other worker
+            self._connection.send({"seconds": seconds, "losses": losses, "peak_memory": peak})
 
-    def _next(self) -> int:
-        """How many steps the parent wants; 0 is no number of steps, but the end of a turn."""
+    def _wait_for_parent(self) -> int:
         try:
-            while (steps := self._connection.recv()) == 0:
-                hardware.release_memory()  # for the other worker
+            return self._connection.recv()
         except EOFError:  # the parent has no more use for this process
             os._exit(0)
-        return steps
 
 
-def use_device(connection: Connection) -> None:
-    """Tells whether this process can use the accelerator."""
-    try:
-        torch.zeros(1, device=torch.accelerator.current_accelerator())
-        connection.send(True)
-    except Exception:
-        connection.send(False)
+def device() -> torch.device:
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def work(variant: Variant, connection: Connection, directory: str, log: str, environment: dict[str, str]) -> None:
+def synchronize() -> None:
+    """Waits until the accelerator, if there is one, has finished its queue."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def work(variant: Variant, connection: Connection, directory: str, log: str) -> None:
     """Takes the variant's steps until the parent hangs up. `directory` holds the shards and takes what is written; what
-    the variant and its libraries say goes into the file `log`."""
-    os.environ.update(environment)
+    the variant and its libraries print goes into the file `log`."""
+    # One GPU: transformers' Trainer would use all of them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     tempfile.tempdir = directory  # this process ends without cleaning up
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which would be left behind
-    shards = f"{directory}/shards"
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    gate = Gate(connection)
     try:
         torch.manual_seed(SEED)
-        if variant.kind == "recipe":
-            _recipe(variant, shards, gate)
-        elif variant.kind == "hf-trainer":
-            _trainer(variant, shards, gate)
-        else:
-            _loop(variant, shards, gate)
+        kinds = {"recipe": _recipe, "hf-trainer": _trainer}
+        kinds.get(variant.kind, _loop)(variant, f"{directory}/shards", Gate(connection))
         raise RuntimeError("the variant ended by itself")
     except BaseException as error:
-        if hardware.out_of_memory(error):
-            connection.send({"error": "out of memory"})
-            return
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
-        connection.send({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"})
+        why = "out of memory" if hardware.out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+        connection.send({"error": why})
 
 
 def source_of(variant: Variant, shards: str) -> TokenDataset:
@@ -163,9 +154,9 @@ def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
 def gate_batches(gate: Gate, accumulation: int) -> None:
     """Puts the gate before the first micro-batch of each step that the trainer takes, and records each step's loss.
 
-    Nothing else of the trainer knows of it: its batches wait, and what goes into backward is added up.
+    Nothing else of the trainer knows of it: its batches wait, and what goes into backward is recorded.
     """
-    taken, total = count(), []
+    taken = count()
     next_batch, backward = Batches.__next__, Engine.backward
 
     def gated(batches: Batches) -> torch.Tensor:
@@ -174,10 +165,7 @@ def gate_batches(gate: Gate, accumulation: int) -> None:
         return next_batch(batches)
 
     def recorded(engine: Engine, loss: torch.Tensor) -> None:
-        total.append(loss.detach())
-        if len(total) == accumulation:
-            gate.record(sum(total))
-            total.clear()
+        gate.record(loss)
         backward(engine, loss)
 
     Batches.__next__, Engine.backward = gated, recorded
@@ -193,17 +181,14 @@ def _loop(variant: Variant, shards: str, gate: Gate) -> None:
 def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     """The least that trains: a function that takes a step (batches, forward, backward, clip, AdamW) and returns its
     mean loss on the device."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if variant.tuned and device.type == "cpu":
-        hardware.tune_cpu(local_world=1)
-    torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
+    on = device()
+    _tune(variant)
     loss._by_rows = lambda hidden: variant.loss_by_rows
     make = {"loop": our_model, "hf-loop": transformers_model, "nanogpt": nanogpt_model}[variant.kind]
-    model = make(variant).to(device).train()
+    model = make(variant).to(on).train()
     if variant.kind == "nanogpt":
-        optimizer = model.configure_optimizers(
-            OPTIMIZER.weight_decay, LEARNING_RATE, (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2), device.type
-        )
+        betas = OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2
+        optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, LEARNING_RATE, betas, on.type)
     else:
         optimizer = optim.make_optimizer(model, OPTIMIZER, **({"fused": True} if variant.fused else {}))
     parameters = list(model.parameters())
@@ -211,14 +196,14 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
         hardware.compile_model(model, variant.compile)
     loss_function = loss_of(variant, model)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(variant.precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=variant.precision == "fp16")
-    rows = _rows(variant, source_of(variant, shards), device)
+    scaler = torch.amp.GradScaler(on.type, enabled=variant.precision == "fp16")
+    rows = _rows(variant, source_of(variant, shards), on)
 
     def step() -> torch.Tensor:
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), device=on)
         for _ in range(variant.accumulation):
             x = next(rows)
-            with torch.autocast(device.type, half) if half else nullcontext():
+            with torch.autocast(on.type, half) if half else nullcontext():
                 share = loss_function(x[:, :-1], x[:, 1:]) / variant.accumulation
             scaler.scale(share).backward()
             total += share.detach()
@@ -232,44 +217,40 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     return step
 
 
-def _rows(variant: Variant, source: TokenDataset, device: torch.device) -> Iterator[torch.Tensor]:
+def _tune(variant: Variant) -> None:
+    """What the recipe sets for the whole process."""
+    if variant.tuned and device().type == "cpu":
+        hardware.tune_cpu(local_world=1)
+    torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
+
+
+def _rows(variant: Variant, source: TokenDataset, on: torch.device) -> Iterator[torch.Tensor]:
     """Micro-batches in the trainer's order, (micro_batch, T + 1), copied to the device without waiting for it."""
-    pinned = device.type != "cpu"
-    step = 0
-    while True:
+    pinned = on.type != "cpu"
+    for step in count():
         for m in range(variant.accumulation):
             rows = torch.from_numpy(source.rows(step, m * variant.micro_batch, (m + 1) * variant.micro_batch))
-            yield rows.pin_memory().to(device, non_blocking=True) if pinned else rows
-        step += 1
+            yield rows.pin_memory().to(on, non_blocking=True) if pinned else rows
 
 
 def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
     from transformers import Trainer, TrainerCallback
 
-    on_cpu = torch.accelerator.current_accelerator() is None
-    if variant.tuned and on_cpu:
-        hardware.tune_cpu(local_world=1)
-    torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
+    _tune(variant)
+    source = source_of(variant, shards)
+    epoch = max(1, source.windows // variant.sequences)  # steps
+    windows = torch.cat([torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(epoch)])
 
     class Rows(torch.utils.data.Dataset):
-        """All windows of an epoch are in memory, in the trainer's order."""
-
-        def __init__(self, source: TokenDataset):
-            steps = max(1, source.windows // variant.sequences)
-            self.rows = [torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(steps)]
-            self.source = source
+        """The windows of the first epoch in the trainer's order, again and again."""
 
         def __len__(self) -> int:
             return 10**6 * variant.sequences
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            step, row = divmod(index, variant.sequences)
-            window = self.rows[step][row] if step < len(self.rows) else self._later(step, row)
+            window = windows[index % len(windows)]
             return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
-
-        def _later(self, step: int, row: int) -> torch.Tensor:
-            return torch.from_numpy(self.source.rows(step, row, row + 1))[0]
 
     class Gated(TrainerCallback):
         def on_step_begin(self, *_, **__) -> None:
@@ -278,29 +259,24 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     class Recorded(Trainer):
         """Keeps each step's loss, and reads the rows in order."""
 
-        total, micro_steps = 0.0, 0
-
         def training_step(self, *arguments, **named):
             loss = super().training_step(*arguments, **named)
-            self.total, self.micro_steps = self.total + loss, self.micro_steps + 1
-            if self.micro_steps == variant.accumulation:
-                gate.record(self.total)
-                self.total, self.micro_steps = 0.0, 0
+            gate.record(loss)
             return loss
 
         def _get_train_sampler(self, *_, **__):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     with tempfile.TemporaryDirectory() as directory:
-        arguments = _training_arguments(variant, directory, on_cpu)
-        Recorded(
-            transformers_model(variant), arguments, train_dataset=Rows(source_of(variant, shards)), callbacks=[Gated()]
-        ).train()
+        arguments = _training_arguments(variant, directory)
+        model = transformers_model(variant)
+        Recorded(model, arguments, train_dataset=Rows(), callbacks=[Gated()]).train()
 
 
-def _training_arguments(variant: Variant, directory: str, on_cpu: bool):
+def _training_arguments(variant: Variant, directory: str):
     from transformers import TrainingArguments
 
+    on_cpu = device().type == "cpu"
     return TrainingArguments(
         output_dir=directory,
         max_steps=10**6,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 import platform
 import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import recipe
@@ -16,6 +18,8 @@ from recipe.errors import UserError
 from recipe.redaction import redact, redacted
 
 _FILES = 10  # of a local text's files, whose names are kept
+# Packages on whose versions a run's numbers may depend.
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
 
 
 def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None) -> list[dict]:
@@ -29,7 +33,7 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
         "precision": engine.precision,
         "compiled": bool(config.run.torch_compile and not engine.no_compile),
         "python": platform.python_version(),
-        "packages": hardware.versions(),
+        "packages": _versions(),
         "recipe": recipe.__version__,
         "commit": _commit(),
         "data": _data(config),
@@ -40,6 +44,15 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
     if step == 0 and config.model.init_from:  # a path is private: only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
     return parts
+
+
+def _versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _commit() -> str | None:

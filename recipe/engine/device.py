@@ -1,17 +1,13 @@
-"""The hardware: precision, peak, memory, threads, allocator, timing. Uses PyTorch, but not Accelerate."""
+"""The hardware: precision, peak, memory, threads, allocator. Uses PyTorch, but not Accelerate."""
 
 import ctypes
 import os
 import platform
 import re
 import resource
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -51,18 +47,6 @@ _VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
 _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 _SOCKET = re.compile(r" SXM\d(?= |$)")
 
-# fp32 peak of the GPU in FLOP/s, where Apple's own announcements state one; of the largest GPU sold under the name,
-# since the name does not give the number of cores. There is no bf16 figure: the GPU has no faster unit for it.
-APPLE_PEAK_FLOPS = {
-    "Apple M1": 2.6e12,
-    "Apple M1 Pro": 5.2e12,
-    "Apple M1 Max": 10.4e12,
-    "Apple M1 Ultra": 21e12,
-    "Apple M2": 3.6e12,
-    "Apple M2 Max": 13.6e12,
-    "Apple M2 Ultra": 27.2e12,
-}
-
 
 def peak_flops(name: str) -> float | None:
     """Dense half-precision peak in FLOP/s of the GPU called `name`, as CUDA reports it; None where it is not known.
@@ -74,20 +58,9 @@ def peak_flops(name: str) -> float | None:
     return PEAK_FLOPS.get(_MEMORY.sub("", _SOCKET.sub(" SXM", _VENDOR.sub("", words))))
 
 
-def apple_chip() -> str:
-    """macOS' name of the chip, such as "Apple M1 Pro", which PyTorch does not know; "" on other systems."""
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def peak_of(device: torch.device) -> float | None:
-    """Peak of a device in FLOP/s (half precision on CUDA, fp32 on Apple's GPUs), or None where it is not known."""
-    if device.type == "cuda":
-        return peak_flops(torch.cuda.get_device_name(device))
-    return APPLE_PEAK_FLOPS.get(apple_chip()) if device.type == "mps" else None
+    """Half-precision peak of a device in FLOP/s, or None where it is not known."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def pad_vocab_to(device: torch.device) -> int:
@@ -100,22 +73,9 @@ def idle_gpus(device: torch.device, used: int) -> int:
     return max(0, torch.cuda.device_count() - used) if device.type == "cuda" else 0
 
 
-def one_gpu() -> dict[str, str]:
-    """Environment of a process that must find one of the GPUs that this process may use."""
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-
-
-def synchronize(device: torch.device | None = None) -> None:
-    """Waits until `device` (by default the accelerator, if there is one) has finished its queue."""
-    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def peak_memory(device: torch.device | None = None) -> int:
-    """Bytes: the most the allocator of `device` (by default the accelerator, if it counts) has held since the last
-    `reset_peak_memory`, or the process's largest resident set on a CPU, which cannot be reset."""
-    device = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that the allocator of a CUDA device has held since the last `reset_peak_memory`; elsewhere the
+    process's largest resident set, which cannot be reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -127,36 +87,6 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds a call, over `calls` of them in a row; by the GPU's own clock on CUDA, where the host's would measure the
-    launches. The device is idle before and after."""
-    synchronize(device)
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(device):
-            start.record()
-            for _ in range(calls):
-                call()
-            end.record()
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end) / calls
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - begin) / calls
-
-
-def median_seconds(call: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
-    """Median seconds of a call, after one to warm up, from as many samples as fit into `seconds`, but at
-    least three. Where a call is shorter than a millisecond a sample is several in a row."""
-    call()
-    estimate = max(seconds_of(call, device), 1e-7)
-    calls = max(1, round(1e-3 / estimate))
-    samples = min(100, max(3, int(seconds / (estimate * calls))))
-    return statistics.median(seconds_of(call, device, calls) for _ in range(samples))
 
 
 def memory(device: torch.device) -> int | None:
@@ -227,41 +157,11 @@ def _cpu_has_bf16() -> bool:
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def device_name() -> str:
-    """The accelerator's name, or the processor's without one."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    if torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator().type.upper()
-    return processor()
-
-
 def processor() -> str:
     """The processor's name."""
     with suppress(OSError, IndexError):
         return re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
     return platform.processor() or "CPU"
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages that a run's numbers may depend on."""
-    names = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
-    found = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def total_memory() -> int | None:
-    """Bytes of the accelerator's own memory; None without one."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-
-
-def release_memory() -> None:
-    """Frees the accelerator's cached memory, for other processes."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
@@ -276,21 +176,6 @@ def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
         model.compile(dynamic=False, options=options | {"coordinate_descent_tuning": True})
     else:
         model.compile(dynamic=False)
-
-
-def conditions() -> dict:
-    """What may disturb a measurement: the load average over a minute; the GPU's clock in MHz, power in W and
-    temperature in degrees C, where nvidia-smi reports them."""
-    found = {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
-    if torch.cuda.is_available():
-        names = ("clocks.sm", "power.draw", "temperature.gpu")
-        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", "0"]
-        try:
-            values = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split(",")
-            found |= {name: float(value) for name, value in zip(names, values, strict=True)}
-        except (OSError, ValueError, subprocess.SubprocessError):
-            found |= dict.fromkeys(names)
-    return found
 
 
 def tune_cpu(local_world: int) -> None:

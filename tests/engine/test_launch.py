@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from recipe.engine import device, factory
+from recipe.engine import factory
 from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, fail
 from recipe.errors import UserError
@@ -204,37 +204,3 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
         factory.open_engine()
     assert found == [None, "10.0.0.1:8476"]
-
-
-@pytest.mark.parametrize(
-    ("launched", "launchers_environment", "threads"),
-    [
-        (False, {}, 1),  # python recipe/train.py: the variable is the user's
-        (True, {"OMP_NUM_THREADS": "1"}, 1),
-        (True, {}, 2),  # accelerate launch has set it to 1 itself
-    ],
-)
-def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_environment, threads):
-    class Process:
-        def parent(self):
-            return self
-
-        def environ(self):
-            return launchers_environment
-
-        def cmdline(self):
-            return ["accelerate", "launch"]
-
-    found = []
-    monkeypatch.setattr(device.psutil, "Process", Process)
-    monkeypatch.setattr(device.psutil, "cpu_count", lambda logical: 2)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if launched:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    else:
-        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    device.tune_cpu(local_world=1)
-    assert (found or [1]) == [threads]
