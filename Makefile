@@ -33,7 +33,6 @@ LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PR
 # What a training run needs installed.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
-MODEL_ARG := $(if $(MODEL),--model $(MODEL))
 # Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
@@ -69,7 +68,7 @@ help:
 train: $(TRAINING) ## train CONFIG, sample; goes on from its checkpoint
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
-	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py --model "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
+	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
 plan: $(TRAINING) ## what the run would be: batch, memory, disk, time, price
 	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(ARGS)
@@ -83,28 +82,28 @@ checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 ##@ Look and evaluate
 
 sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
-	$(BIN)/python eval/sample.py $(MODEL_ARG) --prompt "$(PROMPT)" $(ARGS)
+	$(BIN)/python eval/sample.py $(MODEL) --prompt "$(PROMPT)" $(ARGS)
 
 chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
-	@$(BIN)/python eval/sample.py $(MODEL_ARG) --interactive $(ARGS)
+	@$(BIN)/python eval/sample.py $(MODEL) --interactive $(ARGS)
 
 report: .venv/installed ## curves of RUN as a page; does its loss look right?
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
-	$(BIN)/python eval/perplexity.py $(MODEL_ARG) $(ARGS)
+	$(BIN)/python eval/perplexity.py $(MODEL) $(ARGS)
 
 eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
-	$(BIN)/python eval/hellaswag.py $(MODEL_ARG) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python eval/hellaswag.py $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lambada: .venv/installed ## LAMBADA accuracy of MODEL (ROWS=rows.jsonl, LIMIT=500)
-	$(BIN)/python eval/lambada.py $(MODEL_ARG) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python eval/lambada.py $(MODEL) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-wikitext: .venv/installed ## WikiText-2 perplexity of MODEL (TEXT=file, LIMIT=windows)
-	$(BIN)/python eval/wikitext.py $(MODEL_ARG) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
+	$(BIN)/python eval/wikitext.py $(MODEL) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=hellaswag,lambada_openai)
-	$(BIN)/python eval/harness.py $(MODEL_ARG) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 
@@ -129,7 +128,7 @@ bench-data: .venv/installed ## preparing and reading data beside datasets.map
 	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODEL)
-	$(BIN)/python -m benchmarks hellaswag $(MODEL_ARG) $(ARGS)
+	$(BIN)/python -m benchmarks hellaswag $(MODEL) $(ARGS)
 
 ##@ Develop
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
-from transformers.activations import NewGELUActivation
+from transformers.activations import GELUTanh, NewGELUActivation
 
 from eval import common, devices, harness, hellaswag
 
@@ -27,8 +27,7 @@ OURS_BOTH, OURS, THEIRS = "this project, both ways", "this project, lm-eval-styl
 def random_gpt2(device: torch.device, dtype: torch.dtype) -> common.Loaded:
     """GPT-2 124M before its first step."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config()).eval()
-    common.fuse_activations(model)
+    model = GPT2LMHeadModel(GPT2Config(activation_function="gelu_pytorch_tanh")).eval()
     tokenizer = GPT2TokenizerFast(vocab=str(BPE / "encoder.json"), merges=str(BPE / "vocab.bpe"))
     return common.Loaded("GPT-2 124M, random weights", None, model.to(device, dtype), tokenizer, device, dtype)
 
@@ -36,9 +35,9 @@ def random_gpt2(device: torch.device, dtype: torch.dtype) -> common.Loaded:
 def as_transformers_builds_it(loaded: common.Loaded) -> common.Loaded:
     """A copy of the model without what `common.load` has changed for speed."""
     model = copy.deepcopy(loaded.model)
-    if model.config.model_type == "gpt2" and model.config.activation_function == "gelu_new":
+    if model.config.model_type == "gpt2" and model.config.activation_function == "gelu_pytorch_tanh":
         for name, module in list(model.named_modules()):
-            if isinstance(module, torch.nn.GELU):
+            if isinstance(module, GELUTanh):
                 model.set_submodule(name, NewGELUActivation())
     return common.Loaded(loaded.name, loaded.directory, model, loaded.tokenizer, loaded.device, loaded.dtype)
 
@@ -46,7 +45,7 @@ def as_transformers_builds_it(loaded: common.Loaded) -> common.Loaded:
 def ours(loaded: common.Loaded, rows: list[dict], batch_size: int, ways: tuple[str, ...]) -> tuple[float, dict]:
     """(seconds, {"A": {"acc": ...}, "B": ...}), as the command computes them."""
     start = time.perf_counter()
-    scores = hellaswag.score_loaded(loaded, rows, batch_size=batch_size, ways=ways, progress=False)
+    scores = hellaswag.score_rows(loaded.lm, rows, batch_size=batch_size, ways=ways)
     found = hellaswag.accuracies(scores, rows)
     return time.perf_counter() - start, found
 
@@ -56,7 +55,7 @@ def theirs(loaded: common.Loaded, rows: list[dict], batch_size: int) -> tuple[fl
     from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with harness.quiet(), harness.local_tasks(hellaswag_rows=rows) as manager:
+    with harness.quiet(), harness.local_tasks({"hellaswag": rows}, ["hellaswag"]) as manager:
         tasks = manager.load(["hellaswag"])
         lm = HFLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size)
         start = time.perf_counter()
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> None:
     """Raises UserError where lm-eval is not installed, or there is no such model."""
     harness.require()
-    if args.model_option or args.model:
+    if args.model:
         loaded = common.load(args, shared=True)
     else:
         device = devices.choose_device(args.device, shared=True)

@@ -1,39 +1,27 @@
-"""What the evaluation commands share: finding and loading a model, scoring tokens, progress, results, errors."""
+"""What the evaluation commands share: finding and loading a model, the Hub, results, errors."""
 
 import argparse
-import contextlib
-import functools
 import json
 import os
 import re
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
 import torch
-import torch.nn.functional as F
 import transformers
 from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.activations import NewGELUActivation
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from eval.devices import UserError, choose_device
+from eval.devices import UserError, choose_device, placement
+from eval.loglikelihood import LanguageModel
 
-METRICS = Path(__file__).resolve().parent / "metrics"
 STEP_DIR = re.compile(r"step_(\d+)")
 MODEL_FILES = ("config.json", "model.safetensors")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
 HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
-# Rows of logits held in float32 at once, by device: 128 x 50257 x 4 bytes is 26 MB, and larger pieces were slower on a
-# CPU (they fall out of its cache); other devices take 2048 (412 MB).
-PIECE = {"cpu": 128}
 
 
 @dataclass(frozen=True)
@@ -59,12 +47,32 @@ class Loaded:
         """What every result records about the model that it belongs to."""
         return {"model": self.name, "device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
 
+    @property
+    def lm(self) -> LanguageModel:
+        """The model as the scorers use it. Contexts are shared where the architecture is known to read positions and a
+        mask of booleans: GPT-2 with SDPA. Others may do more after the head than a matrix product, so that what they
+        return as states are the logits."""
+        model, gpt2 = self.model, self.model.config.model_type == "gpt2"
+
+        def states(ids, positions=None, mask=None):
+            found = model.transformer(ids, position_ids=positions, attention_mask=mask, use_cache=False)
+            return found.last_hidden_state
+
+        return LanguageModel(
+            body=states if gpt2 else lambda ids: model(ids, use_cache=False).logits,
+            head=model.lm_head if gpt2 else lambda logits: logits,
+            encode=self.encode,
+            n_positions=self.n_positions,
+            device=self.device,
+            shares_contexts=gpt2 and model.config._attn_implementation == "sdpa",
+            **placement(self.device),
+        )
+
 
 def parser(description: str, *, batch_size: int | None = None, batch_unit: str = "") -> argparse.ArgumentParser:
     """The arguments that all evaluation commands take. `batch_size` is the default, in `batch_unit`."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
-    result.add_argument("--model", dest="model_option", metavar="DIR_OR_ID", help="the same, as an option")
     result.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu", "xla"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     if batch_size:
@@ -92,7 +100,11 @@ def steps_of(run: Path) -> list[Path]:
     """Complete checkpoints of a run directory, oldest step first. Temporaries never match `step_<number>`."""
     found = [path for path in run.glob("step_*") if STEP_DIR.fullmatch(path.name)]
     complete = [path for path in found if all((path / name).is_file() for name in MODEL_FILES)]
-    return sorted(complete, key=lambda path: int(STEP_DIR.fullmatch(path.name).group(1)))
+    return sorted(complete, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(STEP_DIR.fullmatch(checkpoint.name).group(1))
 
 
 def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Path | None]:
@@ -119,13 +131,11 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
         if not steps:
             raise UserError(f"model {name}: neither config.json nor a complete step_<number> directory in it")
         path = steps[-1]
-    if not any((path / file).is_file() for file in TOKENIZER_FILES):
-        raise UserError(f"model {path}: no tokenizer files ({', '.join(TOKENIZER_FILES)}) beside the weights")
     return str(path), path
 
 
 def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
-    """Load the model and tokenizer that the arguments of `parser` name, and say what was loaded; `shared` is
+    """Load the model and tokenizer that the arguments of `parser` name, and print what was loaded; `shared` is
     `choose_device`'s.
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
@@ -134,76 +144,70 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
-    name, directory = resolve_model(args.model_option or args.model)
+    name, directory = resolve_model(args.model)
     device = choose_device(args.device, shared)
     dtype = choose_dtype(args.dtype, device)
+    problem, way_out = "", "Check the directory"
     if directory is None:
         print(f"{name} is no directory here: asking the Hub for it", flush=True)
-    why = (
-        ""
-        if directory or reach_hub()
-        else "the Hub does not answer (or HF_HUB_OFFLINE is set), and the model is not in the cache"
-    )
+        problem, way_out = hub_problem(), "Name a model on the Hub, or a directory: MODEL=runs/NAME"
     try:
+        config = AutoConfig.from_pretrained(name)
+        if getattr(config, "activation_function", "") == "gelu_new":
+            # The same formula in one operation instead of seven: a fifth of a forward pass on a CPU.
+            config.activation_function = "gelu_pytorch_tanh"
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
-        if why:
-            raise UserError(f"model {name}: {why}. Check the network, or name a directory: MODEL=runs/NAME") from error
-        way_out = "check the directory" if directory else "neither a directory nor a model on the Hub"
-        raise UserError(f"model {name}: {way_out} ({first_line(error)})") from error
-    # transformers fills absent weights with random numbers: such a model must not get a score.
+        raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
+    # transformers makes up what is absent, an empty tokenizer and random weights: such a model must not get a score.
+    if len(tokenizer) < 2:
+        raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
-    fuse_activations(model)
     loaded = Loaded(name, directory, model.to(device).eval(), tokenizer, device, dtype)
-    print(
-        f"model {name}: {model.num_parameters():,} parameters, {device.type}, {loaded.describe()['dtype']}", flush=True
-    )
+    parameters, kind = f"{model.num_parameters():,} parameters", loaded.describe()["dtype"]
+    print(f"model {name}: {parameters}, {device.type}, {kind}", flush=True)
     return loaded
 
 
-def reach_hub() -> bool:
-    """Whether the Hub answers within HUB_PATIENCE seconds.
+def hub_problem() -> str:
+    """Why nothing new can be had from the Hub; empty if it answers within HUB_PATIENCE seconds.
 
     If it does not, the libraries are set to offline: what is in their caches still loads, and the rest fails at once
     instead of after a minute of silent retries.
     """
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return False
-    answers = []
+    import datasets
 
-    def ask() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE))
-
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a name may take longer than the request's limit
-    thread.start()
-    thread.join(HUB_PATIENCE)
-    if not answers:
-        import datasets
-
-        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return bool(answers)
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE)
+            return ""
+        except Exception:  # of whichever HTTP library huggingface_hub uses
+            huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    return "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
 
 
 def load_split(name: str, config: str, column: str, way_out: str) -> list[str]:
     """A column of the test split of a data set on the Hub. Raises UserError, with the way out, if there is none."""
-    print(f"asking the Hub for {name}, test", flush=True)
-    reached = reach_hub()
     import datasets
 
+    print(f"asking the Hub for {name}, test", flush=True)
+    problem = hub_problem()
     datasets.utils.logging.set_verbosity_error()
     try:
         return list(datasets.load_dataset(name, config, split="test")[column])
     except Exception as error:  # the libraries raise many kinds without a network or the data set
-        reason = (
-            first_line(error)
-            if reached
-            else "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
-        )
-        raise UserError(f"{name}: {reason}. {way_out}") from error
+        raise UserError(f"{name}: {problem or first_line(error)}. {way_out}") from error
+
+
+def read_text(path: Path, option: str) -> str:
+    """A UTF-8 file as it is: "\\r\\n" stays. Raises UserError, naming the option, if it is something else."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option} {path}: not UTF-8 at byte {error.start}") from None
 
 
 def first_line(error: Exception) -> str:
@@ -218,85 +222,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native or device.type == "xla" else torch.float32
 
 
-def fuse_activations(model: transformers.PreTrainedModel) -> None:
-    """GPT-2's GELU, which transformers puts together from seven operations, as PyTorch's one of the same formula: a
-    fifth of a forward pass on a CPU."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, NewGELUActivation):
-            model.set_submodule(name, torch.nn.GELU(approximate="tanh"))
-
-
 def trainer_config(directory: Path | None) -> dict:
     """The training run's configuration, from trainer_state.json in a checkpoint; empty for any other model."""
     state = directory / "trainer_state.json" if directory else None
     return json.loads(state.read_text())["config"] if state and state.is_file() else {}
-
-
-def identity(states: torch.Tensor) -> torch.Tensor:
-    return states
-
-
-def body_and_head(model: transformers.PreTrainedModel) -> tuple[Callable, Callable]:
-    """Split a model into ids (N, T) -> states (N, T, D) and states (M, D) -> logits (M, V).
-
-    So the scorers pay the output projection, which is most of a small model's time and memory, only where a token
-    is scored. Architectures other than GPT-2 may do more after the head: for them the states are the logits. GPT-2's
-    first function also takes positions (N, T) and, where `shares_prefixes`, a mask (N, 1, T, T), true where a query
-    may see a key.
-    """
-    if model.config.model_type != "gpt2":
-        return lambda ids: model(ids, use_cache=False).logits, identity
-
-    def body(ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None):
-        states = model.transformer(ids, position_ids=positions, attention_mask=mask, use_cache=False)
-        return states.last_hidden_state
-
-    return body, model.lm_head
-
-
-def shares_prefixes(model: transformers.PreTrainedModel) -> bool:
-    """Whether several continuations of one context may stand in a row: known of GPT-2, whose attention is SDPA (which
-    reads a mask of booleans) and whose positions are what they are told to be."""
-    return model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
-
-
-def token_log_probs(states: torch.Tensor, targets: torch.Tensor, head: Callable = identity) -> torch.Tensor:
-    """log p(target) in nats, float32 (M,), from states (M, D), their targets (M,) and head: (m, D) -> logits (m, V)."""
-    size = PIECE.get(states.device.type, 2048)
-    pairs = zip(states.split(size), targets.split(size), strict=True)
-    return torch.cat([-F.cross_entropy(head(part).float(), wanted, reduction="none") for part, wanted in pairs])
-
-
-def track(batches: Sequence[Sequence], desc: str, unit: str, show: bool = True) -> Iterator[Sequence]:
-    """Yield each batch; show a bar on a terminal, and elsewhere a plain line every 30 seconds and at the end."""
-    total, done, told = sum(map(len, batches)), 0, time.monotonic()
-    with tqdm(total=total, desc=desc, unit=f" {unit}", disable=None if show else True) as bar:
-        for batch in batches:
-            yield batch
-            done += len(batch)
-            bar.update(len(batch))
-            if show and bar.disable and (done == total or time.monotonic() - told > 30):
-                told = time.monotonic()
-                print(f"{desc}: {done:,} of {total:,} {unit}", flush=True)
-
-
-@functools.cache
-def _metric_cache() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="metrics-")
-
-
-def load_metric(name: str):
-    """The evaluate.Metric in eval/metrics/<name>/, loaded by path, without the Hub.
-
-    `evaluate` copies a module into its cache before importing it and spools rows through a locked file. A private
-    cache and memory instead: concurrent processes never meet, and a read-only HF_HOME does no harm.
-    """
-    cache = _metric_cache().name
-    # Read once, when `evaluate` is imported, hence set before it and the late import.
-    os.environ.setdefault("HF_MODULES_CACHE", cache)
-    import evaluate
-
-    return evaluate.load(str(METRICS / name / f"{name}.py"), cache_dir=cache, keep_in_memory=True)
 
 
 def read_results(path: Path) -> dict:
@@ -321,9 +250,7 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 def write_results(path: Path, key: str, value: dict) -> None:
     """Put `value` under `key` beside what the file holds already; a reader sees the old file or the new one."""
-    text = json.dumps(read_results(path) | {key: value}, indent=2) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)  # temporary files are born private to their owner
-    os.replace(file.name, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(read_results(path) | {key: value}, indent=2) + "\n")
+    temporary.replace(path)
     print(f"wrote {path}")

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
@@ -27,15 +28,10 @@ def _state() -> PartialState:
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
     """Context of a command that may be one of several processes: the first alone is heard on standard output."""
-    if not _several():
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_main() else nowhere):
         yield
-        return
-    state = _state()
-    with contextlib.ExitStack() as stack:
-        if not state.is_main_process:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        yield
-    state.destroy_process_group()
+    if _several():
+        _state().destroy_process_group()
 
 
 def processes() -> tuple[int, int]:
@@ -53,20 +49,18 @@ def gather(items: Iterable) -> list:
 
 
 def choose_device(name: str, shared: bool = False) -> torch.device:
-    """`auto` is the first there is of cuda, mps, cpu. Raises UserError if a named one is absent.
+    """`auto` is the first there is of cuda, mps, cpu; of several processes, the one that Accelerate gives to each.
+    Raises UserError if a named one is absent.
 
-    `shared`: of a command that shares its work over processes, and whose shapes are few enough for a device that
-    compiles a program for each. There `auto` may be a TPU; others refuse to be started as several processes, each of
-    which would do all of the work.
+    `shared`: of a command whose shapes are few enough for a device that compiles a program for each. There `auto` may
+    be a TPU.
     """
-    if _several() and not shared:
-        raise UserError("this command does not share its work over processes; run it with python, as one")
+    if name == "auto" and _several():
+        return _state().device
     xla = find_spec("torch_xla") is not None
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "xla": xla}
-    if name == "auto" and not (_several() and parse_flag_from_env("ACCELERATE_USE_CPU")):
+    if name == "auto":
         name = "xla" if xla and shared and _on_tpu() else next(device for device, present in there.items() if present)
-    elif name == "auto":
-        name = "cpu"
     if not there[name]:
         raise UserError(f"--device {name}: not available here. There is: {', '.join(d for d, p in there.items() if p)}")
     if name == "xla":
@@ -77,7 +71,7 @@ def choose_device(name: str, shared: bool = False) -> torch.device:
         # A TPU multiplies fp32 as bf16 unless told not to.
         torch_xla.backends.set_mat_mul_precision("highest")
         return torch_xla.device()
-    return _state().device if _several() and name == "cuda" else torch.device(name)
+    return torch.device(name)
 
 
 def _on_tpu() -> bool:
@@ -86,9 +80,9 @@ def _on_tpu() -> bool:
     return xr.device_type() == "TPU"
 
 
-def shapes(device: torch.device) -> dict:
-    """Options of `eval.loglikelihood.score` for a device that compiles a program for each shape: few shapes, and rows
-    sharded across its cores."""
+def placement(device: torch.device) -> dict:
+    """The fields `multiples` and `place` of a LanguageModel on a device that compiles a program for each shape: few
+    shapes, and rows sharded across its cores."""
     if device.type != "xla":
         return {}
     import numpy as np

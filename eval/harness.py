@@ -16,9 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import yaml
 
@@ -26,6 +25,8 @@ from eval import common, hellaswag, lambada
 
 # Resamplings for the error of metrics that have no closed form; the harness's own 100,000 take minutes.
 BOOTSTRAP = 1000
+# Tasks that can read documents from here: the harness's folder, the split that is scored, what else is changed.
+TASKS = {"hellaswag": ("hellaswag", "validation", {"training_split": None}), "lambada_openai": ("lambada", "test", {})}
 
 
 def require() -> None:
@@ -36,98 +37,69 @@ def require() -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the libraries' notices; bars only on a terminal."""
-    from datasets.utils import logging as datasets_logging
+    import datasets
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a pool for what one process does in seconds
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets_logging.set_verbosity_error()
-    datasets_logging.disable_progress_bar()
-    with contextlib.ExitStack() as stack:
-        if not sys.stderr.isatty():
-            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # "bootstrapping for stddev"
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),  # "bootstrapping for stddev"
+        contextlib.redirect_stderr(sys.stderr if sys.stderr.isatty() else nowhere),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def local_tasks(rows: Path | None = None, limit: int | None = None, hellaswag_rows: list[dict] | None = None):
-    """Context: a TaskManager of the harness's LAMBADA tasks and of `write_local_tasks`; its `whole()` makes one of all
-    that the harness has, which takes a while."""
-    from lm_eval.tasks import TaskManager
-
-    with tempfile.TemporaryDirectory(prefix="tasks-") as directory:
-        write_local_tasks(Path(directory), rows, limit, hellaswag_rows)
-        # Reading all of the harness's thousands of task files takes a while; of two tasks of one name the last counts.
-        manager = TaskManager(include_path=[harness_tasks() / "lambada", directory], include_defaults=False)
-        manager.whole = lambda: TaskManager(include_path=directory)
-        yield manager
-
-
-def write_local_tasks(
-    directory: Path, rows: Path | None, limit: int | None, hellaswag_rows: list[dict] | None = None
-) -> list[str]:
-    """Task files of the harness's own tasks with nothing but the place of their data changed; the tasks' names.
-
-    `rows` are LAMBADA's (`eval.lambada.read_rows`). Of all data the first `limit` rows, or all, are written beside.
-    """
-    theirs = harness_tasks()
-    local = {
-        "hellaswag": ("hellaswag", "validation", hellaswag_rows or hellaswag.load_rows(limit), {"training_split": None})
-    }
-    if rows:
-        texts = [{"text": text} for text in lambada.read_rows(rows)[:limit]]
-        local["lambada_openai"] = ("lambada", "test", texts, {})
-    for name, (folder, split, docs, more) in local.items():
-        file = directory / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-        kwargs = {"data_files": {split: str(file)}, "cache_dir": str(directory / "cache")}
-        # `include` keeps the rest, and finds the functions that it names where they are.
-        task = {"include": str(theirs / folder / f"{name}.yaml"), "task": name} | more
-        task |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
-        (directory / f"{name}.yaml").write_text(yaml.safe_dump(task))
-    return list(local)
-
-
-def harness_tasks() -> Path:
+def local_tasks(docs: dict[str, list[dict]], tasks: list[str]):
+    """Context: a TaskManager that knows `tasks`. Those of `docs`, of the names in TASKS, are the harness's own with
+    nothing but the place of their data changed: they read the documents given here."""
     import lm_eval.tasks
 
-    return Path(lm_eval.tasks.__file__).parent
+    theirs = Path(lm_eval.tasks.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="tasks-") as directory:
+        for name, rows in docs.items():
+            folder, split, more = TASKS[name]
+            file = Path(directory, f"{name}.jsonl")
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            kwargs = {"data_files": {split: str(file)}, "cache_dir": f"{directory}/cache"}
+            # `include` keeps the rest, and finds the functions that it names where they are.
+            task = {"include": str(theirs / folder / f"{name}.yaml"), "task": name} | more
+            task |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
+            Path(directory, f"{name}.yaml").write_text(yaml.safe_dump(task))
+        # Of two tasks of one name the last counts. Reading all of the harness's thousands of tasks takes a while.
+        folders = [*{theirs / folder for folder, _, _ in TASKS.values()}, directory]
+        yield lm_eval.tasks.TaskManager(include_path=folders, include_defaults=not set(tasks) <= set(TASKS))
 
 
 def evaluate(
-    loaded: common.Loaded,
-    tasks: list[str],
-    *,
-    rows: Path | None = None,
-    limit: int | None = None,
-    batch_size: int,
+    loaded: common.Loaded, tasks: list[str], *, rows: Path | None = None, limit: int | None = None, batch_size: int
 ) -> dict:
-    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task.
+    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `rows` are LAMBADA's.
 
     Raises UserError for a task that the harness does not know, and for data that cannot be had.
     """
     require()
-    with quiet(), local_tasks(rows, limit) as manager:
+    docs = {"hellaswag": hellaswag.load_rows(limit)}
+    if rows:
+        docs["lambada_openai"] = [{"text": text} for text in lambada.read_rows(rows)[:limit]]
+    with quiet(), local_tasks(docs, tasks) as manager:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-        if not set(tasks) <= set(manager.all_tasks):
-            manager = manager.whole()
         unknown = [task for task in tasks if task not in manager.all_tasks]
         if unknown:
             raise common.UserError(f"--tasks {','.join(unknown)}: lm-eval has none of this name (`lm-eval ls tasks`)")
+        problem = "" if set(tasks) <= set(docs) else common.hub_problem()
         lm = HFLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, softmax_dtype="float32")
-        if not set(tasks) <= {"hellaswag"} | ({"lambada_openai"} if rows else set()):
-            common.reach_hub()
         options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
         except (OSError, RuntimeError) as error:  # an absent network or data set; one that wants to run code
+            reason = f"--tasks {','.join(tasks)}: the data cannot be loaded: {problem or common.first_line(error)}"
             way_out = "Without a network there are hellaswag, and lambada_openai with --rows FILE"
-            reason = common.first_line(error)
-            raise common.UserError(
-                f"--tasks {','.join(tasks)}: the data cannot be loaded ({reason}). {way_out}"
-            ) from error
+            raise common.UserError(f"{reason}. {way_out}") from error
 
 
 def summary(results: dict) -> dict:

@@ -6,21 +6,19 @@ model's likeliest, perplexity is exp of the mean negative log-likelihood of a ta
 the test split, 5,153 of them (Paperno et al., arXiv:1606.06031), which do not ship with the project.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-import torch
+if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from eval import common
-from eval.loglikelihood import Request, rows_of, scored_states
+from eval.loglikelihood import Request, ci95, score
+from eval.metrics.last_word.last_word import LastWord
 
 DATA_SET = "EleutherAI/lambada_openai"
 N_ROWS = 5153
@@ -35,30 +33,20 @@ PAPER = {
 }
 
 
-@dataclass(frozen=True)
-class Score:
-    """Summed log-likelihood of a target in nats, and whether all its tokens are the likeliest."""
-
-    log_likelihood: float
-    greedy: bool
-
-
 def read_rows(path: Path) -> list[str]:
-    """The texts of a JSON lines file, each row with "text", or with "context" and "continuation" (a space between).
+    """The texts of a JSON lines file, each line with "text", or with "context" and "continuation" (a space between).
 
     Raises UserError if a line holds something else.
     """
+    wanted = 'one JSON object a line, with "text" or with "context" and "continuation"'
     texts = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
         try:
             row = json.loads(line)
             text = row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str) or not text.strip():
-            wanted = 'one JSON object a line, with "text" or with "context" and "continuation"'
             raise common.UserError(f"--rows {path}, line {number}: {wanted}")
         texts.append(text)
     if not texts:
@@ -74,6 +62,10 @@ def load_texts(path: Path | None) -> tuple[list[str], str]:
     return common.load_split(DATA_SET, "default", "text", way_out), DATA_SET
 
 
+def digest(texts: list[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
 def encode_text(loaded: common.Loaded, text: str) -> Request:
     """Context and target as one string. A text of one word is predicted from end-of-text, as in the harness."""
     context, _, word = text.rpartition(" ")
@@ -85,47 +77,19 @@ def encode_text(loaded: common.Loaded, text: str) -> Request:
     return Request(tokens, len(tokens) - len(loaded.encode(context.rstrip())))
 
 
-def score_requests(loaded: common.Loaded, requests: list[Request]) -> list[Score]:
-    """One forward pass. Requests longer than the model's positions and one lose tokens on the left, as in the harness.
+def evaluate_texts(loaded: common.Loaded, texts: list[str], *, batch_size: int, desc: str = "") -> dict:
+    """{"rows", "acc", "acc_ci95", "perplexity"}, from `batch_size` texts a forward pass; with `desc` behind a progress
+    bar.
 
-    A target that alone is longer loses its first tokens too, where the harness gives up.
+    Texts longer than the model's positions and one lose tokens on the left, as in the harness. A target that alone is
+    longer loses its first tokens too, where the harness gives up.
     """
-    longest = loaded.n_positions
-    rows = [row for request in requests for row in rows_of([request], longest)]
-    body, head = common.body_and_head(loaded.model)
-    options = {"device": loaded.device, "share": False, "max_length": longest}
-    states, targets, counts = scored_states(body, rows, **options)
-    with torch.no_grad():
-        logits = head(states).float()  # (M, V): a target is a token or two, so M is small
-        log_probs = common.token_log_probs(logits, targets).cpu().double()
-        right = (logits.argmax(-1) == targets).cpu()
-    parts = zip(log_probs.split(counts), right.split(counts), strict=True)
-    return [Score(part.sum().item(), bool(hits.all())) for part, hits in parts]
-
-
-def score_texts(
-    loaded: common.Loaded, texts: list[str], *, batch_size: int = 16, progress: bool = False
-) -> list[Score]:
-    """Scores in the order of `texts`, `batch_size` texts a forward pass."""
-    requests = [encode_text(loaded, text) for text in texts]
-    # Rows of like length together: little padding. Longest first: memory that does not suffice shows at once.
-    order = sorted(range(len(texts)), key=lambda i: -len(requests[i].tokens))
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    results: list = [None] * len(texts)
-    for batch in common.track(batches, "LAMBADA", "rows", show=progress):
-        for i, score in zip(batch, score_requests(loaded, [requests[i] for i in batch]), strict=True):
-            results[i] = score
-    return results
-
-
-def evaluate_texts(loaded: common.Loaded, texts: list[str], *, batch_size: int, progress: bool = True) -> dict:
-    """{"rows", "acc", "acc_ci95", "perplexity"}; the interval is the half width 1.96 sqrt(p (1 - p) / n)."""
-    scores = score_texts(loaded, texts, batch_size=batch_size, progress=progress)
-    metric = common.load_metric("last_word")
-    metric.add_batch(log_likelihoods=[s.log_likelihood for s in scores], greedy=[s.greedy for s in scores])
-    result = metric.compute()
-    p = result["acc"]
-    return {"rows": len(texts), "acc_ci95": 1.96 * (p * (1 - p) / len(texts)) ** 0.5} | result
+    model = dataclasses.replace(loaded.lm, shares_contexts=False)  # a text has one continuation
+    found = [scores[0] for scores in score(model, [[encode_text(loaded, text)] for text in texts], batch_size, desc)]
+    result = LastWord(keep_in_memory=True).compute(
+        log_likelihoods=[score.log_likelihood for score in found], greedy=[score.greedy for score in found]
+    )
+    return {"rows": len(texts), "acc_ci95": ci95(result["acc"], len(texts))} | result
 
 
 def table(result: dict) -> str:
@@ -153,29 +117,21 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
-    parser = common.parser(
-        "LAMBADA's last words, as lm-evaluation-harness scores them.", batch_size=16, batch_unit="rows"
-    )
+    parser = common.parser("LAMBADA, as lm-evaluation-harness scores it.", batch_size=16, batch_unit="rows")
     parser.add_argument("--rows", type=Path, help=f'JSON lines with "text" (default: the Hub\'s {DATA_SET})')
     parser.add_argument("--limit", type=common.positive_int, help=f"the first N rows only (default: all {N_ROWS:,})")
     args = parser.parse_args()
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
     texts, source = load_texts(args.rows)
-    whole = hashlib.sha256("\n".join(texts).encode()).hexdigest() == SHA256
+    whole = digest(texts) == SHA256
     texts = texts[: args.limit]
     start = time.monotonic()
-    result = evaluate_texts(loaded, texts, batch_size=args.batch_size)
+    result = evaluate_texts(loaded, texts, batch_size=args.batch_size, desc="LAMBADA")
     seconds = time.monotonic() - start
     print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(texts) / seconds:.1f} rows/s")
-    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-    about = {
-        "data": source,
-        "data_set": DATA_SET if whole else Path(source).name,
-        "sha256": digest,
-        "seconds": round(seconds, 1),
-    }
-    common.write_results(output, "lambada", loaded.describe() | result | about)
+    about = {"data": source, "data_set": DATA_SET if whole else Path(source).name, "sha256": digest(texts)}
+    common.write_results(output, "lambada", loaded.describe() | result | about | {"seconds": round(seconds, 1)})
 
 
 if __name__ == "__main__":

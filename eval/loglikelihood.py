@@ -4,15 +4,45 @@
 
 Each continuation's positions go on from the context's end, and its tokens see the context and their own continuation
 only: the numbers are those of four separate texts, at half the tokens of HellaSwag's.
+
+Shapes: N rows, T positions, M scored tokens, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
-from eval import common
+# Rows of logits held in float32 at once, by device: 128 x 50257 x 4 bytes is 26 MB, and larger pieces were slower on a
+# CPU (they fall out of its cache); other devices take 2048 (412 MB).
+PIECE = {"cpu": 128}
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """What the scorers need of a model: of a checkpoint (`eval.common.Loaded.lm`), or of a trainer's live module.
+
+    Attributes:
+        body: ids (N, T) -> states (N, T, D). With `shares_contexts` it also takes positions (N, T) and a mask
+            (N, 1, T, T), true where a query may see a key.
+        head: states (M, D) -> logits (M, V). It takes most of a small model's time, so it runs on scored tokens only.
+        encode: text -> token ids, without special tokens.
+        multiples: numbers that N, T and M are padded to multiples of, for a device that compiles each shape.
+        place: brings a tensor (N, ...) to the device; for one that shards its rows. None is `.to(device)`.
+    """
+
+    body: Callable
+    head: Callable
+    encode: Callable[[str], list[int]]
+    n_positions: int
+    device: torch.device
+    shares_contexts: bool = True
+    multiples: tuple[int, int, int] = (1, 1, 1)
+    place: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -21,14 +51,21 @@ class Request:
 
     tokens: list[int]
     n_scored: int
-    length: int = 0  # what a normalized score divides by, in whatever unit
 
-    def cut(self, max_length: int) -> "Request":
-        """What a model of `max_length` positions can see: tokens are lost on the left.
+    def cut(self, n_positions: int) -> "Request":
+        """What a model of that many positions can see: tokens are lost on the left.
 
         The last token predicts nothing, hence one token more than there are positions.
         """
-        return Request(self.tokens[-(max_length + 1) :], min(self.n_scored, max_length), self.length)
+        return Request(self.tokens[-(n_positions + 1) :], min(self.n_scored, n_positions))
+
+
+@dataclass(frozen=True)
+class Score:
+    """Summed log-likelihood of a continuation in nats, and whether each of its tokens is the likeliest one."""
+
+    log_likelihood: float
+    greedy: bool
 
 
 @dataclass(frozen=True)
@@ -47,11 +84,37 @@ class Row:
     counts: list[int]
 
 
-def rows_of(requests: Sequence[Request], max_length: int, share: bool = True) -> list[Row]:
-    """The requests of one context as one row; as a row each without `share`, or if one has to be cut, since the others
-    would then not share all that it sees."""
-    if not share or any(len(r.tokens) > max_length + 1 for r in requests):
-        return [_row([request.cut(max_length)]) for request in requests]
+def score(
+    model: LanguageModel, groups: Sequence[Sequence[Request]], batch_size: int, desc: str = ""
+) -> list[list[Score]]:
+    """The scores of each group's requests, which continue one context, in ceil(len(groups) / batch_size) calls of the
+    model. With `desc` there is a progress bar.
+
+    Requests that are longer than the model's positions and one lose tokens on the left.
+    """
+    packed = [rows_of(group, model) for group in groups]
+    # Rows of like length together: little padding. Longest first: memory that does not suffice shows at once.
+    order = sorted(range(len(groups)), key=lambda i: -max(len(row.ids) for row in packed[i]))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    scores: list = [None] * len(groups)
+    for batch in progress_bar(batches, desc):
+        found = iter(score_rows(model, [row for i in batch for row in packed[i]]))
+        for i in batch:
+            scores[i] = [next(found) for _ in groups[i]]
+    return scores
+
+
+def progress_bar(batches: Sequence, desc: str) -> Iterable:
+    """The batches behind a progress bar, which writes into a file only every half minute; no bar without `desc`."""
+    often = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(batches, desc=desc, unit=" batches", mininterval=often, maxinterval=often, disable=not desc)
+
+
+def rows_of(requests: Sequence[Request], model: LanguageModel) -> list[Row]:
+    """The requests of one context as one row; as a row each where the model cannot share contexts, or where one has to
+    be cut, since the others would then not share all that it sees."""
+    if not model.shares_contexts or any(len(r.tokens) > model.n_positions + 1 for r in requests):
+        return [_row([request.cut(model.n_positions)]) for request in requests]
     return [_row(requests)]
 
 
@@ -78,50 +141,12 @@ def _row(requests: Sequence[Request]) -> Row:
     )
 
 
-def sees(segments: torch.Tensor) -> torch.Tensor:
-    """Segments (N, T) -> mask (N, 1, T, T): a position sees those of the context, and its own segment's, before it and
-    itself."""
-    query, key = segments[:, None, :, None], segments[:, None, None, :]
-    T = segments.shape[1]
-    return ((key == 0) | (key == query)) & torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
-
-
-def score(states_fn: Callable, rows: Sequence[Row], *, head: Callable = common.identity, **options) -> list[float]:
-    """Summed log-likelihood in nats of each request of `rows`, in their order, from one call of `states_fn`.
-
-    `head`: states (M, D) -> logits (M, V), applied only where a token is scored. `options` are those of
-    `scored_states`.
-    """
-    states, targets, counts = scored_states(states_fn, rows, **options)
-    with torch.no_grad():
-        log_probs = common.token_log_probs(states, targets, head)
-    return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
-
-
-def scored_states(
-    states_fn: Callable,
-    rows: Sequence[Row],
-    *,
-    device: torch.device | str,
-    share: bool,
-    max_length: int,
-    multiples: tuple[int, int, int] = (1, 1, 1),
-    place: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """States (M, D) that predict the scored tokens of all requests of `rows`, these tokens (M,), and how many are each
-    request's; from one call of `states_fn`.
-
-    Args:
-        states_fn: ids (N, T) -> logits (N, T, V), or states (N, T, D) before a head. With `share` it is given
-            positions (N, T) and a mask (N, 1, T, T) too.
-        max_length: positions that the model has.
-        multiples: of what N, T and M are filled up to, for a device that compiles for each shape.
-        place: brings a tensor with N rows to the device, sharded where there are several; else `.to(device)`.
-    """
-    place = place or (lambda tensor: tensor.to(device))
-    n, t, m = multiples
+def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[Score]:
+    """The score of each request of the rows, in their order, from one call of the model."""
+    n, t, m = model.multiples
+    # A model that compiles each shape may be given positions beyond its last one, which the row's own do not reach.
     width = _fill(max(len(row.ids) for row in rows), t)
-    shape = _fill(len(rows), n), width if share else min(width, max_length)
+    shape = _fill(len(rows), n), width if model.shares_contexts else min(width, model.n_positions)
     # A causal model never sees the padding on the right, which itself sees the context or what is before it.
     ids, positions, segments = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for i, row in enumerate(rows):
@@ -130,15 +155,44 @@ def scored_states(
     numbers = np.repeat(np.arange(len(rows)), [len(row.columns) for row in rows])  # (M,)
     columns, targets = (np.concatenate([getattr(row, name) for row in rows]) for name in ("columns", "targets"))
     scored = (np.pad(x, (0, _fill(len(x), m) - len(x))) for x in (numbers, columns, targets))
-    numbers, columns, targets = (torch.from_numpy(x).to(device) for x in scored)
+    numbers, columns, targets = (torch.from_numpy(x).to(model.device) for x in scored)
+    place = model.place or (lambda tensor: tensor.to(model.device))
     with torch.no_grad():
-        if share:
+        if model.shares_contexts:
             ids, positions, segments = (place(torch.from_numpy(x)) for x in (ids, positions, segments))
-            states = states_fn(ids, positions, sees(segments))
+            states = model.body(ids, positions, sees(segments))  # (N, T, D)
         else:
-            states = states_fn(place(torch.from_numpy(ids)))
-    return states[numbers, columns], targets, [count for row in rows for count in row.counts]
+            states = model.body(place(torch.from_numpy(ids)))
+        log_probs, likeliest = token_scores(states[numbers, columns], targets, model.head)
+    counts = [count for row in rows for count in row.counts]
+    parts = (x.cpu()[: sum(counts)].split(counts) for x in (log_probs, likeliest))
+    return [Score(logs.double().sum().item(), bool(hits.all())) for logs, hits in zip(*parts, strict=True)]
 
 
 def _fill(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def sees(segments: torch.Tensor) -> torch.Tensor:
+    """Segments (N, T) -> mask (N, 1, T, T): a position sees those of the context, and its own segment's, before it and
+    itself."""
+    query, key = segments[:, None, :, None], segments[:, None, None, :]
+    T = segments.shape[1]
+    return ((key == 0) | (key == query)) & torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+
+
+def token_scores(states: torch.Tensor, targets: torch.Tensor, head: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(target) in nats, float32 (M,), and whether the target is the likeliest token, bool (M,), from states (M, D)
+    and targets (M,)."""
+    size = PIECE.get(states.device.type, 2048)
+    log_probs, likeliest = [], []
+    for part, wanted in zip(states.split(size), targets.split(size), strict=True):
+        logits = head(part).float()  # (m, V)
+        log_probs.append(-F.cross_entropy(logits, wanted, reduction="none"))
+        likeliest.append(logits.argmax(-1) == wanted)
+    return torch.cat(log_probs), torch.cat(likeliest)
+
+
+def ci95(p: float, n: int) -> float:
+    """Half the width of the 95 % interval of a share p of n rows: normal approximation, 1.96 sqrt(p (1 - p) / n)."""
+    return 1.96 * (p * (1 - p) / n) ** 0.5

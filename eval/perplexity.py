@@ -8,15 +8,16 @@ validation, first `eval_tokens` tokens included, and the loss is the trainer's.
 import argparse
 import glob
 import hashlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
@@ -24,9 +25,19 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from eval import common
+from eval.loglikelihood import progress_bar, token_scores
+from eval.metrics.token_perplexity.token_perplexity import TokenPerplexity
 
 # llm.c's .bin format (karpathy/llm.c, dev/data/data_common.py): 256 int32, of which magic, version, count; then uint16.
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that the model sees at once, of which it is to predict the last `n_scored`, at most all but the first."""
+
+    tokens: np.ndarray
+    n_scored: int
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -46,13 +57,13 @@ def read_shard(path: Path) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
 
 
-def cut(tokens: np.ndarray, sequence_length: int) -> list[np.ndarray]:
+def cut(tokens: np.ndarray, sequence_length: int) -> list[Window]:
     """Windows of T + 1 tokens at stride T; tokens that do not fill one are skipped, as in training."""
     starts = range(0, len(tokens) - sequence_length, sequence_length)
-    return [tokens[start : start + sequence_length + 1] for start in starts]
+    return [Window(tokens[start : start + sequence_length + 1], sequence_length) for start in starts]
 
 
-def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
+def shard_windows(data: str, sequence_length: int) -> tuple[list[Window], dict[str, str]]:
     """Windows of validation shards, and the first 12 digits of each file's sha256.
 
     `data` is a directory, of which the .bin files with "val" in their name are taken, or a glob of .bin files.
@@ -70,28 +81,23 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
 
 def text_windows(
     path: Path, encode: Callable[[str], list[int]], end_of_text: int, sequence_length: int
-) -> tuple[list[np.ndarray], dict[str, str]]:
+) -> tuple[list[Window], dict[str, str]]:
     """Windows of a UTF-8 file, and its sha256 as in `shard_windows`.
 
     End-of-text comes first, as before each document in training, and the last window may be shorter, so that every
     token of the text is predicted and its bytes are the file's.
     """
-    try:
-        # As bytes: reading as text would turn "\r\n" into "\n".
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise common.UserError(f"--text {path}: not UTF-8 at byte {error.start}") from None
-    tokens = np.array([end_of_text, *encode(text)], dtype=np.int64)
+    tokens = np.array([end_of_text, *encode(common.read_text(path, "--text"))], dtype=np.int64)
     if len(tokens) < 2:
         raise common.UserError(f"--text {path}: empty")
     windows = cut(tokens, sequence_length)
     tail = tokens[len(windows) * sequence_length :]
-    return windows + [tail] * (len(tail) > 1), {path.name: file_digest(path)}
+    return windows + [Window(tail, len(tail) - 1)] * (len(tail) > 1), {path.name: file_digest(path)}
 
 
 def file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()[:12]
@@ -109,54 +115,45 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return np.array([0 if i in special else len(token) for i, token in enumerate(tokens)])
 
 
-def score_windows(
-    logits_fn: Callable,
-    windows: list[np.ndarray],
-    *,
-    device: torch.device | str,
-    batch_size: int,
-    head: Callable = common.identity,
-    progress: bool = False,
-) -> Iterator[tuple[list[np.ndarray], list[float]]]:
-    """Yield (windows, their summed negative log-likelihoods in nats), `batch_size` windows of one length at a time.
-
-    `logits_fn`: ids (N, T) -> logits (N, T, V), or states (N, T, D) that `head` turns from (M, D) into (M, V).
-    """
-    n_full = sum(len(window) == len(windows[0]) for window in windows)  # only the last one may be shorter
-    batches = [windows[i : min(i + batch_size, n_full)] for i in range(0, n_full, batch_size)]
-    for batch in common.track(batches + [[w] for w in windows[n_full:]], "perplexity", "windows", show=progress):
-        tokens = torch.from_numpy(np.stack(batch).astype(np.int64)).to(device)  # (N, T + 1)
+def evaluate_windows(loaded: common.Loaded, windows: list[Window], batch_size: int, desc: str) -> dict:
+    """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} over all windows,
+    `batch_size` of one shape at a time. `desc` is the progress bar's."""
+    model, table = loaded.lm, byte_lengths(loaded.tokenizer)
+    same_shape = itertools.groupby(windows, key=lambda window: (len(window.tokens), window.n_scored))
+    groups = [list(group) for _, group in same_shape]
+    batches = [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
+    nlls: list[float] = []
+    for batch in progress_bar(batches, desc):
+        tokens = torch.from_numpy(np.stack([window.tokens for window in batch]).astype(np.int64)).to(loaded.device)
+        n = batch[0].n_scored
         with torch.no_grad():
-            states = logits_fn(tokens[:, :-1])  # (N, T, D)
-            log_probs = common.token_log_probs(states.flatten(0, 1), tokens[:, 1:].flatten(), head)
-        yield batch, (-log_probs.cpu().double().view(len(batch), -1).sum(1)).tolist()
+            states = model.body(tokens[:, :-1])[:, -n:]  # (N, n, D)
+            log_probs, _ = token_scores(states.flatten(0, 1), tokens[:, -n:].flatten(), model.head)  # (N * n,)
+        nlls += (-log_probs.cpu().double().view(len(batch), n).sum(1)).tolist()
+    token_counts = [window.n_scored for window in windows]
+    byte_counts = [int(table[window.tokens[-window.n_scored :]].sum()) for window in windows]
+    metric = TokenPerplexity(keep_in_memory=True)
+    found = metric.compute(nlls=nlls, token_counts=token_counts, byte_counts=byte_counts)
+    return found | {"windows": len(windows), "tokens": sum(token_counts), "bytes": sum(byte_counts)}
 
 
-def evaluate_windows(loaded: common.Loaded, windows: list[np.ndarray], *, batch_size: int) -> dict:
-    """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} over all windows."""
-    table = byte_lengths(loaded.tokenizer)
-    metric = common.load_metric("token_perplexity")
-    body, head = common.body_and_head(loaded.model)
-    n_tokens = n_bytes = 0
-    options = {"device": loaded.device, "batch_size": batch_size, "head": head, "progress": True}
-    for batch, nlls in score_windows(body, windows, **options):
-        token_counts = [len(window) - 1 for window in batch]
-        byte_counts = [int(table[window[1:]].sum()) for window in batch]
-        metric.add_batch(nlls=nlls, token_counts=token_counts, byte_counts=byte_counts)
-        n_tokens, n_bytes = n_tokens + sum(token_counts), n_bytes + sum(byte_counts)
-    return metric.compute() | {"windows": len(windows), "tokens": n_tokens, "bytes": n_bytes}
+def choose_length(args: argparse.Namespace, loaded: common.Loaded) -> int:
+    """--sequence_length, or the training's, or the model's, 1024 at most. Raises UserError where the model has fewer
+    positions."""
+    trained = common.trainer_config(loaded.directory).get("sequence_length")
+    length = args.sequence_length or trained or min(1024, loaded.n_positions)
+    if not 2 <= length <= loaded.n_positions:
+        raise common.UserError(f"--sequence_length {length}: from 2 to {loaded.n_positions}, the model's positions")
+    return length
 
 
-def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
+def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[Window], dict]:
     """The windows that the arguments ask for, and what the result records about them."""
     config = common.trainer_config(loaded.directory)
-    sequence_length = args.sequence_length or config.get("sequence_length") or min(1024, loaded.n_positions)
-    if sequence_length > loaded.n_positions:
-        raise common.UserError(f"--sequence_length {sequence_length}: the model has {loaded.n_positions} positions")
-    limit = args.limit_windows
+    sequence_length, limit = choose_length(args, loaded), args.limit_windows
     if args.text:
-        source, end_of_text = str(args.text), loaded.tokenizer.eos_token_id
-        windows, files = text_windows(args.text, loaded.encode, end_of_text, sequence_length)
+        source = str(args.text)
+        windows, files = text_windows(args.text, loaded.encode, loaded.tokenizer.eos_token_id, sequence_length)
     else:
         source = args.data or config.get("val_data") or config.get("dataset_name")
         if not source:
@@ -182,7 +179,7 @@ def main() -> None:
     output = common.results_path(args.output, loaded)
     windows, about = choose_windows(args, loaded)
     print(f"data {about['data']}: {json.dumps(about['files'])}, {len(windows):,} windows", flush=True)
-    result = evaluate_windows(loaded, windows, batch_size=args.batch_size)
+    result = evaluate_windows(loaded, windows, args.batch_size, "perplexity")
     units = {"loss": "nats/token", "perplexity": "", "bits_per_byte": "bits/byte", "tokens": "", "bytes": ""}
     print()
     for name, unit in units.items():

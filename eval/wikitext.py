@@ -15,22 +15,17 @@ run of characters without whitespace, and each row's end counts as one: 241,211 
 in table 1 of arXiv:1609.07843. Nats of the text are the mean of the scored tokens times all tokens.
 """
 
-import argparse
 import hashlib
-import itertools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
-import torch
 
 from eval import common
-from eval.perplexity import byte_lengths
+from eval.perplexity import Window, choose_length, evaluate_windows
 
 DATA_SET = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 SHA256 = "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83"  # of the whole joined test split
@@ -40,28 +35,19 @@ GUIDE = [(1024, 19.44), (512, 16.44)]
 PAPER = {"GPT-2 117M": 29.41, "GPT-2 345M": 22.76, "GPT-2 762M": 19.93, "GPT-2 1542M": 18.34}
 
 
-@dataclass(frozen=True)
-class Window:
-    """Tokens begin to end (exclusive) of the text, of which the last `n_scored` are scored."""
-
-    begin: int
-    end: int
-    n_scored: int
-
-
-def sliding_windows(n_tokens: int, length: int, stride: int) -> list[Window]:
-    """Windows over `n_tokens` tokens, each at most `length` long; the last one ends with the text and may be shorter.
+def sliding_windows(tokens: np.ndarray, length: int, stride: int) -> list[Window]:
+    """Windows over a text, each at most `length` tokens long and `stride` after the one before; the last one ends with
+    the text and may be shorter.
 
     Needs 1 <= stride <= length, else tokens would be skipped.
     """
     windows, done = [], 0
-    for begin in range(0, n_tokens, stride):
-        end = min(begin + length, n_tokens)
-        n_scored = min(end - done, end - begin - 1)  # a window's first token has no context
-        if n_scored:
-            windows.append(Window(begin, end, n_scored))
+    for begin in range(0, len(tokens), stride):
+        end = min(begin + length, len(tokens))
+        if n_scored := min(end - done, end - begin - 1):  # a window's first token has no context
+            windows.append(Window(tokens[begin:end], n_scored))
         done = end
-        if end == n_tokens:
+        if end == len(tokens):
             break
     return windows
 
@@ -80,29 +66,9 @@ def joined_text(path: Path | None) -> tuple[str, str]:
     A file's "\\r\\n" is read as "\\n": the data set has no carriage return, a copy made on Windows does.
     """
     if path:
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except UnicodeDecodeError as error:
-            raise common.UserError(f"--text {path}: not UTF-8 at byte {error.start}") from None
+        return common.read_text(path, "--text").replace("\r\n", "\n"), str(path)
     way_out = 'Use --text FILE: the rows of the test split, joined by "\\n\\n"'
     return "\n\n".join(common.load_split(*DATA_SET, "text", way_out)), "/".join(DATA_SET)
-
-
-def score_windows(loaded: common.Loaded, tokens: np.ndarray, windows: list[Window], *, batch_size: int) -> list[float]:
-    """Summed negative log-likelihood in nats of each window's scored tokens, `batch_size` windows of a shape a pass."""
-    body, head = common.body_and_head(loaded.model)
-    same_shape = itertools.groupby(windows, key=lambda window: (window.end - window.begin, window.n_scored))
-    groups = [list(group) for _, group in same_shape]
-    batches = [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
-    sums = []
-    for batch in common.track(batches, "WikiText-2", "windows"):
-        ids = torch.from_numpy(np.stack([tokens[window.begin : window.end] for window in batch])).to(loaded.device)
-        n = batch[0].n_scored
-        with torch.no_grad():
-            states = body(ids[:, :-1])[:, -n:]  # (N, n, D)
-            log_probs = common.token_log_probs(states.flatten(0, 1), ids[:, -n:].flatten(), head)  # (N * n,)
-        sums += (-log_probs.cpu().double().view(len(batch), n).sum(1)).tolist()
-    return sums
 
 
 def evaluate_text(
@@ -113,28 +79,15 @@ def evaluate_text(
     With `limit`, only the first windows: words are then those of the text that they cover.
     """
     tokens = np.array(loaded.encode(text), dtype=np.int64)
-    windows = sliding_windows(len(tokens), length, stride)[:limit]
+    windows = sliding_windows(tokens, length, stride)[:limit]
     if not windows:
         raise common.UserError("the text has fewer than two tokens: nothing to score")
-    if (covered := windows[-1].end) < len(tokens):
+    covered = stride * (len(windows) - 1) + len(windows[-1].tokens)
+    if covered < len(tokens):
         text = loaded.tokenizer.decode(tokens[:covered], clean_up_tokenization_spaces=False)
-    table, metric = byte_lengths(loaded.tokenizer), common.load_metric("token_perplexity")
-    scored = [tokens[window.end - window.n_scored : window.end] for window in windows]
-    metric.add_batch(
-        nlls=score_windows(loaded, tokens, windows, batch_size=batch_size),
-        token_counts=[len(part) for part in scored],
-        byte_counts=[int(table[part].sum()) for part in scored],
-    )
-    result, words = metric.compute(), count_words(text)
-    return result | {
-        "word_perplexity": float(np.exp(result["loss"] * covered / words)),
-        "stride": stride,
-        "sequence_length": length,
-        "windows": len(windows),
-        "tokens": sum(map(len, scored)),
-        "words": words,
-        "bytes": sum(int(table[part].sum()) for part in scored),
-    }
+    result, words = evaluate_windows(loaded, windows, batch_size, "WikiText-2"), count_words(text)
+    by_word = float(np.exp(result["loss"] * covered / words))
+    return result | {"word_perplexity": by_word, "stride": stride, "sequence_length": length, "words": words}
 
 
 def table(result: dict) -> str:
@@ -164,7 +117,7 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def arguments() -> argparse.ArgumentParser:
+def main() -> None:
     parser = common.parser("Perplexity on WikiText-2 in sliding windows.", batch_size=8, batch_unit="windows")
     parser.add_argument("--text", type=Path, help="the joined rows (default: the Hub's Salesforce/wikitext)")
     parser.add_argument(
@@ -172,18 +125,11 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stride", type=common.positive_int, help="tokens between windows (default: half a window)")
     parser.add_argument("--limit_windows", type=common.positive_int, help="the first N windows only (default: all)")
-    return parser
-
-
-def main() -> None:
-    args = arguments().parse_args()
+    args = parser.parse_args()
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
-    trained = common.trainer_config(loaded.directory).get("sequence_length")
-    length = args.sequence_length or trained or min(1024, loaded.n_positions)
-    stride = args.stride or max(1, length // 2)
-    if length > loaded.n_positions or length < 2:
-        raise common.UserError(f"--sequence_length {length}: from 2 to {loaded.n_positions}, the model's positions")
+    length = choose_length(args, loaded)
+    stride = args.stride or length // 2
     if stride > length:
         raise common.UserError(f"--stride {stride}: tokens would be skipped, a window has {length}. Lower --stride")
     text, source = joined_text(args.text)

@@ -8,8 +8,8 @@ from itertools import count
 
 import torch
 
-from eval.hellaswag import score_hellaswag
-from eval.sample import sample_live
+from eval.hellaswag import count_correct, load_rows
+from eval.loglikelihood import LanguageModel
 from recipe.config import Batch, Config
 from recipe.data import tokenizer
 from recipe.data.dataset import TokenDataset
@@ -22,9 +22,8 @@ from recipe.optim.spike_filter import WAY_OUT
 
 logger = logging.getLogger(__name__)
 
-HELLASWAG_ROWS = 10_042  # of the whole validation split
 HELLASWAG_BATCH = 16  # rows at once
-SAMPLE_TOKENS = 48
+SAMPLE_TOKENS, TEMPERATURE, TOP_K = 48, 0.8, 50
 
 
 class Evaluator:
@@ -85,10 +84,8 @@ class Evaluator:
     def hellaswag(self) -> dict[str, float]:
         """HellaSwag scored over all processes: accuracies, scored as llm.c does (A) and as lm-evaluation-harness does
         (B), as columns of metrics.jsonl."""
-        config, engine = self.config, self.engine
-        limit = config.run.hellaswag_limit
-        batches = -(-(limit or HELLASWAG_ROWS) // (engine.world * HELLASWAG_BATCH))
-        numbers = count()
+        engine, rows, done = self.engine, load_rows(self.config.run.hellaswag_limit), count()
+        batches = -(-len(rows) // (engine.world * HELLASWAG_BATCH))
         with (
             self.metrics.paused("HellaSwag") as tick,
             whole_model(engine, self.raw_model) as live,
@@ -96,48 +93,56 @@ class Evaluator:
         ):
 
             def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-                tick(min(next(numbers), batches), batches)
+                tick(next(done), batches)
                 engine.check_stop()  # equally often on every process
                 return live.transformer(ids, positions, mask)
 
-            # Body and head apart: only the positions of the endings ever become logits.
-            counts = score_hellaswag(
-                body,
-                tokenizer.encoding().encode_ordinary,
-                limit=limit or None,
-                device=live.head_weight.device,
-                rank=engine.rank,
-                world=engine.world,
-                max_length=config.model.n_positions,
+            model = LanguageModel(
+                body=body,
                 head=live.head,
-                batch_size=HELLASWAG_BATCH,
+                encode=tokenizer.encoding().encode_ordinary,
+                n_positions=self.config.model.n_positions,
+                device=live.head_weight.device,
                 multiples=engine.eval_multiples,
                 place=engine.to_device,
             )
-        names = [(way, kind) for way in ("A", "B") for kind in ("acc", "acc_norm")]
-        values = torch.tensor([counts["rows"], *(counts[way][kind] for way, kind in names)], device=engine.device)
-        rows, *correct = engine.sum(values).tolist()
-        scores = {f"hellaswag_{way}_{kind}": n / rows for (way, kind), n in zip(names, correct, strict=True)}
-        shown = ", ".join(f"{name.removeprefix('hellaswag_')} {value:.4f}" for name, value in scores.items())
-        logger.info("HellaSwag (%d rows): %s", rows, shown)
+            counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=engine.rank, world=engine.world)
+        n_rows, *correct = engine.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
+        names = list(counts)[1:]
+        scores = {f"hellaswag_{name}": n / n_rows for name, n in zip(names, correct, strict=True)}
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, scores.values(), strict=True))
+        logger.info("HellaSwag (%d rows): %s", n_rows, shown)
         return scores
 
     def sample(self, step: int) -> str:
-        """Prints and returns a continuation of sample_prompt."""
-        config = self.config
-        prompt = tokenizer.encoding().encode_ordinary(config.run.sample_prompt) or [tokenizer.END_OF_TEXT]
+        """Prints and returns a continuation of sample_prompt: the same text for the same seed on every process."""
+        run = self.config.run
+        prompt = tokenizer.encoding().encode_ordinary(run.sample_prompt) or [tokenizer.END_OF_TEXT]
         with self.metrics.paused("sampling"), whole_model(self.engine, self.raw_model) as live:
-            ids = sample_live(
-                live.forward,
-                prompt,
-                max_new_tokens=SAMPLE_TOKENS,
-                n_positions=config.model.n_positions,
-                seed=config.run.seed,
-                device=live.head_weight.device,
-            )
-        text = tokenizer.encoding().decode(ids)
+            text = tokenizer.encoding().decode(continuation(live, prompt, run.seed))
         logger.info("step %d: sample %r", step, text)
         return text
+
+
+def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[int]:
+    """SAMPLE_TOKENS new tokens after a prompt, which loses tokens on the left where there is no room for both.
+
+    The model has no key-value cache. It is called once a token, always with (1, T) of the same T, so that nothing is
+    compiled twice, and past end-of-text too, so that all ranks call it equally often. Draws happen on the CPU: one seed
+    gives one text on any device.
+    """
+    positions, device = live.config.n_positions, live.head_weight.device
+    n_new = min(SAMPLE_TOKENS, positions - 1)
+    prompt = prompt[-(positions - n_new) :]
+    ids = torch.zeros(1, len(prompt) + n_new, dtype=torch.long)  # (1, T); causal: the zeros ahead are not seen
+    ids[0, : len(prompt)] = torch.tensor(prompt)
+    generator = torch.Generator().manual_seed(seed)
+    for position in range(len(prompt), ids.shape[1]):
+        # Off the device first: one that compiles would compile a program for each position.
+        logits = live(ids.to(device))[0].cpu()[position - 1].float()  # (V,)
+        values, tokens = logits.topk(TOP_K)
+        ids[0, position] = tokens[torch.multinomial((values / TEMPERATURE).softmax(-1), 1, generator=generator)]
+    return ids[0, len(prompt) :].tolist()
 
 
 @contextmanager

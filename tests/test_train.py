@@ -218,16 +218,6 @@ def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path):
     assert a.keys() == b.keys()
 
 
-def test_hellaswag_and_samples_during_training(shards, tmp_path):
-    settings = {"max_steps": 4, "warmup_steps": 1, "hellaswag_steps": 4, "hellaswag_limit": 9, "sample_steps": 2}
-    lines, output = train(shards, tmp_path / "run", processes=2, **settings)
-    for name in ("A_acc", "A_acc_norm", "B_acc", "B_acc_norm"):
-        correct = lines[4][f"hellaswag_{name}"] * 9
-        assert correct == pytest.approx(round(correct), abs=1e-5)
-    assert "HellaSwag (9 rows)" in output
-    assert output.count(": sample ") == 2
-
-
 def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
     run, lines, _ = whole_run
     start = run / "step_00000020"

@@ -3,6 +3,7 @@
 Several processes on one GPU are not possible with NCCL: DDP and ZeRO over several ranks are tested on CPU processes.
 """
 
+import dataclasses
 import re
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval import common, hellaswag
+from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import memory_estimate
 from tests.conftest import EQUAL, TINY, flags, launch, metrics
@@ -81,9 +82,8 @@ def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
         loaded = tiny_gpt2(n_positions=256)
         loaded.model.to(device, kind)
-        body, head = common.body_and_head(loaded.model)
-        options = {"device": device, "max_length": 256, "head": head, "share": share}
-        scores.append(hellaswag.score_rows(body, loaded.encode, rows, **options))
+        model = dataclasses.replace(loaded.lm, device=torch.device(device), shares_contexts=share)
+        scores.append(hellaswag.score_rows(model, rows))
     for cpu, gpu in zip(*scores, strict=True):
         for way in hellaswag.WAYS:
             assert gpu[way].log_likelihoods == pytest.approx(cpu[way].log_likelihoods, abs=tolerance)

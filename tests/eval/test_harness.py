@@ -1,7 +1,9 @@
 """lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, and its absence."""
 
+import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
 
 import pytest
@@ -18,78 +20,65 @@ def command(monkeypatch, *arguments) -> None:
     harness.main()
 
 
-@pytest.fixture
-def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
-
-
 def needs_lm_eval():
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
 
 
 @pytest.mark.slow
-def test_agrees_with_our_own_and_is_quiet(whole_run, rows, tmp_path, monkeypatch, capfd, caplog):
+def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capfd, caplog):
     needs_lm_eval()
-    output = tmp_path / "results.json"
-    output.write_text('{"perplexity": {"loss": 1}}')
-    flags = [whole_run[0], "--device", "cpu", "--output", output, "--rows", rows, "--limit", 3]
+    checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
+    output, rows = checkpoint / "results.json", tmp_path / "rows.jsonl"
+    output.write_text('{"perplexity": {"loss": 1.5}}')
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    flags = [checkpoint, "--device", "cpu", "--rows", rows, "--limit", 3]
     command(monkeypatch, *flags, "--tasks", "hellaswag, lambada_openai,hellaswag")
     out, err = capfd.readouterr()
     assert err == ""
     assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
-    assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2::2] == [
-        "hellaswag",
-        "lambada_openai",
-    ]
+    table = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
+    assert table[2::2] == ["hellaswag", "lambada_openai"]
     assert "bootstrapping" not in out
     results = json.loads(output.read_text())
-    assert results["perplexity"] == {"loss": 1}
+    assert results["perplexity"] == {"loss": 1.5}
     result = results["lm_eval"]
     assert result["limit"] == 3
     assert result["version"].startswith("0.4")
     assert result["model"].endswith("step_00000020")
-    card = model_card({"step": 20}, [], results)  # which reads what this command writes
-    assert card.count(f"lm-evaluation-harness {result['version']}, 3 rows, limit 3; in float32 |") == 4
+    card = model_card(checkpoint)  # which reads what this command writes
+    assert card.count(f"lm-evaluation-harness {result['version']}, 3 rows, limit 3, in float32 |") == 4
 
     loaded = common.load(common.parser("").parse_args([str(whole_run[0]), "--device", "cpu"]))
-    three = hellaswag.load_rows(3)
-    ours = hellaswag.accuracies(hellaswag.score_loaded(loaded, three, batch_size=3, progress=False), three)["B"]
-    theirs = result["tasks"]["hellaswag"]
+    ours, theirs = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(3)), result["tasks"]["hellaswag"]
     assert theirs["version"] == 1.0
-    assert {name: theirs[name] for name in ("acc", "acc_norm")} == pytest.approx(
-        {name: ours[name] for name in ("acc", "acc_norm")}
+    assert {name: theirs[name] * 3 for name in ("acc", "acc_norm")} == pytest.approx(
+        {name: ours[f"B_{name}"] for name in ("acc", "acc_norm")}
     )
-    ours, theirs = (
-        lambada.evaluate_texts(loaded, TEXTS[:3], batch_size=2, progress=False),
-        result["tasks"]["lambada_openai"],
-    )
+    ours, theirs = lambada.evaluate_texts(loaded, TEXTS[:3], batch_size=2), result["tasks"]["lambada_openai"]
     assert theirs["version"] == 1.0
     assert theirs["acc"] == pytest.approx(ours["acc"])
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["perplexity_stderr"] > 0
 
 
-def test_local_tasks_differ_from_the_harnesss_own_in_their_data_alone(rows, tmp_path):
+def test_local_tasks_differ_from_the_harnesss_own_in_their_data_alone():
     needs_lm_eval()
-    from lm_eval.tasks import TaskManager
+    import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    (tmp_path / "tasks").mkdir()
-    names = harness.write_local_tasks(tmp_path / "tasks", rows, limit=3)
-    assert names == ["hellaswag", "lambada_openai"]
-    tasks = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False).load(names)["tasks"]
-    for name, folder in zip(names, ("hellaswag", "lambada"), strict=True):
-        theirs = load_yaml(harness.harness_tasks() / folder / f"{name}.yaml")
+    docs = {"hellaswag": hellaswag.load_rows(3), "lambada_openai": [{"text": text} for text in TEXTS]}
+    with harness.local_tasks(docs, list(docs)) as manager:
+        tasks = manager.load(list(docs))["tasks"]
+    for name, (folder, _, _) in harness.TASKS.items():
+        theirs = load_yaml(harness.Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
         changed = {"dataset_path", "dataset_name", "dataset_kwargs", "training_split", "metadata", "metric_list", "tag"}
         kept = {key: value for key, value in theirs.items() if key not in changed}
         assert len(kept) > 5
         assert {key: getattr(tasks[name].config, key) for key in kept} == kept
         assert theirs["metadata"]["version"] == tasks[name].VERSION
         assert list(tasks[name].aggregation()) == [metric["metric"] for metric in theirs["metric_list"]]
-    assert [doc["gold"] for doc in tasks["hellaswag"].eval_docs] == [row["label"] for row in hellaswag.load_rows(3)]
-    assert [doc["text"] for doc in tasks["lambada_openai"].eval_docs] == TEXTS[:3]
+    assert [doc["gold"] for doc in tasks["hellaswag"].eval_docs] == [row["label"] for row in docs["hellaswag"]]
+    assert [doc["text"] for doc in tasks["lambada_openai"].eval_docs] == TEXTS
 
 
 def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
@@ -101,13 +90,10 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: whole(None, include_path, False))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
         harness.evaluate(loaded, ["no_such", "hellaswag"], limit=1, batch_size=1)
-    with pytest.raises(common.UserError, match=r"the data cannot be loaded .*lambada_openai with --rows"):
+    with pytest.raises(common.UserError, match=r"the data cannot be loaded: .*lambada_openai with --rows"):
         harness.evaluate(loaded, ["lambada_openai"], limit=1, batch_size=1)
     with pytest.raises(common.UserError, match="--tasks: names none"):
         command(monkeypatch, "--tasks", " , ")
-
-
-def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(monkeypatch, "--tasks", "hellaswag")
@@ -118,13 +104,18 @@ def test_speed_beside_the_harness(tiny_gpt2):
     """One turn each on the same rows: both find the same; only our copy has the fused GELU."""
     needs_lm_eval()
     loaded = tiny_gpt2()
-    common.fuse_activations(loaded.model)
+    config = type(loaded.model.config).from_dict(
+        loaded.model.config.to_dict() | {"activation_function": "gelu_pytorch_tanh"}
+    )
+    fused = type(loaded.model)(config).eval()
+    fused.load_state_dict(loaded.model.state_dict())
+    loaded = dataclasses.replace(loaded, model=fused)
     plain, rows = bench.as_transformers_builds_it(loaded), hellaswag.load_rows()[::5000]
     kinds = [
         {type(module).__name__ for module in x.model.modules() if "GELU" in type(module).__name__}
         for x in (loaded, plain)
     ]
-    assert kinds == [{"GELU"}, {"NewGELUActivation"}]
+    assert kinds == [{"GELUTanh"}, {"NewGELUActivation"}]
     variants = {
         bench.OURS_BOTH: lambda: bench.ours(loaded, rows, 4, ("A", "B")),
         bench.OURS: lambda: bench.ours(loaded, rows, 4, ("B",)),

@@ -1,0 +1,57 @@
+"""What is measured on the live model while it trains is what the checkpoint gives through transformers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eval import common, hellaswag
+from recipe import evaluation
+from recipe.model.gpt2 import GPT2LMHeadModel
+from tests.conftest import train
+
+
+def test_hellaswag_and_samples_during_training(shards, tmp_path):
+    """Two processes, 9 rows; at 64 positions some of them are cut."""
+    settings = {"max_steps": 4, "warmup_steps": 1, "hellaswag_steps": 4, "hellaswag_limit": 9, "sample_steps": 2}
+    lines, output = train(shards, tmp_path / "run", processes=2, **settings)
+    assert "HellaSwag (9 rows)" in output
+    assert output.count(": sample ") == 2
+    loaded = common.load(common.parser("").parse_args([str(tmp_path / "run"), "--device", "cpu"]))
+    counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
+    for name in ("A_acc", "A_acc_norm", "B_acc", "B_acc_norm"):
+        assert lines[4][f"hellaswag_{name}"] == pytest.approx(counts[name] / 9)
+
+
+def test_a_sample_is_drawn_from_the_likeliest_tokens_by_its_seed(tiny_gpt2, monkeypatch):
+    theirs = tiny_gpt2().model
+    own = GPT2LMHeadModel(theirs.config)
+    own.load_weights(theirs.state_dict(), "test")
+    own.eval()
+    prompt = list(range(1000, 1080))  # more than there is room for: 64 positions, of which 48 are for the sample
+    with torch.no_grad():
+        one, same, other = (evaluation.continuation(own, prompt, seed) for seed in (1, 1, 2))
+        assert one == same != other
+        monkeypatch.setattr(evaluation, "TOP_K", 1)
+        found = evaluation.continuation(own, prompt, seed=1)
+    ids = torch.tensor([prompt[-16:]])
+    options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": None}
+    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 16:].tolist()
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(tiny_gpt2):
+    own = GPT2LMHeadModel(tiny_gpt2(32).model.config)
+    for block in own.transformer.h:
+        block.compile(backend="eager", dynamic=False)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    own(torch.zeros(1, 8, dtype=torch.long))
+    before = graphs["unique_graphs"]
+    with evaluation.whole_model(SimpleNamespace(whole_weights=lambda model: None), own) as model:
+        for length in (5, 6, 7):
+            model.transformer(torch.zeros(1, length, dtype=torch.long))
+    assert graphs["unique_graphs"] == before
+    own(torch.zeros(1, 9, dtype=torch.long))
+    assert graphs["unique_graphs"] > before  # and are compiled again for training
