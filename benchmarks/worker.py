@@ -33,7 +33,7 @@ from recipe.data.shards import find_shards
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.model import loss
-from recipe.optim import adamw as optim
+from recipe.optim import optimizer as optim
 
 
 class Gate:

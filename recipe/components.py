@@ -30,7 +30,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
-from recipe.optim.adamw import make_optimizer, steps_taken
+from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,12 @@ def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -
 
 def check_same_launch(config: Config, engine: Engine) -> None:
     """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
-    one, and where a restart would start over. A collective call."""
+    one, where a restart would start over, and where the engine cannot run the optimizer. A collective call."""
+    if engine.optimizers and config.optimizer.optim not in engine.optimizers:
+        raise UserError(
+            f"optim {config.optimizer.optim} is not supported on {engine.name}, but {', '.join(engine.optimizers)}; "
+            "launch with accelerate_configs/ddp.yaml or single.yaml"
+        )
     if config.run.fresh and (limit := restarts()[0]):
         raise UserError(
             f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "

@@ -88,13 +88,21 @@ class OptimizerConfig:
             "fits, found on a GPU by a few trial steps"
         },
     )
-    learning_rate: float = _opt(6e-4, "peak learning rate")
-    min_lr_fraction: float = _opt(0.0, "the cosine ends at this fraction of learning_rate")
-    warmup_steps: int = _opt(0, "optimizer steps of linear warm-up")
+    optim: Literal["adamw", "muon"] = _opt("adamw", "muon: for the matrices inside the blocks, AdamW for the rest")
+    learning_rate: float = _opt(6e-4, "peak learning rate of AdamW")
+    lr_scheduler_type: Literal["cosine", "linear", "wsd"] = _opt(
+        "cosine", "after the warm-up: a cosine, a straight line, or constant (wsd) and a line over the last steps"
+    )
+    decay_fraction: float = _opt(0.2, "share of the steps, at the end, over which wsd decays")
+    min_lr_fraction: float = _opt(0.0, "the schedule ends at this fraction of the peak")
+    warmup_steps: int = _opt(0, "optimizer steps of linear warm-up; Muon needs none and has none")
     weight_decay: float = _opt(0.1, "AdamW's decay, on tensors of two or more dimensions only")
     adam_beta1: float = _opt(0.9, "AdamW's first-moment decay")
     adam_beta2: float = _opt(0.95, "AdamW's second-moment decay")
     adam_epsilon: float = _opt(1e-8, "AdamW's epsilon")
+    muon_learning_rate: float = _opt(0.02, "peak learning rate of Muon")
+    muon_momentum: float = _opt(0.95, "Muon's momentum; it rises from 0.85 over the first 300 steps")
+    muon_weight_decay: float = _opt(0.1, "Muon's decay")
     max_grad_norm: float = _opt(1.0, "clip the global gradient norm to this (0: measure it, never clip)")
     skip_loss_z: float = _opt(
         0.0, "leave out steps whose loss is so many standard deviations above the last 128 (0: no limit)"
@@ -259,6 +267,7 @@ _NOT_NEGATIVE = (
     "hellaswag_limit",
     "warmup_steps",
     "weight_decay",
+    "muon_weight_decay",
     "max_grad_norm",
     "skip_loss_z",
     "skip_grad_z",
@@ -267,7 +276,7 @@ _NOT_NEGATIVE = (
     "device_memory_gb",
     "price_per_hour",
 )
-_FRACTIONS = ("dropout", "adam_beta1", "adam_beta2", "val_fraction")
+_FRACTIONS = ("dropout", "adam_beta1", "adam_beta2", "muon_momentum", "val_fraction")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -291,12 +300,14 @@ def _check_ranges(config: Config) -> None:
         _require(values[name] > 0, f"{name} is {values[name]}; it must be at least 1")
     for name in _NOT_NEGATIVE:
         _require(values[name] >= 0, f"{name} is {values[name]}; it must not be negative")
-    for name in ("learning_rate", "disk_budget_gb"):
+    for name in ("learning_rate", "muon_learning_rate", "disk_budget_gb"):
         _require(values[name] > 0, f"{name} is {values[name]}; it must be above 0")
     for name in _FRACTIONS:
         _require(0 <= values[name] < 1, f"{name} is {values[name]}; it must be at least 0 and below 1")
     rate = config.optimizer.min_lr_fraction
     _require(0 <= rate <= 1, f"min_lr_fraction is {rate}; it must be between 0 and 1")
+    share = config.optimizer.decay_fraction
+    _require(0 < share <= 1, f"decay_fraction is {share}; it must be above 0, and at most 1")
 
 
 def _check_architecture_and_schedule(config: Config) -> None:
@@ -315,6 +326,16 @@ def _check_architecture_and_schedule(config: Config) -> None:
         opt.warmup_steps < opt.max_steps,
         f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
     )
+    for field, value, names in (
+        ("optim", "muon", ("muon_learning_rate", "muon_momentum", "muon_weight_decay")),
+        ("lr_scheduler_type", "wsd", ("decay_fraction",)),
+    ):
+        for name in names:
+            _require(
+                getattr(opt, field) == value or getattr(opt, name) == FIELDS[name].default,
+                f"{name} {getattr(opt, name)} is for {field} {value}, and {field} is {getattr(opt, field)}; "
+                f"remove it or set {field}: {value}",
+            )
     if opt.total_batch_tokens % data.sequence_length:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "

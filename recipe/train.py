@@ -26,7 +26,7 @@ from recipe.hub.upload import open_uploads
 from recipe.log import set_up_logging
 from recipe.monitor.summary import Result, announce, conclude
 from recipe.monitor.trackers import check_tracker
-from recipe.optim.schedule import lr_at, set_lr
+from recipe.optim.schedule import set_lr
 from recipe.redaction import keep_secrets
 
 logger = logging.getLogger("recipe.train")  # also where this file is the script
@@ -122,7 +122,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
             continue
 
         # a single training step
-        set_lr(optimizer, lr_at(step, config.optimizer))
+        set_lr(optimizer, step, config.optimizer)
         if config.model.dropout:
             engine.seed_dropout(config.run.seed, step)
         for micro_step in range(batch.accumulation):

@@ -26,7 +26,7 @@ from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.shutdown import Agreement, ReadAhead, StopSignal
 from recipe.errors import UserError
 from recipe.model.attention import block_attention
-from recipe.optim import adamw
+from recipe.optim import optimizer as optimizers
 from recipe.optim.spike_filter import SpikeFilter
 
 # Gradient norm -> 1.0 where the step is to be skipped, else 0.0; both on the device.
@@ -53,7 +53,8 @@ class Engine:
 
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     devices = 1
-    optimizer_options = MappingProxyType({"fused": True})  # of torch.optim.AdamW
+    optimizers: tuple[str, ...] | None = None  # which values of `optim` it can run; None: any
+    adamw_options = MappingProxyType({"fused": True})
     attention = checkpoint = None  # functions that replace the model's own where the device has better ones
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
     zero_stage = 0
@@ -115,6 +116,13 @@ class Engine:
         """Arguments of GPT2LMHeadModel that depend on the device."""
         return {"attention": self.attention, "checkpoint": self.checkpoint, "pad_vocab_to": self.pad_vocab_to}
 
+    @property
+    def optimizer_options(self) -> dict:
+        """Arguments of make_optimizer: how AdamW and Muon do their work here."""
+        half = self.precision == "bf16" and self.device.type != "cpu"  # a CPU's small products in bf16 are slow
+        dtype = torch.bfloat16 if half else torch.float32
+        return {"muon": {"dtype": dtype, "rank": self.rank, "world": self.world}, **self.adamw_options}
+
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the most the device's allocator has held, or on a CPU the
         process's largest resident set; None where it is not known."""
@@ -175,7 +183,7 @@ class Engine:
         if scaler or not divides:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
         else:
-            grad_norm, raw.grad_scale = adamw.norm_and_divisor(model.parameters(), self.max_grad_norm)
+            grad_norm, raw.grad_scale = optimizers.norm_and_divisor(model.parameters(), self.max_grad_norm)
         skipped = judge(grad_norm)
         if scaler:
             _scaled_step(optimizer, scaler, skipped)
@@ -209,7 +217,7 @@ class Engine:
         others. A collective call."""
         if not self.is_main:
             return {}, {}
-        parts = model.state_dict(), adamw.named_state(model, optimizer)
+        parts = model.state_dict(), optimizers.named_state(model, optimizer)
         # Copies on a CPU too: they are written while the next steps change the originals.
         copy = torch.clone if self.device.type == "cpu" else torch.Tensor.cpu
         return tuple({k: copy(v.detach()).contiguous() for k, v in part.items()} for part in parts)
@@ -218,7 +226,7 @@ class Engine:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
     ) -> None:
         """Sets the optimizer state of a snapshot, as after `steps` optimizer steps; call it after `prepare`."""
-        adamw.load_named_state(model, optimizer, tensors, steps)
+        optimizers.load_named_state(model, optimizer, tensors, steps)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         """All weights, on every process, where the live model is sharded (ZeRO-3); else None. A collective call."""

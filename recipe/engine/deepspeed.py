@@ -20,7 +20,7 @@ from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine, Judge
 from recipe.engine.launch import wants_cpu
 from recipe.errors import UserError
-from recipe.optim.adamw import MOMENTS, check_is_adamw
+from recipe.optim.optimizer import MOMENTS
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THE_RECIPES = (
@@ -47,6 +47,7 @@ class ZeroEngine(Engine):
     """ZeRO-1, 2 or 3, on GPUs or on CPU processes."""
 
     supported = (DistributedType.DEEPSPEED,)
+    optimizers = ("adamw",)  # which it creates and shards itself; its own Muon would take GPT-2's embeddings too
 
     def __init__(self, precision: str):
         if "LOCAL_RANK" not in os.environ:
@@ -94,7 +95,6 @@ class ZeroEngine(Engine):
         return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
-        check_is_adamw(optimizer, "DeepSpeed ZeRO")  # Accelerate makes DeepSpeed accept any
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         ours = {
             "train_batch_size": batch.sequences,

@@ -38,7 +38,7 @@ from recipe.config import Batch
 from recipe.engine.base import Engine, Judge
 from recipe.engine.shutdown import Agreement
 from recipe.errors import UserError
-from recipe.optim.adamw import MOMENTS, check_is_adamw
+from recipe.optim.optimizer import state_names
 
 # Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
 _PEAK_FLOPS = {"v2": 22.5e12, "v3": 61.5e12, "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12}
@@ -53,7 +53,8 @@ class XlaEngine(Engine):
     """
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
-    optimizer_options = MappingProxyType({"capturable": True})  # keeps AdamW's step count in tensors
+    optimizers = ("adamw", "muon")  # whose state `prepare` creates
+    adamw_options = MappingProxyType({"capturable": True})  # keeps the step count in tensors
     no_compile = "XLA itself compiles whole steps"
 
     def __init__(self, precision: str):
@@ -122,14 +123,15 @@ class XlaEngine(Engine):
         self._replicate(model.parameters())
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
-        """Creates AdamW's state and, for accumulation, the gradients, so that all steps are one program."""
-        check_is_adamw(optimizer, "the TPU engine")
+        """Creates the optimizer's state and, for accumulation, the gradients, so that all steps are one program."""
         if self.precision == "bf16":
             model.forward = self.autocast()(model.forward)
-        zeros = {f"{m}.{name}": torch.zeros_like(p) for name, p in model.named_parameters() for m in MOMENTS}
+        names, params = state_names(model, optimizer), dict(model.named_parameters())
+        zeros = {f"{key}.{name}": torch.zeros_like(params[name]) for name, keys in names.items() for key in keys}
         self.load_optimizer_state(model, optimizer, zeros, 0)
         for group in optimizer.param_groups:
-            group["lr"] = torch.zeros(1, device=self.device)
+            for scheduled in {"lr", "momentum"} & group.keys():
+                group[scheduled] = torch.zeros(1, device=self.device)
         # Accumulation adds to zeroed gradients: with None, the first micro-step would be a program of its own.
         # A step of one micro-step adds to nothing, and frees the gradients' memory in between.
         self._accumulates = batch.accumulation > 1

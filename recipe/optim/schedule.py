@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step, without a scheduler object."""
+"""Learning rates and momentum as pure functions of the step, without a scheduler object.
+
+A scheduler that Accelerate has prepared would advance num_processes times a step, and would have state to restore.
+"""
 
 import math
 
@@ -6,28 +9,56 @@ import torch
 
 from recipe.config import OptimizerConfig
 
+_FIRST_MOMENTUM, _MOMENTUM_WARMUP = 0.85, 300  # of Muon: momentum rises linearly over so many steps
+
 
 def lr_at(step: int, config: OptimizerConfig) -> float:
-    """Learning rate of optimizer step `step` (0-based): linear warm-up, then a cosine to min_lr_fraction.
+    """Learning rate of AdamW in optimizer step `step` (0-based).
 
-    Warm-up starts above 0, at 1/warmup_steps of the peak (the schedule of llm.c and nanoGPT). A scheduler that
-    Accelerate has prepared would advance num_processes times a step, and would have state to restore.
+    Linear warm-up, then lr_scheduler_type. Warm-up starts above 0, at 1/warmup_steps of the peak, as in llm.c and
+    nanoGPT.
     """
-    peak, floor = config.learning_rate, config.learning_rate * config.min_lr_fraction
     if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    return config.learning_rate * _decayed(step, config, config.warmup_steps)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Writes `lr` into every parameter group.
+def muon_lr_at(step: int, config: OptimizerConfig) -> float:
+    """Learning rate of Muon in optimizer step `step`: the same schedule without warm-up, since the length of its steps
+    does not depend on the gradients'."""
+    return config.muon_learning_rate * _decayed(step, config, 0)
 
-    A tensor stays a tensor, because a lazy device would compile a number into its program. It is never exactly 0: a
-    capturable AdamW divides by it, and weights without a gradient would become 0/0.
-    """
+
+def muon_momentum_at(step: int, config: OptimizerConfig) -> float:
+    first = min(_FIRST_MOMENTUM, config.muon_momentum)
+    return first + (config.muon_momentum - first) * min(1.0, step / _MOMENTUM_WARMUP)
+
+
+def _decayed(step: int, config: OptimizerConfig, warmup_steps: int) -> float:
+    """The fraction of the peak, from 1 down to min_lr_fraction. With wsd it depends on max_steps only after the
+    constant phase, so that a run can be extended from a checkpoint of that phase."""
+    start, end, floor = warmup_steps, config.max_steps, config.min_lr_fraction
+    if config.lr_scheduler_type == "wsd":
+        start = max(start, end - round(config.decay_fraction * end))
+    progress = min(1.0, max(0, step - start) / max(1, end - start))
+    if config.lr_scheduler_type == "cosine":
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * (1 - progress)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, step: int, config: OptimizerConfig) -> None:
+    """Writes into the parameter groups what the schedule says of `step`."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"] = torch.tensor([max(lr, 1e-30)]).to(group["lr"].device)
+        if group.get("muon"):
+            _set(group, "lr", muon_lr_at(step, config))
+            _set(group, "momentum", muon_momentum_at(step, config))
         else:
-            group["lr"] = lr
+            _set(group, "lr", lr_at(step, config))
+
+
+def _set(group: dict, key: str, value: float) -> None:
+    """A tensor stays a tensor, because a lazy device would compile a number into its program. It is never exactly 0: a
+    capturable AdamW divides by it, and weights without a gradient would become 0/0."""
+    before = group[key]
+    is_tensor = isinstance(before, torch.Tensor)
+    group[key] = torch.tensor([max(value, 1e-30)]).to(before.device) if is_tensor else value

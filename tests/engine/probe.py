@@ -18,7 +18,7 @@ from recipe.config import Batch, OptimizerConfig
 from recipe.engine import device
 from recipe.engine.factory import open_engine
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.adamw import MOMENTS, make_optimizer, steps_taken
+from recipe.optim.optimizer import MOMENTS, make_optimizer, steps_taken
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path

@@ -35,7 +35,7 @@ from recipe.estimate.memory import memory_estimate, state_bytes
 from recipe.model import loss
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim import adamw as optim
+from recipe.optim import optimizer as optim
 
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 

@@ -13,7 +13,7 @@ from recipe.config import OptimizerConfig
 from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.adamw import make_optimizer
+from recipe.optim.optimizer import make_optimizer
 from tests.conftest import ASSETS
 
 # The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block

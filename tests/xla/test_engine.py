@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from recipe.config import Batch, OptimizerConfig
 from recipe.errors import UserError
-from recipe.optim.adamw import make_optimizer, steps_taken
+from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
 from tests.conftest import EQUAL, by_step, flags
 

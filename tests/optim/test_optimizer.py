@@ -6,7 +6,7 @@ from transformers import GPT2Config
 
 from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.adamw import make_optimizer, named_state, norm_and_divisor
+from recipe.optim.optimizer import make_optimizer, named_state, norm_and_divisor
 
 
 def test_weight_decay_reaches_matrices_and_embeddings_only():

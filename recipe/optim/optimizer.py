@@ -1,0 +1,87 @@
+"""The optimizer: which parameters AdamW or Muon moves, clipping folded into the step, and state by parameter name."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from recipe.config import OptimizerConfig
+from recipe.optim.muon import Muon
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's two tensors a parameter, as torch names them
+
+
+def make_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, *, muon: Mapping | None = None, **adam
+) -> torch.optim.AdamW:
+    """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest.
+
+    Weight decay is on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3). `adam` chooses
+    an implementation of AdamW's update (fused or capturable), `muon` how Muon's work is done (dtype, rank, world).
+    """
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with_muon = config.optim == "muon"
+    matrices = {name: p for name, p in params.items() if with_muon and ".h." in name and p.ndim == 2}
+    rest = [p for name, p in params.items() if name not in matrices]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    settings = adam | {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+    }
+    if not matrices:
+        return torch.optim.AdamW(groups, **settings)
+    of_muon = {"muon": True, "weight_decay": config.muon_weight_decay, "momentum": config.muon_momentum}
+    for parts in (1, 3):  # c_attn is query, key and value side by side
+        those = [p for name, p in matrices.items() if (3 if "c_attn" in name else 1) == parts]
+        groups.append({"params": those, "parts": parts} | of_muon)
+    return Muon(groups, **(muon or {}), **settings)
+
+
+def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Global gradient norm, and the number by which clipping to `max_norm` divides the gradients (1 where max_norm is
+    0), computed as torch's clip_grad_norm_ does; both () on the device.
+
+    A fused AdamW takes the divisor as its `grad_scale` and divides while it reads the gradients, where clip_grad_norm_
+    would read and write all of them once more.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
+    return norm, divisor
+
+
+def state_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:
+    """Parameter name -> the names of its tensors of optimizer state, whether or not they exist yet."""
+    muon = {p for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
+    return {name: ("momentum",) if p in muon else MOMENTS for name, p in model.named_parameters()}
+
+
+def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer state as `<state>.<parameter>`, such as exp_avg.transformer.wte.weight or, of Muon,
+    momentum.transformer.h.0.mlp.c_fc.weight; empty before the first step."""
+    params = dict(model.named_parameters())
+    names = state_names(model, optimizer) if optimizer.state else {}
+    return {f"{key}.{name}": optimizer.state[params[name]][key] for name, keys in names.items() for key in keys}
+
+
+def load_named_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
+) -> None:
+    """Sets the state that the optimizer has after `steps` steps from the tensors of `named_state` (KeyError for a
+    missing name)."""
+    # A fused or capturable AdamW keeps its step on the parameter's device.
+    on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
+    names = state_names(model, optimizer) if tensors else {}
+    for name, p in model.named_parameters() if tensors else ():
+        state = {key: tensors[f"{key}.{name}"].to(p.device, p.dtype) for key in names[name]}
+        if names[name] == MOMENTS:
+            step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
+            state = {"step": step} | state
+        optimizer.state[p] = state
+
+
+def steps_taken(optimizer: torch.optim.Optimizer) -> int:
+    """Steps that the optimizer has made: fewer than the loop's where steps were skipped."""
+    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
