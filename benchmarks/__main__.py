@@ -106,6 +106,7 @@ COMMANDS = {
 OTHERS = {
     "data": "Preparing and reading data, beside datasets.map",
     "hellaswag": "HellaSwag beside lm-evaluation-harness",
+    "optimizers": "How many tokens Muon needs for AdamW's loss",
 }
 
 
