@@ -21,8 +21,9 @@ from recipe.config import ROOT
 from recipe.monitor.metrics import read_metrics
 
 SIZES = {  # of a run: the model, and its length
-    "2x64": {"n_layer": 2, "n_head": 2, "n_embd": 64, "max_steps": 600},
-    "4x128": {"n_layer": 4, "n_head": 4, "n_embd": 128, "max_steps": 600},
+    "2x32": {"n_layer": 2, "n_head": 2, "n_embd": 32, "max_steps": 480},
+    "2x64": {"n_layer": 2, "n_head": 2, "n_embd": 64, "max_steps": 480},
+    "4x128": {"n_layer": 4, "n_head": 4, "n_embd": 128, "max_steps": 960},
 }
 SHARED = {
     "n_positions": 128,
@@ -32,7 +33,7 @@ SHARED = {
     "eval_tokens": 32768,
     "precision": "fp32",
     "save_total_limit": 1,
-    "logging_steps": 50,
+    "logging_steps": 40,
 }
 SEEDS = (1, 2)
 SWEPT = {  # what differs between the two, and the learning rates of the sweep
@@ -59,7 +60,7 @@ class Runs:
         fields = SHARED | SIZES[self.size] | fields | {rate: lr, "seed": seed, "max_steps": steps}
         # AdamW alone needs a long warm-up at these lengths (docs/log.md); beside Muon it moves only the embeddings.
         fields |= {"warmup_steps": steps // 3 if optimizer == "adamw" else steps // 15}
-        fields |= {"eval_steps": steps // 20, "save_steps": steps // 2}
+        fields |= {"eval_steps": steps // 12, "save_steps": 0}
         fields |= {"dataset_name": self.dataset_name, "output_dir": directory, "run_name": directory.name}
         lines = read_metrics(directory / "metrics.jsonl")
         if not lines or lines[-1]["step"] != steps or lines[-1].get("val_loss") is None:

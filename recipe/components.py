@@ -227,7 +227,7 @@ def _log_and_manager(
         return None, None
     run = config.run
     log = closing.enter_context(MetricsLog(Path(run.output_dir) / "metrics.jsonl", step))
-    keep = Retention(run.save_total_limit, run.milestone_steps)
+    keep = Retention(run.save_total_limit, run.milestone_steps, config.optimizer.decay_start)
     manager = CheckpointManager(Path(run.output_dir), keep, log, patience=launcher_patience())
     return log, closing.enter_context(manager)
 
@@ -285,8 +285,8 @@ def check_same_launch(config: Config, engine: Engine) -> None:
     one, where a restart would start over, and where the engine cannot run the optimizer. A collective call."""
     if engine.optimizers and config.optimizer.optim not in engine.optimizers:
         raise UserError(
-            f"optim {config.optimizer.optim} is not supported on {engine.name}, but {', '.join(engine.optimizers)}; "
-            "launch with accelerate_configs/ddp.yaml or single.yaml"
+            f"optim {config.optimizer.optim} is not supported on {engine.name}; launch with accelerate_configs/"
+            f"ddp.yaml or single.yaml, or choose --optim {' or '.join(engine.optimizers)} and its learning rate"
         )
     if config.run.fresh and (limit := restarts()[0]):
         raise UserError(

@@ -110,6 +110,13 @@ class OptimizerConfig:
     skip_grad_z: float = _opt(0.0, "the same of the gradient norm")
     max_skipped_steps: int = _opt(20, "end after so many steps in a row left out for these or a gradient not finite")
 
+    @property
+    def decay_start(self) -> int:
+        """The last step of wsd's constant phase, whose checkpoint a longer run can start from; else 0."""
+        if self.lr_scheduler_type != "wsd":
+            return 0
+        return max(self.warmup_steps, self.max_steps - round(self.decay_fraction * self.max_steps))
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -326,16 +333,17 @@ def _check_architecture_and_schedule(config: Config) -> None:
         opt.warmup_steps < opt.max_steps,
         f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
     )
-    for field, value, names in (
-        ("optim", "muon", ("muon_learning_rate", "muon_momentum", "muon_weight_decay")),
-        ("lr_scheduler_type", "wsd", ("decay_fraction",)),
+    for name, choice, value in (
+        ("muon_learning_rate", "optim", "muon"),
+        ("muon_momentum", "optim", "muon"),
+        ("muon_weight_decay", "optim", "muon"),
+        ("decay_fraction", "lr_scheduler_type", "wsd"),
     ):
-        for name in names:
-            _require(
-                getattr(opt, field) == value or getattr(opt, name) == FIELDS[name].default,
-                f"{name} {getattr(opt, name)} is for {field} {value}, and {field} is {getattr(opt, field)}; "
-                f"remove it or set {field}: {value}",
-            )
+        _require(
+            getattr(opt, choice) == value or getattr(opt, name) == FIELDS[name].default,
+            f"{name} is for {choice} {value}, and {choice} is {getattr(opt, choice)}; remove {name}, or set {choice} "
+            f"to {value}",
+        )
     if opt.total_batch_tokens % data.sequence_length:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "
@@ -402,7 +410,7 @@ def due_at(step: int, config: Config) -> Due:
         last=last,
         log=every(run.logging_steps),
         eval=every(run.eval_steps),
-        save=step > 0 and every(run.save_steps),
+        save=step > 0 and (every(run.save_steps) or step == config.optimizer.decay_start),
         hellaswag=step > 0 and run.hellaswag_steps > 0 and every(run.hellaswag_steps),
         sample=step > 0 and run.sample_steps > 0 and every(run.sample_steps),
     )

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import math
 import re
 
 import pytest
 import yaml
 from transformers import GPT2Config
 
-from recipe.config import FIELDS, Batch, OptimizerConfig, batch_arithmetic, parse_config
+from recipe.config import FIELDS, Batch, batch_arithmetic, parse_config
 from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.schedule import lr_at
 from tests.conftest import ROOT, flags
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
@@ -85,7 +83,7 @@ def test_help_shows_the_recipes_values_in_groups(capsys):
     groups = [default.index(f" {name}: --") for name in ("Model", "Data", "Optimizer", "Run")]
     assert groups == sorted(groups)
     assert "transformer blocks (default: 4)" in default
-    assert "peak learning rate (default: 0.003)" in default
+    assert "peak learning rate of AdamW (default: 0.003)" in default
     assert "transformer blocks (default: 12)" in gpt2
     assert "(default: auto)" in gpt2
     assert "(default: )" not in default + gpt2
@@ -137,16 +135,6 @@ def test_batch_arithmetic():
         batch = Batch(32, world, micro, 32 // (world * micro))
         taken = [i for m in range(batch.accumulation) for r in range(world) for i in range(*batch.slice(m, r))]
         assert taken == list(range(32))
-
-
-def test_learning_rate_by_hand():
-    config = OptimizerConfig(learning_rate=1.0, min_lr_fraction=0.1, warmup_steps=4, max_steps=12)
-    assert [lr_at(s, config) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert lr_at(8, config) == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down the cosine
-    assert lr_at(12, config) == pytest.approx(0.1)
-    assert lr_at(11, config) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 7 / 8)))
-    to_zero = dataclasses.replace(config, min_lr_fraction=0.0)
-    assert 0 < lr_at(11, to_zero) < 0.05  # the last step still moves the weights
 
 
 def test_parameters_and_flops_of_gpt2s_sizes():

@@ -38,14 +38,16 @@ def assert_same_end(run, expected):
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_golden_loss_curve(shards, tmp_path, pytestconfig):
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_golden_loss_curve(shards, tmp_path, pytestconfig, optim):
     """20 steps of a tiny configuration. A change of numerics updates the file and says so in its commit:
     python -m pytest tests/test_train.py -k golden --update_golden"""
-    lines, _ = train(shards, tmp_path / "run", **GOLDEN_CONFIG)
+    lines, _ = train(shards, tmp_path / "run", **GOLDEN_CONFIG, optim=optim)
     found = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
+    curves = json.loads(GOLDEN.read_text())
     if pytestconfig.getoption("update_golden"):
-        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-    golden = json.loads(GOLDEN.read_text())
+        GOLDEN.write_text(json.dumps(curves | {optim: found}, indent=1) + "\n")
+    golden = json.loads(GOLDEN.read_text())[optim]
     assert len(found["loss"]) == 20
     assert found["loss"] == pytest.approx(golden["loss"], abs=1e-4)
     assert found["val_loss"] == pytest.approx(golden["val_loss"], abs=1e-4)

@@ -134,12 +134,17 @@ def _check_room(run_dir: Path, checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the newest `save_total_limit`, those at multiples of `milestone_steps` (0: none), and
-    the one with the best validation loss, so that a run whose loss diverges does not replace all its good checkpoints.
+    """Which checkpoints are kept: the newest `save_total_limit`, those at multiples of `milestone_steps` (0: none), the
+    one at `decay_start` (0: none), and the one with the best validation loss, so that a run whose loss diverges does
+    not replace all its good checkpoints.
     """
 
     save_total_limit: int
     milestone_steps: int = 0
+    decay_start: int = 0
+
+    def names(self, step: int) -> bool:
+        return step == self.decay_start or (self.milestone_steps > 0 and step % self.milestone_steps == 0)
 
 
 def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, float]) -> list[Path]:
@@ -152,11 +157,7 @@ def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, flo
     found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
     evaluated = [path for path in found if step_of(path) in val_losses]
     best = min(evaluated, key=lambda path: val_losses[step_of(path)], default=None)
-    doomed = [
-        path
-        for path in found[: -keep.save_total_limit]
-        if path != best and not (keep.milestone_steps and step_of(path) % keep.milestone_steps == 0)
-    ]
+    doomed = [path for path in found[: -keep.save_total_limit] if path != best and not keep.names(step_of(path))]
     for path in doomed:
         delete(path)
     return doomed

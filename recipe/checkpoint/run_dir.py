@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
@@ -13,7 +14,7 @@ import psutil
 from filelock import SoftFileLease, Timeout
 
 from recipe.checkpoint.format import checkpoints, newest_valid, sweep
-from recipe.config import Config
+from recipe.config import Config, OptimizerConfig
 from recipe.errors import ExitCode, UserError
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,20 @@ def check_same_run(state: dict, config: dict, run_dir: Path) -> None:
         )
     for difference in differing(k for k in config if k not in _HARMLESS):
         logger.info("resuming with %s", difference)
+    _warn_of_decay(state, before, config)
+
+
+def _warn_of_decay(state: dict, before: dict, config: dict) -> None:
+    """Where a longer run goes on from a checkpoint at which wsd had lowered the learning rate, which rises again."""
+    names = {f.name for f in dataclasses.fields(OptimizerConfig)}
+    start = OptimizerConfig(**{name: value for name, value in before.items() if name in names}).decay_start
+    if 0 < start < state["step"] and config["max_steps"] > before["max_steps"]:
+        logger.warning(
+            "decayed    the learning rate has decayed already at step %d; to extend the run from its constant phase, "
+            "copy step_%08d into a new output_dir and continue there",
+            state["step"],
+            start,
+        )
 
 
 def refusal(config: Config) -> str:

@@ -28,18 +28,18 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
 
 
-def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precision: str = "bf16") -> int:
-    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N;
-    under DDP 20 N.
+def state_bytes(config: Config, world: int = 1, zero_stage: int = 0, precision: str = "bf16") -> int:
+    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
+    20 N. Muon has one moment instead of two for the matrices that it moves.
 
     ZeRO keeps a further fp32 copy of the weights with the moments and shards those across processes, at stage 2 the
     gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
     gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
     (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
     """
-    N = parameter_count(model)
+    model, N = config.model, parameter_count(config.model)
     if not zero_stage:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
-        return (16 if world == 1 else 20) * N
+        return (16 if world == 1 else 20) * N - 4 * _moved_by_muon(config)
     w = 2 if precision == "fp16" else 4
     whole = w * (3 - zero_stage) * N  # weights and gradients, weights, nothing
     if zero_stage == 3:  # the gathered ones, the largest a second time; a bucket for each type of gradient
@@ -49,6 +49,11 @@ def state_bytes(model: ModelConfig, world: int = 1, zero_stage: int = 0, precisi
     else:  # two for each type
         beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
     return whole + ((2 * w + 12) * N - whole) // world + beside
+
+
+def _moved_by_muon(config: Config) -> int:
+    """Weights, those of the matrices inside the blocks."""
+    return config.optimizer.optim == "muon" and 12 * config.model.n_layer * config.model.n_embd**2
 
 
 def memory_estimate(
@@ -105,16 +110,16 @@ def memory_estimate(
     if compiled and (batch.world == 1 or zero_stage):
         end += (2 if native else 4) * N
 
-    state = state_bytes(model, batch.world, zero_stage, precision)
+    state = state_bytes(config, batch.world, zero_stage, precision)
     if batch.world == batch.accumulation == 1 and not zero_stage:  # gradients come one by one, as backward goes on
         loss, backward = loss - 4 * N, backward - 4 * N
         end -= 4 * V * D + 4 * N * compiled
     return state + kept + max(loss, backward, end)
 
 
-def checkpoint_bytes(model: ModelConfig) -> int:
-    """A checkpoint: weights and two moments in fp32, and 2.5 MB of tokenizer."""
-    return 12 * parameter_count(model) + 2_500_000
+def checkpoint_bytes(config: Config) -> int:
+    """A checkpoint: weights and the optimizer's moments in fp32, and 2.5 MB of tokenizer."""
+    return 12 * parameter_count(config.model) - 4 * _moved_by_muon(config) + 2_500_000
 
 
 def remedies(config: Config, batch: Batch, **kind) -> str:

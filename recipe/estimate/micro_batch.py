@@ -158,7 +158,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         model.train()
         # The trial holds whole fp32 weights and gradients: add what else the run will hold, or subtract what it shards.
-        later = state_bytes(config.model, engine.world, engine.zero_stage, engine.precision)
+        later = state_bytes(config, engine.world, engine.zero_stage, engine.precision)
         later -= 2 * sum(p.nbytes for p in model.parameters())
 
         def step(micro: int) -> None:

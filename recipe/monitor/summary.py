@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.config import ROOT, Batch, Config
+from recipe.config import ROOT, Batch, Config, OptimizerConfig
 from recipe.data.shards import Shard, unigram_loss
 from recipe.engine.base import Engine
 from recipe.estimate.cost import MFU, cpu_flops, price, training_seconds
@@ -76,13 +76,23 @@ def describe(config: Config, batch: Batch, engine: Engine, found: str = "") -> l
         f"engine     {how or 'one device'}{where}",
         f"batch      {opt.total_batch_tokens:,} tokens = {shares} x {config.data.sequence_length}",
         *([found] if found else []),
-        f"length     {opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens, learning rate "
-        f"{opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up, down to "
-        f"{opt.learning_rate * opt.min_lr_fraction:g}",
+        f"length     {opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens",
+        f"optimizer  {_optimizer(opt)}",
         *_memory(config, batch, memory_of(config, engine), kind),
         _disk(config),
         *_forecast(config, batch, engine),
     ]
+
+
+def _optimizer(opt: OptimizerConfig) -> str:
+    muon = f"Muon {opt.muon_learning_rate:g}, AdamW of the rest " if opt.optim == "muon" else "AdamW "
+    shape = opt.lr_scheduler_type
+    if shape == "wsd":
+        shape = f"constant, decaying from step {opt.decay_start:,}"
+    return (
+        f"{muon}{opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up; {shape} down to "
+        f"{f'{opt.min_lr_fraction:.0%} of that' if opt.min_lr_fraction else '0'}"
+    )
 
 
 def _memory(config: Config, batch: Batch, there_is: int | None, kind: dict) -> list[str]:
@@ -99,13 +109,14 @@ def _memory(config: Config, batch: Batch, there_is: int | None, kind: dict) -> l
 def _disk(config: Config) -> str:
     data, run, steps = config.data, config.run, config.optimizer.max_steps
     milestones = steps // run.milestone_steps if run.milestone_steps else 0
-    checkpoints = run.save_total_limit + 1 + milestones  # one more is that of the best validation loss
+    # Two more are that of the best validation loss and that before wsd's decay.
+    checkpoints = run.save_total_limit + 1 + milestones + (config.optimizer.decay_start > 0)
     if data.streaming or data.train_text.startswith("hf://"):
         shards = f"{si(1e9 * data.disk_budget_gb)}B of shards"
     else:
         shards = f"{si(2 * steps * config.optimizer.total_batch_tokens)}B for every token once"
     return (
-        f"disk       {si(checkpoint_bytes(config.model))}B a checkpoint, at most {checkpoints + 1} at once, in "
+        f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {checkpoints + 1} at once, in "
         f"{run.output_dir}; {shards}"
     )
 

@@ -28,7 +28,9 @@ class Muon(torch.optim.AdamW):
             matrices and gathers the others', which makes step() a collective call.
     """
 
-    def __init__(self, groups: list[dict], *, dtype: torch.dtype = torch.float32, rank: int = 0, world: int = 1, **adam):
+    def __init__(
+        self, groups: list[dict], *, dtype: torch.dtype = torch.float32, rank: int = 0, world: int = 1, **adam
+    ):
         super().__init__([{"muon": False} | group for group in groups], **adam)
         self._dtype, self._rank, self._world = dtype, rank, world
 

@@ -33,7 +33,12 @@ def make_optimizer(
     }
     if not matrices:
         return torch.optim.AdamW(groups, **settings)
-    of_muon = {"muon": True, "weight_decay": config.muon_weight_decay, "momentum": config.muon_momentum}
+    of_muon = {
+        "muon": True,
+        "lr": config.muon_learning_rate,
+        "momentum": config.muon_momentum,
+        "weight_decay": config.muon_weight_decay,
+    }
     for parts in (1, 3):  # c_attn is query, key and value side by side
         those = [p for name, p in matrices.items() if (3 if "c_attn" in name else 1) == parts]
         groups.append({"params": those, "parts": parts} | of_muon)

@@ -39,7 +39,7 @@ def _decayed(step: int, config: OptimizerConfig, warmup_steps: int) -> float:
     constant phase, so that a run can be extended from a checkpoint of that phase."""
     start, end, floor = warmup_steps, config.max_steps, config.min_lr_fraction
     if config.lr_scheduler_type == "wsd":
-        start = max(start, end - round(config.decay_fraction * end))
+        start = config.decay_start
     progress = min(1.0, max(0, step - start) / max(1, end - start))
     if config.lr_scheduler_type == "cosine":
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

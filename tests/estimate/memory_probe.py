@@ -150,7 +150,7 @@ def measure(words: str, fake: bool) -> dict:
         "options": words,
         "measured": peak,
         "estimate": memory_estimate(config, batch, compiled=config.run.torch_compile, **kind),
-        "state": state_bytes(config.model, engine.world, engine.zero_stage, engine.precision),
+        "state": state_bytes(config, engine.world, engine.zero_stage, engine.precision),
     }
 
 
