@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT, by_step, environment
-from tests.test_docs import COMMANDS
+from tests.test_docs import BLOCKS, LAUNCHES
 from tests.xla.conftest import column, launch, train, train_here
 
 
@@ -46,6 +46,16 @@ def test_four_devices_take_the_plain_engines_steps(shards, plain, one_device, tm
     assert_same_run(lines, plain[1])
     assert_same_run(lines, one_device[1])
     assert_compiles_no_more(lines)
+
+
+def test_muon_on_four_devices_takes_the_plain_engines_steps(shards, tmp_path):
+    """A schedule with a rate and a momentum that change from step to step compiles nothing."""
+    fields = {"optim": "muon", "lr_scheduler_type": "wsd", "decay_fraction": 0.4}
+    lines = train_here(shards, tmp_path / "run", **fields)
+    expected, _ = train(shards, tmp_path / "plain", config="single", **fields)
+    assert_same_run(lines, expected, first_ten=1e-4)
+    counts = column(lines, "compilations")
+    assert len(set(counts[3:25])) == 1
 
 
 def test_accumulating_compiles_three_large_programs(one_device):
@@ -168,7 +178,8 @@ def test_checkpoints_move_to_and_from_the_other_engines(shards, base, tmp_path, 
 
 
 def test_the_readmes_tpu_commands_run():
-    commands = [c for c in COMMANDS if "tpu.yaml" in c and c.startswith("accelerate ")]  # neither gcloud's nor make's
+    lines = [*LAUNCHES, *"\n".join(BLOCKS).replace("\\\n", " ").splitlines()]
+    commands = {c for c in lines if "tpu.yaml" in c and c.startswith("accelerate ")}  # neither gcloud's nor make's
     assert commands
     for command in commands:
         words = shlex.split(command)
