@@ -108,7 +108,7 @@ eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=hellaswag,lambada_
 ##@ Share
 
 export: .venv/installed ## the latest checkpoint of RUN with its model card into OUT
-	$(BIN)/python -m recipe.hub.export $(if $(RUN),--run $(RUN)) --out $(OUT) $(ARGS)
+	$(BIN)/python -m recipe.hub.export $(RUN) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
 	$(BIN)/python -m recipe.hub.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo "$(REPO)" $(ARGS)

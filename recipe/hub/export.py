@@ -20,14 +20,11 @@ import huggingface_hub.constants
 import torch
 from safetensors.torch import load_file, save_file
 
-if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 from recipe.catalog import license_error
 from recipe.checkpoint.format import checkpoints, model_only, newest_valid, step_of, verify
 from recipe.config import check_repo_name
 from recipe.errors import ExitCode, UserError
-from recipe.hub.access import check_access, failure_of
+from recipe.hub.access import check_access, reason
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Target, Uploads
 from recipe.log import set_up_logging
@@ -36,15 +33,6 @@ from recipe.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # __name__ is __main__ where this is the command
 
-# What an export holds, and --force may delete.
-_EXPORTED = {
-    "model.safetensors",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    CARD,
-}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -53,67 +41,44 @@ def export(
 ) -> Path:
     """Writes the newest whole checkpoint of `run`, or the `best` one, to the directory `out`; returns the checkpoint.
 
-    `run` may also be a checkpoint. `force` replaces an earlier export; what is in the way of anything else is an error.
-    The directory is complete or absent. Raises UserError.
+    `run` may also be a checkpoint. `force` replaces the files of an earlier export, and no others. Raises UserError.
     """
-    _check_out(out, force)
-    while True:
-        checkpoint = choose(run, best)
-        try:
-            _write(checkpoint, out, dtype, license)
-            return checkpoint
-        except FileNotFoundError:
-            if checkpoint.exists():
-                raise
-            logger.info("%s was pruned by the run meanwhile; looking for the next one", checkpoint)
-
-
-def _write(checkpoint: Path, out: Path, dtype: str, license: str) -> None:
+    if out.exists() and not force:
+        raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
+    checkpoint = choose(run, best)
+    card = model_card(checkpoint, license=license, dtype=dtype)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         for path in model_only(checkpoint):
-            if dtype == "float32" or path.name not in ("model.safetensors", "config.json"):
-                shutil.copyfile(path, temporary / path.name, follow_symlinks=False)
+            shutil.copyfile(path, temporary / path.name, follow_symlinks=False)
         if dtype != "float32":
-            _cast(checkpoint / "model.safetensors", temporary / "model.safetensors", dtype)
-            config = json.loads((checkpoint / "config.json").read_text()) | {"dtype": dtype}
-            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (temporary / CARD).write_text(model_card(checkpoint, license=license, dtype=dtype))
-        if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
-    except BaseException:
+            _cast(temporary, dtype)
+        (temporary / CARD).write_text(card)
+        out.mkdir(exist_ok=True)
+        for path in temporary.iterdir():
+            path.replace(out / path.name)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    return checkpoint
 
 
-def _check_out(out: Path, force: bool) -> None:
-    """Raises UserError unless `out` is free, or `force` and it holds an export and nothing else."""
-    if not (out.exists() or out.is_symlink()):
-        return
-    if not force:
-        raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
-    names = {path.name for path in out.iterdir()} if out.is_dir() and not out.is_symlink() else set()
-    if more := names - _EXPORTED:
-        raise UserError(f"--out {out} holds {sorted(more)[0]}, which no export writes; name another directory")
-    if not {"model.safetensors", "config.json"} <= names:
-        raise UserError(f"--out {out} is no earlier export, and --force replaces nothing else; name another directory")
-
-
-def _cast(weights: Path, out: Path, dtype: str) -> None:
-    """Rounds fp32 weights to `dtype`. Raises UserError where one is beyond its range."""
+def _cast(model: Path, dtype: str) -> None:
+    """Rounds the fp32 weights of a model to `dtype`. Raises UserError where one is beyond its range."""
+    weights = model / "model.safetensors"
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(weights).items()}
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise UserError(f"--dtype {dtype}: {beyond[0]} has weights beyond its range; choose bfloat16 or float32")
-    save_file(tensors, out, {"format": "pt"})
-    out.chmod(0o644)  # safetensors makes it private to its owner
+    save_file(tensors, weights, {"format": "pt"})
+    weights.chmod(0o644)  # safetensors makes it private to its owner
+    config = json.loads((model / "config.json").read_text()) | {"dtype": dtype}
+    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def choose(run: Path, best: bool) -> Path:
     """The newest whole checkpoint of `run`, or the `best` one, or `run` itself if it is one. Raises UserError."""
-    if (run / "trainer_state.json").is_file() or (run / "manifest.json").is_file():
+    if (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, and --best chooses among a run's; name {run.resolve().parent}")
         if problems := verify(run.resolve()):  # a link to it is as good
@@ -129,9 +94,9 @@ def best_valid(run: Path) -> Path | None:
     """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those that are kept; None where
     there is no checkpoint. Raises UserError where none was evaluated."""
     losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
-    losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
     found = checkpoints(run)
-    for path in sorted((p for p in found if step_of(p) in losses), key=lambda p: losses[step_of(p)]):
+    evaluated = [path for path in found if losses.get(step_of(path)) is not None]
+    for path in sorted(evaluated, key=lambda path: losses[step_of(path)]):
         if not (problems := verify(path)):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, losses[step_of(path)])
             return path
@@ -144,11 +109,12 @@ def best_valid(run: Path) -> Path | None:
     return None
 
 
-def push(run: Path, repo: str, *, private: bool = False, best: bool = False, license: str = "", card: str = "renew"):
-    """Uploads the milestones of `run` that the Hub does not have, and the newest checkpoint, or the `best`, to main.
+def push(args: argparse.Namespace) -> bool:
+    """Uploads the milestones of a run that the Hub does not have, and the newest checkpoint, or the best, to main.
 
     Returns whether everything is on the Hub. Raises UserError.
     """
+    run, repo = args.run, args.repo
     if not repo:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
     check_repo_name(repo, "--repo")
@@ -156,25 +122,17 @@ def push(run: Path, repo: str, *, private: bool = False, best: bool = False, lic
         raise UserError(f"{run}: no such run; name its directory, such as runs/shakespeare")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set; unset it where the Hub can be reached, and push there")
-    final = choose(run, best)
+    final = choose(run, args.best)
     config = json.loads((final / "trainer_state.json").read_text()).get("config", {})
-    target = Target(
-        repo,
-        private=private or bool(config.get("hub_private_repo")),
-        milestone_steps=config.get("milestone_steps", 0),
-        final=final,
-        license=license,
-        card=card,
-    )
+    private = args.private or bool(config.get("hub_private_repo"))
+    target = Target(repo, private, config.get("milestone_steps", 0), final, args.license, card=not args.no_card)
     try:
-        check_access(repo, target.private, "--repo")
+        check_access(repo, private, "--repo")
     except UserError:
         raise
     except Exception as error:
-        where = huggingface_hub.constants.ENDPOINT
-        raise UserError(
-            redact(f"{where} cannot be reached ({failure_of(error).reason}); push again when there is a network")
-        ) from None
+        where = redact(huggingface_hub.constants.ENDPOINT)
+        raise UserError(f"{where} cannot be reached ({reason(error)}); push again when there is a network") from None
     return Uploads(run, target).wait(limit=math.inf)
 
 
@@ -222,14 +180,13 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 def export_main(argv: list[str]) -> int:
     parser = _parser(prog="python -m recipe.hub.export", description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, help="run directory or checkpoint (default: newest run)")
-    parser.add_argument("--run", dest="run_option", type=Path, metavar="RUN", help="the same, as an option")
     parser.add_argument("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in --out")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32, as in the checkpoint)"
     )
     args = _parse(parser, argv)
-    run = args.run_option or args.run or _newest_run()
+    run = args.run or _newest_run()
     checkpoint = export(run, args.out, best=args.best, dtype=args.dtype, license=args.license, force=args.force)
     files = sorted(args.out.iterdir())
     print(f"exported   {checkpoint} to {args.out}, {sum(p.stat().st_size for p in files) / 1e6:,.1f} MB, {args.dtype}")
@@ -250,10 +207,8 @@ def push_main(argv: list[str]) -> int:
     parser.add_argument("--repo", default="", help="ORG/NAME on the Hub")
     parser.add_argument("--private", action="store_true", help="create a private repository, push to no public one")
     parser.add_argument("--no_card", action="store_true", help="leave README.md on the Hub as it is")
-    args = _parse(parser, argv)
-    card = "none" if args.no_card else "renew"
     try:
-        done = push(args.run, args.repo, private=args.private, best=args.best, license=args.license, card=card)
+        done = push(_parse(parser, argv))
     except KeyboardInterrupt:
         done = False
     if done:

@@ -6,7 +6,6 @@ The metadata are those of https://github.com/huggingface/hub-docs/blob/main/mode
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,16 +17,14 @@ from recipe.catalog import DATASETS
 from recipe.config import ModelConfig
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
-from recipe.hub import scores
+from recipe.hub.scores import Score, all_scores
 from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redact, redacted
 from recipe.units import si
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-# English, according to these data sets' pages on the Hub; and the text that ships, recipe/data/tiny_shakespeare.txt.
-_ENGLISH = {source for source, _ in DATASETS.values()}
-_ENGLISH_FILES = {"86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}  # SHA-256
+_ENGLISH = {source for source, _ in DATASETS.values()}  # according to these data sets' pages on the Hub
 _HYPERPARAMETERS = (
     "total_batch_tokens",
     "sequence_length",
@@ -57,17 +54,15 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
     did not write, OSError, and ValueError for other damaged files.
     """
     state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
-    config, step, parts = state.get("config", {}), state["step"], state.get("about") or []
+    config, step, parts, text = state["config"], state["step"], state["about"], data_set(state)
     lines = [n for n in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if n["step"] <= step]
-    own = next((line for line in reversed(lines) if line["step"] == step), {})
-    text = data_set(state)
-    found = [*scores.of_run(own, config, text), *_evaluated(checkpoint, config, text)]
-    name = config.get("run_name") or repo.rpartition("/")[2] or "model"
-    init = parts[0].get("init_from") if parts else None
+    found = _scores(checkpoint, lines, state, text)
+    name = config["run_name"] or repo.rpartition("/")[2] or "model"
+    init = parts[0].get("init_from")
     whole = [score for score in found if score.whole]
     data = ModelCardData(
-        language="en" if _is_english(text) else None,
-        license=license or config.get("hub_license") or "mit",
+        language="en" if text.get("id") in _ENGLISH else None,
+        license=license or config["hub_license"],
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gpt2", "causal-lm", "pretraining"],
@@ -85,17 +80,27 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         title=plain(name),
         shape=_shape(config),
         start="from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}",
-        tokens=f"{state['tokens']:,}" if state.get("tokens") else "",
-        dataset_link=link or plain(text.get("name", "")),
+        tokens=f"{state['tokens']:,}",
+        dataset_link=link or plain(text.get("name")),
         step=f"{step:,}",
-        whole_run=f"{config['max_steps']:,}" if config.get("max_steps", 0) > step else "",
+        whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
-        positions=config.get("n_positions"),
+        positions=config["n_positions"],
         scores=[[plain(cell) for cell in score.row()] for score in found],
         dtype=dtype,
         tables=[(title, [(plain(k), plain(v)) for k, v in rows if v not in (None, "")]) for title, rows in tables],
     )
     return card.content.rstrip() + "\n"
+
+
+def _scores(checkpoint: Path, lines: list[dict], state: dict, text: dict) -> list[Score]:
+    path = checkpoint / "results.json"
+    line = next((line for line in reversed(lines) if line["step"] == state["step"]), {})
+    try:
+        results = redacted(json.loads(path.read_text())) if path.is_file() else {}
+        return all_scores(line, results, state["config"], text)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is not what eval/ writes ({error}); move it away and evaluate again") from None
 
 
 def plain(value) -> str:
@@ -108,64 +113,39 @@ def data_set(state: dict) -> dict:
     """What a trainer_state.json says of the training data.
 
     Returns:
-        {"id", "commit", "subset", "split"} of a data set on the Hub, {"name", "files"} of local text, {"name"} of
-        shards whose origin nobody wrote down, or {}. Never the configured `train_text`, since shards that were there
-        before the run are used whatever they were made from.
+        {"id", "commit", "subset", "split"} of a data set on the Hub, {"name", "files"} of local text, or {"name"} of
+        shards whose origin nobody wrote down. Never the configured `train_text`, since shards that were there before
+        the run are used whatever they were made from.
     """
-    config, manifest = state.get("config", {}), state.get("data", {}).get("manifest", {})
-    source = (state.get("about") or [{}])[-1].get("data") or manifest.get("source") or {}
+    source = state["about"][-1]["data"]
     hub = source.get("source") or source.get("uri", "").removeprefix("hf://datasets/")
     if hub and source.get("commit"):
         repo = "/".join(hub.split("@")[0].split("/")[:2])
         return {"id": repo, "commit": source["commit"], "subset": source.get("name"), "split": source.get("split")}
     if files := source.get("files"):
-        more = source.get("of", len(files)) - 1
+        more = source["of"] - 1
         return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
-    local = source.get("shards") or Path(config.get("dataset_name") or "").name
-    return {"name": local} if local else {}
-
-
-def _is_english(text: dict) -> bool:
-    """Whether it is known to be; of most texts it is not known."""
-    files = text.get("files", [])
-    alone = len(files) == 1 and text["name"] == files[0]["name"]  # there are no more files than are named
-    return text.get("id") in _ENGLISH or (alone and files[0].get("sha256") in _ENGLISH_FILES)
-
-
-def _evaluated(checkpoint: Path, config: dict, text: dict) -> list[scores.Score]:
-    path = checkpoint / "results.json"
-    try:
-        return list(scores.of_results(redacted(json.loads(path.read_text())), config, text))
-    except FileNotFoundError:
-        return []
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not what eval/ writes ({error}); move it away and evaluate again") from None
+    return {"name": source.get("shards") or Path(state["config"]["dataset_name"]).name}
 
 
 def _shape(config: dict) -> str:
-    sizes = {key: config.get(key) for key in ("n_layer", "n_head", "n_embd", "n_positions")}
-    if None in sizes.values():
-        return ""
-    model = ModelConfig(**sizes)
+    model = ModelConfig(**{key: config[key] for key in ("n_layer", "n_head", "n_embd", "n_positions")})
     return (
-        f" with {si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, "
-        f"{model.n_embd} wide, {model.n_positions:,} positions)"
+        f"{si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+        f"{model.n_positions:,} positions)"
     )
 
 
 def _data(state: dict, text: dict) -> Iterator[tuple]:
-    if not text:
-        return
-    shards = state.get("data", {}).get("shards") or []
-    complete, tokens = state.get("data", {}).get("complete"), sum(count for _, count, _ in shards)
+    shards, complete = state["data"]["shards"], state["data"]["complete"]
+    tokens = sum(count for _, count, _ in shards)
     yield "text", text.get("id") or text["name"]
     yield "subset, split", ", ".join(filter(None, (text.get("subset"), text.get("split"))))
     yield "commit of the data set", text.get("commit")
     if len(files := text.get("files", [])) == 1:
-        yield "SHA-256 of the text", files[0].get("sha256")
-    if shards:
-        yield "shards", f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far")
-    if shards and complete and state.get("tokens"):
+        yield "SHA-256 of the text", files[0]["sha256"]
+    yield "shards", f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far")
+    if complete:
         yield "epochs", f"{state['tokens'] / tokens:.3g}"
     if len(shards) == 1:
         yield "SHA-256 of the shard", shards[0][2]
@@ -173,27 +153,27 @@ def _data(state: dict, text: dict) -> Iterator[tuple]:
 
 
 def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:
-    config, parts = state.get("config", {}), state.get("about") or []
+    config, parts = state["config"], state["about"]
     yield "steps", f"{state['step']:,}"
-    yield "tokens", f"{state['tokens']:,}" if state.get("tokens") else None
+    yield "tokens", f"{state['tokens']:,}"
     yield "objective", "next token, cross-entropy"
     for field in _HYPERPARAMETERS:
         yield field, config.get(field)
     yield "hardware", _history(parts, _hardware)
     yield "precision", _history(parts, _precision)
-    yield "seconds of training, without validation and saving", f"{state['seconds']:,.0f}" if "seconds" in state else ""
+    yield "seconds of training, without validation and saving", f"{state['seconds']:,.0f}"
     yield "tokens per second, median of the log", _median(lines, "tokens_per_second", "{:,.0f}")
     yield "MFU, median of the log", _median(lines, "mfu", "{:.1%}")
     yield "steps skipped", next((line["skipped_steps"] for line in reversed(lines) if line.get("skipped_steps")), None)
 
 
 def _code(config: dict, parts: list[dict]) -> Iterator[tuple]:
-    yield "recipe", Path(config["config"]).name if config.get("config") else None
-    yield "gpt2-recipe", _history(parts, lambda part: part.get("recipe"))
-    yield "commit", _history(parts, lambda part: (part.get("commit") or "").replace("+", ", with local changes"))
-    yield "Python", _history(parts, lambda part: part.get("python"))
-    for name in dict.fromkeys(name for part in parts for name in part.get("packages") or {}):
-        yield name, _history(parts, lambda part, name=name: (part.get("packages") or {}).get(name))
+    yield "recipe", Path(config["config"]).name
+    yield "gpt2-recipe", _history(parts, lambda part: part["recipe"])
+    yield "commit", _history(parts, lambda part: (part["commit"] or "").replace("+", ", with local changes"))
+    yield "Python", _history(parts, lambda part: part["python"])
+    for name in dict.fromkeys(name for part in parts for name in part["packages"]):
+        yield name, _history(parts, lambda part, name=name: part["packages"].get(name))
 
 
 def _history(parts: list[dict], value_of: Callable[[dict], str | None]) -> str:
@@ -202,23 +182,22 @@ def _history(parts: list[dict], value_of: Callable[[dict], str | None]) -> str:
     before = None
     for part in parts:
         if (value := value_of(part)) and value != before:
-            values.append(value + (f" from step {part['from_step']:,}" if part.get("from_step") else ""))
+            values.append(value + (f" from step {part['from_step']:,}" if part["from_step"] else ""))
             before = value
     return "; ".join(values)
 
 
-def _hardware(part: dict) -> str | None:
-    device, engine, machines = part.get("device"), part.get("engine"), part.get("machines", 1)
-    if engine and device and not engine.startswith(device):  # a processor, whose engine is only "CPU"
+def _hardware(part: dict) -> str:
+    device, engine, nodes = part["device"], part["engine"], part["machines"]
+    if not engine.startswith(device):  # a processor, whose engine is only "CPU"
         engine = f"{device}, {engine}"
-    return engine and engine + (f", on {machines} nodes" if machines > 1 else "")
+    return engine + (f", on {nodes} nodes" if nodes > 1 else "")
 
 
-def _precision(part: dict) -> str | None:
-    precision = part.get("precision")
-    return precision and f"{precision}{', compiled' if part.get('compiled') else ''}; weights and optimizer state fp32"
+def _precision(part: dict) -> str:
+    return f"{part['precision']}{', compiled' if part['compiled'] else ''}; weights and optimizer state fp32"
 
 
 def _median(lines: list[dict], key: str, how: str) -> str | None:
-    values = [line[key] for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    values = [line[key] for line in lines if line.get(key) is not None]
     return how.format(statistics.median(values)) if values else None

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult
 
-from recipe.redaction import redact
-
 HELLASWAG_ROWS, LAMBADA_ROWS = 10042, 5153
 _HELLASWAG = {"type": "Rowan/hellaswag", "name": "HellaSwag", "split": "validation"}
 # What the evaluation commands call `data_set` where the text is the whole data set's, going by its digest.
@@ -21,7 +19,7 @@ _KNOWN = {
 }
 _STYLES = {"A": "llm.c-style", "B": "lm-eval-style"}  # how HellaSwag is scored
 _HARNESS = {"source_name": "lm-evaluation-harness", "source_url": "https://github.com/EleutherAI/lm-evaluation-harness"}
-_NOT_METRICS = ("rows", "samples", "sample_len", "limit", "version", "num_fewshot")  # beside the metrics of a task
+_NOT_METRICS = ("version", "sample_len", "samples", "num_fewshot")  # beside the metrics of a task
 _LOSSES = {
     "loss": ("loss", "loss, nats per token"),
     "perplexity": ("perplexity", "perplexity per token"),
@@ -76,93 +74,94 @@ class Score:
         )
 
 
-def of_run(line: dict, config: dict, text: dict) -> Iterator[Score]:
-    """Of the line of metrics.jsonl for these very weights. `text` is what they were trained on, from
-    model_card.data_set."""
-    if (loss := _number(line.get("val_loss"))) is not None:
-        tokens = config.get("eval_tokens")
-        at_most = f", at most {tokens:,} tokens" if tokens else ""
-        own = config.get("val_data") or config.get("dataset_name") or "the run's validation data"
-        data = _validation(own, config, text)
-        yield Score(data, "loss", "validation loss, nats per token", loss, f"by the run, in its precision{at_most}")
+def all_scores(line: dict, results: dict, config: dict, text: dict) -> list[Score]:
+    """What was measured of a checkpoint, where it is finite.
+
+    `line` is the checkpoint's of metrics.jsonl and `results` its results.json, each {} where there is none; `config` is
+    the run's; `text` is what it was trained on, from model_card.data_set.
+    """
+    found = [
+        *_of_run(line, config, text),
+        *_hellaswag(results.get("hellaswag", {})),
+        *_perplexity(results.get("perplexity", {}), config, text),
+        *_wikitext(results.get("wikitext2", {})),
+        *_lambada(results.get("lambada", {})),
+        *_lm_eval(results.get("lm_eval", {})),
+    ]
+    return [score for score in found if score.value is not None and math.isfinite(score.value)]
+
+
+def _of_run(line: dict, config: dict, text: dict) -> Iterator[Score]:
+    tokens = config.get("eval_tokens")
+    how = "by the run, in its precision" + (f", at most {tokens:,} tokens" if tokens else "")
+    data = _held_out(config.get("val_data") or config.get("dataset_name"), config, text)
+    yield Score(data, "loss", "validation loss, nats per token", line.get("val_loss"), how)
     rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
+    how = f"by the run, in its precision, {_rows(rows, HELLASWAG_ROWS)}"
     for key, style in _STYLES.items():
         for kind in ("acc", "acc_norm"):
-            if (value := _number(line.get(f"hellaswag_{key}_{kind}"))) is not None:
-                how = f"by the run, in its precision, {_rows(rows, HELLASWAG_ROWS)}"
-                whole = rows >= HELLASWAG_ROWS
-                yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}, during training", value, how, whole=whole)
-
-
-def of_results(results: dict, config: dict, text: dict) -> Iterator[Score]:
-    """Of a results.json. `config` is the run's, `text` as in `of_run`."""
-    yield from _hellaswag(_dict(results, "hellaswag"))
-    found = _dict(results, "perplexity")
-    yield from _losses(_validation(found.get("data"), config, text), found, ("loss", "perplexity", "bits_per_byte"))
-    found = _dict(results, "wikitext2")
-    yield from _losses(_named(found), found, ("perplexity", "word_perplexity", "bits_per_byte"))
-    yield from _lambada(_dict(results, "lambada"))
-    yield from _lm_eval(_dict(results, "lm_eval"))
+            name, value = f"{kind}, {style}, during training", line.get(f"hellaswag_{key}_{kind}")
+            yield Score(_HELLASWAG, "accuracy", name, value, how, whole=rows >= HELLASWAG_ROWS)
 
 
 def _hellaswag(found: dict) -> Iterator[Score]:
-    rows = _number(found.get("rows")) or 0
+    rows = found.get("rows", 0)
+    how = f"{_rows(rows, HELLASWAG_ROWS)}{_dtype(found)}"
     for key, style in _STYLES.items():
-        own = _dict(found, key)
+        own = found.get(key, {})
         for kind in ("acc", "acc_norm"):
-            if (value := _number(own.get(kind))) is not None:
-                how = f"{_rows(rows, HELLASWAG_ROWS)}{_dtype(found)}"
-                half, whole = _number(own.get(f"{kind}_ci95")), rows >= HELLASWAG_ROWS
-                yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}", value, how, half, whole)
+            half, whole = own.get(f"{kind}_ci95"), rows >= HELLASWAG_ROWS
+            yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}", own.get(kind), how, half, whole)
+
+
+def _perplexity(found: dict, config: dict, text: dict) -> Iterator[Score]:
+    yield from _losses(_held_out(found.get("data"), config, text), found, ("loss", "perplexity", "bits_per_byte"))
+
+
+def _wikitext(found: dict) -> Iterator[Score]:
+    yield from _losses(_named(found), found, ("perplexity", "word_perplexity", "bits_per_byte"))
 
 
 def _losses(data: dict, found: dict, names: tuple[str, ...]) -> Iterator[Score]:
-    settings = {key: found[key] for key in _HOW if _number(found.get(key)) is not None}
+    settings = {key: found[key] for key in _HOW if key in found}
     how = ", ".join(_HOW[key].format(value) for key, value in settings.items()) + _dtype(found)
+    whole, more = "limit_windows" not in found, {"metric_args": settings}
     for name in names:
-        if (value := _number(found.get(name))) is not None:
-            more = {"metric_args": settings} if settings else {}
-            yield Score(data, *_LOSSES[name], value, how, whole="limit_windows" not in found, more=more)
+        yield Score(data, *_LOSSES[name], found.get(name), how, whole=whole, more=more)
 
 
 def _lambada(found: dict) -> Iterator[Score]:
-    data, rows = _named(found), _number(found.get("rows")) or 0
+    data, rows = _named(found), found.get("rows", 0)
     known = data["type"] in _KNOWN  # of another text nobody knows how many rows it has
     how = f"{_rows(rows, LAMBADA_ROWS if known else rows)}{_dtype(found)}"
     for kind, type in (("acc", "accuracy"), ("perplexity", "perplexity")):
-        if (value := _number(found.get(kind))) is not None:
-            half, whole = _number(found.get(f"{kind}_ci95")), known and rows >= LAMBADA_ROWS
-            yield Score(data, type, kind, value, how, half, whole)
+        half, whole = found.get(f"{kind}_ci95"), known and rows >= LAMBADA_ROWS
+        yield Score(data, type, kind, found.get(kind), how, half, whole)
 
 
 def _lm_eval(found: dict) -> Iterator[Score]:
     """Of tasks as eval/harness.py writes them: metrics without ",none", and the number of rows as sample_len."""
-    version, limit = found.get("version"), _number(found.get("limit"))
-    for task, metrics in _dict(found, "tasks").items():
-        metrics, task = metrics if isinstance(metrics, dict) else {}, redact(task)
-        rows = _number(metrics.get("sample_len"))
-        how = f"lm-evaluation-harness {version or ''}" + (f", {rows:,} rows" if rows else "")
+    limit = found.get("limit")
+    for task, metrics in found.get("tasks", {}).items():
+        rows = metrics.get("sample_len")
+        how = f"lm-evaluation-harness {found.get('version') or ''}" + (f", {rows:,} rows" if rows else "")
         how += (f", limit {limit:,}" if limit else "") + _dtype(found)
         for key, value in metrics.items():
             kind, _, filtered = key.partition(",")
-            if _number(value) is None or "stderr" in key or kind in _NOT_METRICS:
+            if "stderr" in key or kind in _NOT_METRICS:
                 continue
-            error = _number(metrics.get(f"{kind}_stderr" + key[len(kind) :]))
-            name = f"{kind}{f' ({filtered})' if filtered not in ('', 'none') else ''}, lm-evaluation-harness"
-            type = "accuracy" if kind.startswith("acc") else kind
+            error = metrics.get(f"{kind}_stderr" + key[len(kind) :])
             half = None if error is None else 1.96 * error
+            name = f"{kind}{f' ({filtered})' if filtered else ''}, lm-evaluation-harness"
+            type = "accuracy" if kind.startswith("acc") else kind
             yield Score({"type": task, "name": task}, type, name, value, how, half, whole=not limit, more=_HARNESS)
 
 
-def _validation(data: str | None, config: dict, text: dict) -> dict:
-    """The shards or text of a loss. Only the run's own directory holds the validation part of the text that it was
-    trained on, and only where the run validated on that."""
-
-    def path(name: str | None) -> str | None:
-        return os.path.normpath(redact(name)) if name else None
-
-    own = (config.get("dataset_name"), config.get("val_data") or data)
-    if not data or any(path(name) != path(data) for name in own):
+def _held_out(data: str | None, config: dict, text: dict) -> dict:
+    """The shards or text of a loss: the part of the training text that was held out, where the run has no other
+    validation data and `data` is its own."""
+    own = config.get("dataset_name")
+    if not (data and own) or config.get("val_data") or os.path.normpath(data) != os.path.normpath(own):
         return _local(data)
     if "id" not in text:
         return _local(f"{text.get('name') or 'own data'}, held out")
@@ -179,19 +178,8 @@ def _named(found: dict) -> dict:
 def _local(path: str | None) -> dict:
     """A text by its file's name alone: its directories are private. The name is the `config` too, since
     huggingface_hub groups figures by everything but the data set's name."""
-    name = Path(redact(path)).name if isinstance(path, str) else ""
-    name = name if name.strip("~.") else "a local text"
+    name = Path(path or "").name or "a local text"
     return {"type": "text", "name": name, "config": name}
-
-
-def _dict(results: dict, key: str) -> dict:
-    found = results.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _number(value) -> float | None:
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if fine else None
 
 
 def _rows(rows: int, every: int) -> str:

@@ -20,7 +20,7 @@ from recipe.config import DataConfig
 from recipe.data.prepare.pipeline import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, SHAKESPEARE, environment, flags, metrics
-from tests.hub.push_server import PushHub
+from tests.hub import Hub
 
 HANG = 60  # seconds after which a run that should have ended counts as hung
 MARK = "RECIPE_FAULTS_CASE"  # in the environment of whatever a case starts: its directory
@@ -81,7 +81,7 @@ class Result:
 class Run(programs.Ranks):
     """A run under way in `directory`."""
 
-    def __init__(self, directory: Path, engine: str, fault: str, fields: dict, hub: PushHub | None):
+    def __init__(self, directory: Path, engine: str, fault: str, fields: dict, hub: Hub | None):
         self.directory, self.faults = directory, [re.split("[:/]", word)[0] for word in fault.split(",") if word]
         self.log = directory / "faults.log"
         faults = {"RECIPE_FAULT": fault, "RECIPE_FAULT_LOG": str(self.log)} if fault else {}
@@ -146,7 +146,7 @@ class Lab:
         (directory / "text.jsonl").write_text("\n".join(lines) + "\n")
         prepare(DataConfig(train_text=str(directory / "text.jsonl"), dataset_name=str(directory / "shards"), **DATA))
 
-    def start(self, directory: Path, engine: str, fault: str = "", hub: PushHub | None = None, **changes) -> Run:
+    def start(self, directory: Path, engine: str, fault: str = "", hub: Hub | None = None, **changes) -> Run:
         """Starts a run in `directory`/run."""
         fields = TINY | DATA | {"dataset_name": self.data, "train_text": self.text, "output_dir": directory / "run"}
         return Run(directory, engine, fault, fields | changes, hub)

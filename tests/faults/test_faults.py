@@ -25,7 +25,7 @@ from recipe.errors import ExitCode, UserError
 from tests.conftest import by_step
 from tests.faults.lab import HANG, WORLD, Lab, Run, curve, newest_whole
 from tests.faults.plugin import FILES, POINTS, install
-from tests.hub.push_server import PushHub
+from tests.hub import TOKEN, Hub
 from tests.hub.server import Fault
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the plugin needs /proc")
@@ -128,7 +128,7 @@ UPLOADS = [("*/preupload/*", 0), ("/lfs/*", 0), ("*/commit/*", 0), ("/lfs/*", 2)
 )
 def test_kill_in_an_upload(lab, tmp_path, engine, seed):
     """The Hub does not answer, and the run is killed: the same command again uploads what is missing."""
-    with PushHub(tmp_path / "hub") as hub:
+    with Hub(tmp_path / "hub", TOKEN) as hub:
         run = stalled_upload(lab, tmp_path, engine, hub, *UPLOADS[seed - 1], seed=seed)
         run.ranks[0].send_signal(signal.SIGKILL)
         assert run.end().codes[0] == -signal.SIGKILL
@@ -139,7 +139,7 @@ def test_kill_in_an_upload(lab, tmp_path, engine, seed):
 PUSH = {"push_to_hub": True, "hub_model_id": "acme/gpt2", "milestone_steps": 2}
 
 
-def stalled_upload(lab: Lab, directory: Path, engine: str, hub: PushHub, path: str, skip: int, **fields) -> Run:
+def stalled_upload(lab: Lab, directory: Path, engine: str, hub: Hub, path: str, skip: int, **fields) -> Run:
     """A run that has sent a request which the Hub does not answer."""
     hub.faults.append(Fault(path=path, kind="stall", skip=skip, times=10**6))
     run = lab.start(directory, engine, hub=hub, **PUSH, **fields)
@@ -150,7 +150,7 @@ def stalled_upload(lab: Lab, directory: Path, engine: str, hub: PushHub, path: s
     return run
 
 
-def uploads_the_rest(lab: Lab, directory: Path, engine: str, hub: PushHub, **fields) -> None:
+def uploads_the_rest(lab: Lab, directory: Path, engine: str, hub: Hub, **fields) -> None:
     """Fails unless the same command, with a Hub that answers, ends with every checkpoint there."""
     hub.faults.clear()
     lab.run(directory, engine, hub=hub, **PUSH, **fields).expect(0)
@@ -214,7 +214,7 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path, engine):
 @pytest.mark.parametrize("engine", WORLD)
 def test_sigterm_while_uploading(lab, tmp_path, engine):
     """To the last rank, while the Hub does not answer: nobody waits for it, and the next run uploads the rest."""
-    with PushHub(tmp_path / "hub") as hub:
+    with Hub(tmp_path / "hub", TOKEN) as hub:
         run = stalled_upload(lab, tmp_path, engine, hub, "/lfs/*", 0)
         run.ranks[-1].send_signal(signal.SIGTERM)
         run.end(together=False).expect(ExitCode.DONE, ExitCode.RUN_AGAIN)  # all steps may have been done by then

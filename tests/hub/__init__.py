@@ -1,5 +1,8 @@
-"""A Hugging Face Hub on this machine (server.py reads, push_server.py writes), and the tests of recipe/hub."""
+"""A Hugging Face Hub on this machine (server.py), and the tests of recipe/hub."""
 
 from tests.hub.server import Fault, Hub
 
-__all__ = ["Fault", "Hub"]
+TOKEN = "hf_canary_of_the_tests"
+REPO = "acme/gpt2"
+
+__all__ = ["REPO", "TOKEN", "Fault", "Hub"]

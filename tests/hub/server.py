@@ -1,13 +1,15 @@
-"""A Hugging Face Hub on this machine: the part of its API that reads data sets, and its failures on demand.
+"""A Hugging Face Hub on this machine: data sets to read, models to upload, and failures on demand.
 
-    with Hub(root) as hub:  # serves root/<org>/<name>/<files>
+    with Hub(root) as hub:  # serves the data sets root/<org>/<name>/<files>
         hub.faults.append(Fault(path="*.parquet", status=429, headers={"Retry-After": "1"}, times=2))
         subprocess.run(command, env=os.environ | hub.environment)
         assert ("GET", "/datasets/org/name/resolve/main/a.parquet", None, 429) in hub.requests
+        assert hub.files("acme/gpt2", "main")["config.json"] == (checkpoint / "config.json").read_bytes()
 
 The libraries read their environment when imported: point another process at it. Processes share a cache in HF_HOME.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -23,18 +25,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
-from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
-# What the Hub keeps in LFS whatever its size (the .gitattributes of a new data set), as far as tests may need it.
-LFS = {".arrow", ".bin", ".bz2", ".gz", ".npy", ".npz", ".parquet", ".safetensors", ".tar", ".xz", ".zip", ".zst"}
-URL = re.compile(
-    r"(/datasets(?=/[^/]+/[^/]+/resolve/)|/api/datasets(?!/[^/]+/[^/]+/resolve/))/(?P<name>[^/]+/[^/]+)"
-    r"(/(?P<what>revision|tree|paths-info|resolve)/(?P<revision>[^/]+)(/(?P<path>.+))?)?"
-)
+# What the Hub keeps in LFS whatever its size (the .gitattributes of a new repository), as far as tests may need it.
+LFS = {".bin", ".gz", ".parquet", ".safetensors", ".zst"}
 
 # What faults say by default: (X-Error-Code, X-Error-Message). Clients choose their exception by the code. Over https
-# they take a 401 without one for "no such repository" too; over http they do not recognise the URL.
+# they take a 401 without one for "no such repository" too; over http they do not recognize the URL.
 MEANING = {
     401: ("RepoNotFound", "Invalid username or password."),
     403: ("GatedRepo", "Access to this dataset is restricted and you are not in the authorized list."),
@@ -74,6 +72,19 @@ class Fault:
     skip: int = 0
 
 
+@dataclass
+class Commit:
+    oid: str
+    message: str
+    files: dict[str, bytes]
+
+
+@dataclass
+class Model:
+    private: bool = False
+    branches: dict[str, list[Commit]] = field(default_factory=lambda: {"main": [Commit("0" * 40, "initial", {})]})
+
+
 def success(value) -> Answer:
     return 200, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(value).encode()
 
@@ -83,17 +94,35 @@ def error(status: int, code: str = "", message: str = "", headers: dict[str, str
     return status, {name: value for name, value in every.items() if value}, json.dumps({"error": message}).encode()
 
 
-class Hub:
-    commit = "0123456789abcdef0123456789abcdef01234567"  # what "main" is, and the only one there is
-    page = 1000  # entries that an answer to /tree holds; its Link header leads to the next ones
+def blob_id(content: bytes) -> str:
+    """The name that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
-    def __init__(self, root: Path):
-        self.root = Path(root)
-        self.token: str | None = None  # when set, a request without it is refused
+
+def entry(path: str, content: bytes | None) -> dict:
+    """What the Hub tells of a file, or of a directory (None)."""
+    last = {"id": Hub.commit, "title": "Upload", "date": "2024-01-01T00:00:00.000Z"}
+    if content is None:
+        return {"type": "directory", "path": path, "size": 0, "oid": blob_id(path.encode()), "lastCommit": last}
+    found = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content), "lastCommit": last}
+    if Path(path).suffix in LFS:
+        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return found
+
+
+class Hub:
+    commit = "0123456789abcdef0123456789abcdef01234567"  # what a data set's "main" is, and the only one there is
+
+    def __init__(self, root: Path, token: str = ""):
+        """With a `token`, a request without it is refused."""
+        self.root, self.token = Path(root), token
+        self.may_write = lambda name: name.startswith("acme/")
+        self.models: dict[str, Model] = {}
         self.requests: list[Request] = []
         self.faults: list[Fault] = []  # one that is used up is removed
         self.stopping = threading.Event()
         self.connections: set[socket.socket] = set()
+        self._objects: dict[str, bytes] = {}  # LFS', by SHA-256
         self._lock = threading.Lock()
 
     def __enter__(self):
@@ -111,7 +140,7 @@ class Hub:
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_TOKEN": "",
+            "HF_TOKEN": self.token,
             "HF_HOME": home,
             "HF_TOKEN_PATH": f"{home}/token",
             "HF_HUB_CACHE": f"{home}/hub",
@@ -130,6 +159,14 @@ class Hub:
                 connection.shutdown(socket.SHUT_RDWR)
         self._home.cleanup()
 
+    def files(self, model: str, branch: str) -> dict[str, bytes]:
+        """What was uploaded to a branch."""
+        return self.models[model].branches[branch][-1].files
+
+    def count(self, method: str, part: str) -> int:
+        """Requests whose path contains `part`."""
+        return sum(r.method == method and part in r.path for r in self.requests)
+
     def fault(self, method: str, path: str) -> Fault | None:
         with self._lock:
             for fault in self.faults:
@@ -143,76 +180,140 @@ class Hub:
                     return fault
         return None
 
-    def records(self, path: str) -> bool:
-        """Whether a request goes into `requests`: not what clients look up for their User-Agent."""
-        return path.startswith(("/api/datasets/", "/datasets/"))
-
     def answer(self, method: str, url: str, headers, body: bytes) -> Answer:
-        parts = urlsplit(url)
-        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        path, query = unquote(urlsplit(url).path), parse_qs(urlsplit(url).query)
         given = headers.get("Authorization")
-        if self.token is not None and given != f"Bearer {self.token}":
-            return error(401, "", "Invalid credentials in Authorization header") if given else error(401, *MEANING[401])
-        if (match := URL.fullmatch(parts.path)) is None or ".." in unquote(parts.path).split("/"):
-            return error(404, "", "Sorry, we can't find the page you are looking for.")
-        name, what, revision, path = (unquote(match[group] or "") for group in ("name", "what", "revision", "path"))
-        repository = self.root / name
-        if not repository.is_dir():  # who is not known is not told whether there is a private one
-            return error(404, "RepoNotFound", "Repository not found") if given else error(401, *MEANING[401])
-        if revision not in ("", "main", self.commit):
+        with self._lock:
+            if method == "PUT":  # to a storage that knows no tokens
+                return self._store(path.removeprefix("/lfs/"), body)
+            if self.token and given != f"Bearer {self.token}":
+                return error(401, "" if given else "RepoNotFound", "Invalid username or password.")
+            if path == "/api/repos/create":
+                return self._create(json.loads(body))
+            if path == "/api/validate-yaml":
+                return success({"errors": [], "warnings": []})
+            if match := re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(\w[\w-]*)/([^/]+)(?:/(.+))?)?", path):
+                return self._data_set(*match.groups(), query, headers.get("Range"), body)
+            if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+                return self._batch(json.loads(body))
+            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([\w-]+))?(?:/(.+))?", path):
+                return self._model(*match.groups(), body)
+        return error(404, "", "Sorry, we can't find the page you are looking for.")
+
+    # Data sets, which are directories
+
+    def _data_set(
+        self, name: str, what: str, revision: str, path: str, query: dict, asked: str | None, body: bytes
+    ) -> Answer:
+        top = self.root / name
+        if not top.is_dir():
+            return error(401, *MEANING[401])
+        if revision not in (None, "main", self.commit):
             return error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         if what == "resolve":
-            return self._file(repository, path, headers.get("Range"))
+            return self._file(top, path, asked)
         if what == "paths-info":
-            form = parse_qs(body.decode())
-            paths, expand = form.get("paths", []), form.get("expand") == ["true"]
-            return success([self._entry(repository, path, expand) for path in paths if (repository / path).exists()])
-        if not (repository / path).is_dir():
+            paths = [path for path in parse_qs(body.decode()).get("paths", []) if (top / path).exists()]
+        elif (folder := top / (path or "")).is_dir():
+            below = folder.glob("*" if what == "tree" and query.get("recursive") != ["true"] else "**/*")
+            paths = sorted(file.relative_to(top).as_posix() for file in below)
+        else:
             return error(404, "EntryNotFound", f'{path} does not exist on "{revision}"')
-        below = (repository / path).glob("*" if what == "tree" and query.get("recursive") != "true" else "**/*")
-        paths = sorted(file.relative_to(repository).as_posix() for file in below)
-        if what != "tree":  # dataset_info
-            siblings = [{"rfilename": path} for path in paths if (repository / path).is_file()]
+        if what not in ("tree", "paths-info"):  # dataset_info
+            siblings = [{"rfilename": path} for path in paths if (top / path).is_file()]
             return success({"id": name, "sha": self.commit, "private": False, "gated": False, "siblings": siblings})
-        end = (start := int(query.get("cursor", 0))) + self.page
-        answer = success([self._entry(repository, path, query.get("expand") == "true") for path in paths[start:end]])
-        if end < len(paths):
-            answer[1]["Link"] = f'<{self.url}{parts.path}?{urlencode(query | {"cursor": end})}>; rel="next"'
-        return answer
+        return success([entry(path, (top / path).read_bytes() if (top / path).is_file() else None) for path in paths])
 
-    def _entry(self, repository: Path, path: str, expand: bool) -> dict:
-        file = repository / path
-        entry = {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
-        if file.is_file():
-            content = file.read_bytes()
-            entry |= {"type": "file", "size": len(content)}
-            if file.suffix in LFS:  # git has a pointer alone
-                sha256, size = hashlib.sha256(content).hexdigest(), len(content)
-                content = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
-                entry["lfs"] = {"oid": sha256, "size": size, "pointerSize": len(content)}
-            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        if expand:
-            entry["lastCommit"] = {"id": self.commit, "title": "Upload", "date": "2024-01-01T00:00:00.000Z"}
-        return entry
-
-    def _file(self, repository: Path, path: str, asked: str | None) -> Answer:
+    def _file(self, top: Path, path: str, asked: str | None) -> Answer:
         headers = {"X-Repo-Commit": self.commit, "Accept-Ranges": "bytes"}
-        if not (repository / path).is_file():
+        if not (top / path).is_file():
             return error(404, *MEANING[404], headers)
-        entry, content = self._entry(repository, path, False), (repository / path).read_bytes()
-        headers |= {"ETag": f'"{entry["oid"]}"', "Content-Type": "application/octet-stream"}
-        if "lfs" in entry:
-            headers |= dict.fromkeys(("ETag", "X-Linked-Etag"), f'"{entry["lfs"]["oid"]}"')
-            headers["X-Linked-Size"] = str(len(content))
+        content = (top / path).read_bytes()
+        found, size = entry(path, content), len(content)
+        headers |= {"ETag": f'"{found["oid"]}"', "Content-Type": "application/octet-stream"}
+        if "lfs" in found:
+            headers |= dict.fromkeys(("ETag", "X-Linked-Etag"), f'"{found["lfs"]["oid"]}"')
+            headers["X-Linked-Size"] = str(size)
         match = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "-")
         if match is None or not any(match.groups()):
             return 200, headers, content
-        first, last, size = *match.groups(), len(content)
+        first, last = match.groups()
         start = int(first) if first else max(size - int(last), 0)
         end = min(int(last) + 1, size) if first and last else size
         if start >= end:
             return error(416, "", "Range Not Satisfiable", headers | {"Content-Range": f"bytes */{size}"})
         return 206, headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"}, content[start:end]
+
+    # Models, over LFS' basic transfer
+
+    def _create(self, wanted: dict) -> Answer:
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if name in self.models:
+            status, headers, _ = error(409, "", "You already created this model repo")
+            return status, headers, json.dumps({"url": f"{self.url}/{name}"}).encode()
+        if not self.may_write(name):
+            return error(403, "", f"You don't have the rights to create a model under the namespace {name}")
+        self.models[name] = Model(private=wanted.get("visibility") == "private" or bool(wanted.get("private")))
+        return success({"url": f"{self.url}/{name}", "name": name})
+
+    def _model(self, name: str, what: str | None, rest: str | None, body: bytes) -> Answer:
+        if name not in self.models:
+            return error(404, "RepoNotFound", "Repository not found")
+        branches = self.models[name].branches
+        if what == "auth-check":
+            return success({}) if self.may_write(name) else error(403, "", "You may not write there")
+        if what == "branch":
+            if rest in branches:
+                return error(409, "", f"Reference already exists: refs/heads/{rest}")
+            branches[rest] = list(branches["main"])
+            return success({})
+        if what == "refs":
+            found = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": c[-1].oid} for b, c in branches.items()]
+            return success({"branches": found, "converts": [], "tags": []})
+        head = branches[rest or "main"][-1]
+        if what == "paths-info":
+            paths = parse_qs(body.decode())["paths"]
+            return success([entry(path, head.files[path]) for path in paths if path in head.files])
+        if what == "preupload":
+            return success({"files": [self._mode(head, file["path"]) for file in json.loads(body)["files"]]})
+        if what == "commit":
+            return self._commit(name, rest, [json.loads(line) for line in body.splitlines()])
+        private = self.models[name].private
+        return success({"id": name, "sha": head.oid, "private": private, "gated": False, "siblings": []})
+
+    def _mode(self, head: Commit, path: str) -> dict:
+        lfs = Path(path).suffix in LFS
+        answer = {"path": path, "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False}
+        if (content := head.files.get(path)) is not None:
+            answer["oid"] = hashlib.sha256(content).hexdigest() if lfs else blob_id(content)
+        return answer
+
+    def _batch(self, given: dict) -> Answer:
+        objects = []
+        for wanted in given["objects"]:
+            action = {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}?X-Amz-Signature=s3cret"}}
+            objects.append(wanted | ({} if wanted["oid"] in self._objects else {"actions": action}))
+        return success({"transfer": "basic", "objects": objects})
+
+    def _store(self, oid: str, body: bytes) -> Answer:
+        if hashlib.sha256(body).hexdigest() != oid:
+            return error(400, "", "The SHA-256 does not match")
+        self._objects[oid] = body
+        return success({})
+
+    def _commit(self, name: str, branch: str, given: list[dict]) -> Answer:
+        commits = self.models[name].branches[branch]
+        files = dict(commits[-1].files)
+        message = next(line["value"]["summary"] for line in given if line["key"] == "header")
+        for line in given:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self._objects[value["oid"]]
+        oid = hashlib.sha1(f"{name} {branch} {len(commits)}".encode()).hexdigest()
+        commits.append(Commit(oid, message, files))
+        return success({"commitUrl": f"{self.url}/{name}/commit/{oid}", "commitOid": oid, "pullRequestUrl": None})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -243,7 +344,8 @@ class Handler(BaseHTTPRequestHandler):
             status, headers, content = self.hub.answer(self.command, self.path, self.headers, body)
         if fault and fault.after is None:
             status = 0
-        if self.hub.records(path):  # before it is sent: who has the answer finds it recorded
+        if "agent-harnesses" not in path:  # which clients look up for their User-Agent
+            # Before it is sent: who has the answer finds it recorded.
             self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), status))
         if status:
             self.send_response(status)

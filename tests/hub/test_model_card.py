@@ -1,6 +1,5 @@
 """The model card: valid, true to what was recorded, and nothing in it that was not recorded or is private."""
 
-import hashlib
 import json
 import math
 import shutil
@@ -11,10 +10,11 @@ import pytest
 from huggingface_hub import EvalResult, ModelCard
 
 from eval import harness, wikitext
+from recipe.config import parse_config
+from recipe.errors import UserError
 from recipe.hub.model_card import model_card
 from tests import canary
-from tests.conftest import ROOT, SHAKESPEARE
-from tests.hub.card_spec import problems
+from tests.conftest import ROOT
 
 HUB_DATA = {
     "source": "HuggingFaceFW/fineweb-edu",
@@ -38,26 +38,13 @@ PART = {
     "commit": "0" * 40 + "+",
     "data": HUB_DATA,
 }
+CONFIG = parse_config(["--config=gpt2"]).flat() | {"dataset_name": "~/shards", "config": "~/mine/gpt2.yaml"}
 STATE = {
     "step": 100,
     "tokens": 52_428_800,
     "seconds": 61.5,
     "about": [PART],
-    "config": {
-        "n_layer": 12,
-        "n_head": 12,
-        "n_embd": 768,
-        "n_positions": 1024,
-        "max_steps": 19073,
-        "run_name": "gpt2",
-        "learning_rate": 6e-4,
-        "eval_tokens": 10_485_760,
-        "hellaswag_limit": 0,
-        "train_text": "HuggingFaceFW/fineweb-edu",
-        "dataset_name": "~/shards",
-        "config": "~/mine/gpt2.yaml",
-        "output_dir": "~/runs/gpt2",
-    },
+    "config": CONFIG,
     "data": {"shards": [["train_000000.bin", 10_000_000, "a" * 64]], "complete": False},
 }
 # As lm_eval.simple_evaluate returns them.
@@ -65,6 +52,7 @@ HARNESS = {
     "results": {"arc_easy": {"alias": "arc_easy", "sample_len": 2376, "acc,none": 0.4, "acc_stderr,none": 0.01}},
     "versions": {"arc_easy": 1.0},
 }
+KEYS = ("language", "license", "library_name", "pipeline_tag", "datasets")
 LINES = [
     {"step": 90, "loss": 4.0, "val_loss": 3.9, "tokens_per_second": 800_000.0, "mfu": 0.4},
     {"step": 100, "val_loss": 3.4, "tokens_per_second": 900_000.0, "mfu": 0.5, "hellaswag_A_acc": 0.26}
@@ -118,7 +106,7 @@ RESULTS = {
 
 @pytest.fixture
 def card(tmp_path):
-    """state, lines, results -> the card of a checkpoint that has them, which the Hub would accept."""
+    """state, lines, results -> the card of a checkpoint that has them."""
 
     def make(state: dict = STATE, lines: list[dict] = LINES, results: dict | None = None, **options) -> ModelCard:
         checkpoint = tmp_path / "run" / "step_00000100"
@@ -128,9 +116,7 @@ def card(tmp_path):
         (checkpoint.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if results is not None:
             (checkpoint / "results.json").write_text(json.dumps(results))
-        text = model_card(checkpoint, **options)
-        assert problems(text) == []
-        return ModelCard(text)
+        return ModelCard(model_card(checkpoint, **options))
 
     return make
 
@@ -142,7 +128,8 @@ def figures(card: ModelCard) -> dict[tuple[str, str], float]:
 
 def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
     card = card(results=RESULTS, repo="acme/gpt2")
-    assert {k: card.data.get(k) for k in ("language", "license", "library_name", "pipeline_tag", "datasets")} == {
+    assert card.data.to_dict().keys() - {"model-index"} == {*KEYS, "metrics", "tags"}
+    assert {key: card.data.get(key) for key in KEYS} == {
         "language": "en",
         "license": "mit",
         "library_name": "transformers",
@@ -176,7 +163,7 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
         "| WikiText-2, test | perplexity per word | 98.2500 | 1,024 tokens at once, stride 512, 287,644 tokens, in flo",
         "| arc_easy | acc, lm-evaluation-harness | 0.4000 ± 0.0196 | lm-evaluation-harness 0.4.13, 2,376 rows, in",
         "124 M parameters (12 layers, 12 heads, 768 wide, 1,024 positions), trained from scratch on 52,428,800",
-        "the weights after step 100. It is a checkpoint of a run of 19,073 steps.",
+        "weights after step 100. It is a checkpoint of a run of 19,073 steps.",
         "| commit of the data set | 87f09149ef4734204d70ed1d046ddc9ca3f2b8f9 |",
         "| shards | 1 with 10,000,000 tokens, of those made so far |",
         "| hardware | NVIDIA A100-SXM4-80GB, DDP over 8 processes, on 2 nodes |",
@@ -196,29 +183,20 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
 
 
 def test_what_was_not_measured_is_not_in_the_card(card):
-    bare = card({"step": 7}, [])
-    assert bare.data.eval_results is None
-    assert bare.data.get("language") is bare.data.get("datasets") is bare.data.get("base_model") is None
-    assert "None was measured." in bare.text
-    for word in ("nan", "None |", "validation", "hardware", "tokens per second", "MFU", "Shakespeare", "HellaSwag"):
-        assert word not in bare.text, word
     other = card(STATE | {"step": 95})  # the evaluation of another step says nothing about these weights
     assert other.data.eval_results is None
-    odd = {
-        "hellaswag": {"rows": None, "A": {"acc": math.nan}, "B": None},
-        "perplexity": None,
-        "lambada": {"acc": "0.5", "rows": None},
-        "wikitext2": {"perplexity": 0.5, "tokens": None, "stride": "x"},
-        "lm_eval": {"tasks": {"t": {"acc": 0.5, "version": 1, "sample_len": None}, "u": None}},
-    }
-    assert [e.metric_value for e in card(lines=[], results=odd).data.eval_results] == [0.5, 0.5]
+    assert "None was measured." in other.text
+    partly = {"hellaswag": {"rows": 10042, "A": {"acc": math.nan}, "B": {}}, "perplexity": {"perplexity": 0.5}}
+    assert [e.metric_value for e in card(lines=[], results=partly).data.eval_results] == [0.5]
+    with pytest.raises(UserError, match=r"results\.json is not what eval/ writes .*; move it away"):
+        card(results=[])
 
 
 def test_model_index_has_whole_evaluations_only(card):
     """A quick look (LIMIT=20) is in the table, with its size, and on no leaderboard."""
     few = HARNESS | {"results": {"arc_easy": HARNESS["results"]["arc_easy"] | {"sample_len": 100}}}
     card = card(
-        STATE | {"config": STATE["config"] | {"hellaswag_limit": 72}},
+        STATE | {"config": CONFIG | {"hellaswag_limit": 72}},
         [{"step": 100, "hellaswag_A_acc": 0.26}],
         {
             "hellaswag": RESULTS["hellaswag"] | {"rows": 20},
@@ -249,56 +227,52 @@ def test_two_filters_of_a_task_are_two_metrics(card):
     assert "| 0.2000 ± 0.0196 |" in card.text
 
 
+FINEWEB = ["HuggingFaceFW/fineweb-edu"]
+ON_SHARDS = {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2@v1/*.bin", "commit": "abc"}
+AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "machines": 1}
+
+
 @pytest.mark.parametrize(
-    ("changes", "datasets", "base", "text"),
+    ("parts", "datasets", "base", "text"),
     [
+        ([PART | {"data": ON_SHARDS}], ["kjj0/finewebedu10B-gpt2"], None, "| commit of the data set | abc |"),
+        ([PART | {"data": {"files": [{"name": "a.txt"}] * 2, "of": 31}}], None, None, "a.txt and 30 more files"),
+        ([PART | {"data": {"shards": "mine"}}], None, None, "tokens of mine:"),
         (
-            {"about": [PART | {"data": {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2@v1/*.bin", "commit": "abc"}}]},
-            ["kjj0/finewebedu10B-gpt2"],
-            None,
-            "| commit of the data set | abc |",
-        ),
-        ({"about": [PART | {"data": {"files": [{"name": "a.txt"}], "of": 31}}]}, None, None, "a.txt and 30 more files"),
-        # The run does not know what shards were made from that were there before it.
-        ({"about": None, "config": {"dataset_name": "data/mine/"}}, None, None, "tokens of mine:"),
-        ({"about": [PART | {"data": {"shards": "mine"}}]}, None, None, "tokens of mine:"),
-        (
-            {"about": [PART | {"init_from": "openai-community/gpt2"}]},
-            ["HuggingFaceFW/fineweb-edu"],
+            [PART | {"init_from": "openai-community/gpt2"}],
+            FINEWEB,
             "openai-community/gpt2",
             "trained on from openai-community/gpt2",
         ),
-        ({"about": [PART | {"init_from": ""}]}, ["HuggingFaceFW/fineweb-edu"], None, "trained on from other weights"),
+        ([PART | {"init_from": ""}], FINEWEB, None, "trained on from other weights"),
         (
-            {"about": [PART, PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "machines": 1}]},
-            ["HuggingFaceFW/fineweb-edu"],
+            [PART, AFTER],
+            FINEWEB,
             None,
             "| hardware | NVIDIA A100-SXM4-80GB, DDP over 8 processes, on 2 nodes; EPYC, CPU from step 40 |",
         ),
     ],
 )
-def test_data_and_beginnings_are_named_by_what_they_are(card, changes, datasets, base, text):
-    card = card(STATE | changes)
+def test_data_and_beginnings_are_named_by_what_they_are(card, parts, datasets, base, text):
+    card = card(STATE | {"about": parts})
     assert card.data.datasets == datasets
     assert card.data.base_model == base
-    assert text in card.text
+    assert text in " ".join(card.text.split())
 
 
 @pytest.mark.parametrize(
     ("config", "measured", "validation", "evaluated"),
     [
         ({"dataset_name": "~/shards/"}, "~/shards", "held out", "held out"),
-        ({"dataset_name": "~/shards"}, "~/elsewhere/of_news", "held out", "of_news"),
         ({"dataset_name": "~/shards"}, "~/elsewhere/shards", "held out", "shards"),
-        ({"dataset_name": "~/shards"}, None, "held out", "a local text"),
         ({"dataset_name": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, "~/x/val*.bin", "val*.bin", "val*.bin"),
         ({"dataset_name": "~/shards", "val_data": "~/of_news/"}, "~/shards", "of_news", "shards"),
     ],
 )
 def test_a_loss_is_of_what_it_was_measured_on(card, config, measured, validation, evaluated):
     """And of the training data's held-out part only where that is what was scored; never with a directory's name."""
-    state = STATE | {"config": STATE["config"] | {"val_data": ""} | config}
-    card = card(state, [{"step": 100, "val_loss": 3.4}], {"perplexity": RESULTS["perplexity"] | {"data": measured}})
+    results = {"perplexity": RESULTS["perplexity"] | {"data": measured}}
+    card = card(STATE | {"config": CONFIG | config}, [{"step": 100, "val_loss": 3.4}], results)
     names = {e.metric_name: (e.dataset_type, e.dataset_name) for e in card.data.eval_results}
     held_out = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb-edu, held out")
     for metric, name in (("validation loss, nats per token", validation), ("loss, nats per token", evaluated)):
@@ -306,35 +280,20 @@ def test_a_loss_is_of_what_it_was_measured_on(card, config, measured, validation
     assert "elsewhere" not in card.content
 
 
-def test_names_of_files_are_shown_as_they_are(card):
-    """And are no markup, no column of a table and no link."""
+def test_names_of_files_are_no_markup(card):
     name = "x|[a](http://evil.example)<img src=x onerror=alert(1)>*b*`c`.txt"
-    files = {"files": [{"name": name, "sha256": "f00"}], "of": 1}
     results = {"lambada": RESULTS["lambada"] | {"data_set": name}, "lm_eval": {"tasks": {name: {"acc": 0.5}}}}
+    files = {"files": [{"name": name, "sha256": "f00"}], "of": 1}
     card = card(STATE | {"about": [PART | {"data": files}]}, results=results)
     shown = "x\\|\\[a\\](http://evil.example)\\<img src=x onerror=alert(1)\\>\\*b\\*\\`c\\`.txt"
     assert f"| text | {shown} |" in card.text
-    assert f"tokens of {shown}:" in card.text
     assert card.text.count("img src") == card.text.count("\\<img src")
     assert name in {e.dataset_name for e in card.data.eval_results}  # in YAML it is a string
 
 
-def test_a_text_is_english_where_that_is_known(card):
-    def language(*files: dict, of: int = 1) -> str | None:
-        data = {"files": list(files), "of": of}
-        return card(STATE | {"about": [PART | {"data": data}]}, []).data.get("language")
-
-    ours = {"name": "tiny_shakespeare.txt", "sha256": hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest()}
-    assert language(ours) == "en"
-    assert language(ours | {"sha256": "f00"}) is None  # another text of that name
-    assert language(ours, of=2) is None
-
-
 def test_the_card_of_a_run(whole_run):
     run, lines, _ = whole_run
-    text = model_card(run / "step_00000020")
-    assert problems(text) == []
-    card = ModelCard(text)
+    card = ModelCard(model_card(run / "step_00000020"))
     assert figures(card) == {("text.txt, held out", "validation loss, nats per token"): round(lines[20]["val_loss"], 6)}
     earlier = ModelCard(model_card(run / "step_00000010"))
     assert figures(earlier).popitem()[1] == round(lines[10]["val_loss"], 6)
@@ -342,18 +301,18 @@ def test_the_card_of_a_run(whole_run):
     assert "| precision | fp32;" in card.text
     assert "| epochs | 0.0386 |" in card.text  # 1,280 of 33,160 tokens
     assert "of a run of" not in card.text  # it is the last step
-    assert not [path for path in (run.parent, ROOT, Path.home()) if len(str(path)) > 3 and str(path) in text]
+    assert not [path for path in (run.parent, ROOT, Path.home()) if len(str(path)) > 3 and str(path) in card.content]
 
 
 def test_no_secret_reaches_a_card(card, monkeypatch):
     for name, value in canary.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", "/home/ada")
-    config = STATE["config"] | {"train_text": canary.URL, "dataset_name": "/home/ada/x", "init_from": "/home/ada/w"}
-    config |= {"run_name": canary.HUB_TOKEN, "config": f"/home/ada/{canary.ENVIRONMENT['MY_PASSWORD']}.yaml"}
+    config = CONFIG | {"train_text": canary.URL, "dataset_name": "/home/ada/x", "run_name": canary.HUB_TOKEN}
+    config |= {"config": f"/home/ada/{canary.ENVIRONMENT['MY_PASSWORD']}.yaml"}
     data = HUB_DATA | {"name": canary.HUB_TOKEN, "split": canary.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]}
     results = {"perplexity": RESULTS["perplexity"] | {"files": {canary.HUB_TOKEN: "x"}, "data": "/home/ada/shards"}}
-    results["lm_eval"] = {"tasks": {canary.WANDB_KEY: {"acc,none": 0.5}}, "version": canary.HUB_TOKEN}
-    for part in (PART | {"data": data, "engine": "/home/ada/gpu"}, PART | {"data": None}):
-        text = card(STATE | {"config": config, "about": [part]}, LINES, results).content
-        assert not [s for s in (*canary.EVERYWHERE, "/home/ada") if s in text]
+    results["lm_eval"] = {"tasks": {"arc_easy": {"acc": 0.5}}, "version": canary.WANDB_KEY}
+    part = PART | {"data": data, "engine": "/home/ada/gpu"}
+    text = card(STATE | {"config": config, "about": [part]}, LINES, results).content
+    assert not [s for s in (*canary.EVERYWHERE, "/home/ada") if s in text]
