@@ -10,18 +10,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-from filelock import SoftFileLease, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from recipe.checkpoint.format import checkpoints, newest_valid, sweep
 from recipe.config import Config, OptimizerConfig
-from recipe.errors import ExitCode, UserError
+from recipe.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"
-_LEASE, _HEARTBEAT = 15.0, 5.0  # seconds without a sign of life until another host's lock is taken over; between signs
-_PATIENCE = 3.0  # seconds in which a lock that another process is just writing is whole
+LOCK, OWNER = ".lock", ".owner"
+_PATIENCE = 5.0  # seconds in which a process that was killed is gone
 
 # Checkpoints that other programs leave where they have trained.
 _PICKLES = ("*.pt", "*.pth", "*.ckpt", "*.pkl", "pytorch_model*.bin", "checkpoint-*/pytorch_model*.bin")
@@ -36,19 +34,18 @@ class RunDirectory:
     Entering it raises UserError where the directory belongs to another process or to something else. With `fresh` what
     an earlier run has left is moved aside. A directory in which the run has written nothing is removed at the end.
 
-    The lock is a file, so that it works on network disks, where flock may not. It names its owner's host and process:
-    that of a process of this host that has died is taken over at once, and that of another host's after 15 seconds
-    without a sign of life.
+    The system releases the lock of a process that dies. (On a file system without such locks filelock makes one of a
+    file's existence, and judges by its age.)
     """
 
     def __init__(self, path: Path, *, fresh: bool = False):
         self.path, self._fresh = path, fresh
-        self._lock: SoftFileLease | None = None
+        self._lock: BaseFileLock | None = None
 
     def __enter__(self) -> RunDirectory:
         try:
             self._lock = _locked(self.path)
-            if self._fresh and any(path.name != LOCK for path in self.path.iterdir()):
+            if self._fresh and any(path.name not in (LOCK, OWNER) for path in self.path.iterdir()):
                 self._move_aside()
             sweep(self.path)
         except OSError as error:
@@ -63,9 +60,9 @@ class RunDirectory:
         return self
 
     def __exit__(self, *exception) -> None:
-        if self._lock:
-            with suppress(OSError):  # deleted or renamed meanwhile
-                self._lock.release()
+        with suppress(OSError):  # deleted or renamed meanwhile
+            if self._lock:
+                _unlock(self._lock, self.path)
         with suppress(OSError):  # not empty, as it should be
             self.path.rmdir()
 
@@ -80,8 +77,7 @@ class RunDirectory:
                 f"--fresh: output_dir {self.path} cannot be renamed to {old.name} ({error.strerror}); move its content "
                 "away yourself, or choose another output_dir, such as a directory within it"
             ) from None
-        self._lock.release()
-        (old / LOCK).unlink(missing_ok=True)
+        _unlock(self._lock, old)
         self._lock = _locked(self.path)
         logger.info("fresh      the earlier run is kept in %s", old)
 
@@ -98,64 +94,26 @@ def open_run(config: Config) -> RunDirectory:
     return RunDirectory(Path(config.run.output_dir), fresh=config.run.fresh)
 
 
-def _locked(run_dir: Path) -> SoftFileLease:
+def _locked(run_dir: Path) -> BaseFileLock:
     """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has it,
     and OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    if (run_dir / LOCK).is_symlink():
-        raise UserError(f"{run_dir / LOCK} is a link, which no run has made; delete it")
-    lock = SoftFileLease(
-        run_dir / LOCK,
-        lease_duration=_LEASE,
-        heartbeat_interval=_HEARTBEAT,
-        on_compromise=_lost,
-        thread_local=False,
-    )
-    before, timeout = lock.owner, _PATIENCE
-    if before and before.hostname.partition("?")[0] == socket.gethostname():
-        timeout = 0.5  # filelock sees at once whether the process lives
-        if _is_zombie(before.pid):
-            lock.force_break()
-    elif before:
-        timeout = _LEASE + _HEARTBEAT
-        logger.info("lock       %s had this directory; waiting %.0f s for a sign of life", _described(before), timeout)
+    lock = FileLock(run_dir / LOCK, timeout=_PATIENCE)
     try:
-        lock.acquire(timeout=timeout)
+        lock.acquire()
     except Timeout:
-        if (run_dir / LOCK).stat().st_size:
-            raise UserError(
-                f"{run_dir}: another run writes there ({_described(lock.owner)}); wait for it, or choose another "
-                "output_dir"
-            ) from None
-        lock.force_break()  # empty: its owner was killed, or lost power, before it could write there who it was
-        lock.acquire(timeout=timeout)
-    if before:
-        logger.info("lock       taken over from %s, which ended without releasing it", _described(before))
+        owner = f" ({(run_dir / OWNER).read_text()})" if (run_dir / OWNER).exists() else ""
+        raise UserError(
+            f"{run_dir}: another run writes there{owner}; wait for it, or choose another output_dir"
+        ) from None
+    (run_dir / OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
     return lock
 
 
-def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended, but its parent has not noticed: filelock takes it for alive."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _lost(compromise) -> None:
-    """What to do when the lock is lost; called by filelock's thread."""
-    if compromise.reason == "owner-changed":  # while this host was suspended: two runs must not write here
-        logger.error("lock       another process has taken over %s; this run ends at once", compromise.lock_file)
-        os._exit(ExitCode.USER_ERROR)
-    logger.warning(
-        "WARNING    %s is gone or cannot be refreshed: another run in this directory would not be refused",
-        compromise.lock_file,
-    )
-
-
-def _described(owner) -> str:
-    """`owner`: filelock's record of it, whose host may end in the number of a container's PID namespace."""
-    return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "unknown"
+def _unlock(lock: BaseFileLock, run_dir: Path) -> None:
+    (run_dir / OWNER).unlink(missing_ok=True)
+    (run_dir / LOCK).unlink(missing_ok=True)
+    lock.release()
 
 
 # Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
