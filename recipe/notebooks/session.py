@@ -3,6 +3,7 @@
 A notebook imports this into its own Python, in which nothing of this project is installed: standard library only.
 """
 
+import filecmp
 import os
 import re
 import shutil
@@ -64,62 +65,52 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
     return code == 0
 
 
-def take_up(run_dir: str | Path, where: str | Path) -> bool:
-    """Copies into `run_dir` what an earlier session left of this run anywhere under `where`, if that has a newer whole
-    checkpoint than the one here. Returns whether it had."""
+def take_up(run_dir: str | Path, where: str | Path) -> None:
+    """Copies into `run_dir` what an earlier session left of this run anywhere under `where`, if that has a newer
+    checkpoint than the one here. The training verifies the checkpoints, and resumes from the newest whole one."""
     run_dir = Path(run_dir)
-    here = next((_step(path) for path in _checkpoints(run_dir) if _whole(path)), -1)
-    newest_first = sorted(Path(where).glob(f"**/{run_dir.name}/step_*"), key=_step, reverse=True)
-    for source in dict.fromkeys(path.parent for path in newest_first):
-        if copy_run(source, run_dir, newer_than=here):
-            print(f"resuming   {source}, copied into {run_dir}")
-            return True
-    print(f"resuming   {run_dir} from step {here}" if here >= 0 else f"new run    nothing of it under {where}")
-    return False
-
-
-def copy_run(source: Path, target: Path, newer_than: int = -1) -> bool:
-    """Copies a run with its newest whole checkpoint, if that is `newer_than` a step; returns whether it was.
-
-    The copy is verified before it gets its name, and only then are old checkpoints in `target` deleted, but for one.
-    """
-    for checkpoint in (path for path in _checkpoints(source) if _step(path) > newer_than):
-        copy, incoming = target / checkpoint.name, target / ".incoming" / checkpoint.name
-        if _whole(copy):
-            break
-        shutil.rmtree(incoming.parent, ignore_errors=True)
-        _copy_files(checkpoint, incoming)
-        if _whole(incoming):
-            shutil.rmtree(copy, ignore_errors=True)  # damaged, if it is there
-            incoming.rename(copy)
-            break
-        print(f"skipping   {checkpoint}, which is damaged")
+    found = sorted(Path(where).glob(f"**/{run_dir.name}/step_*"), key=_step)
+    if found and _step(found[-1]) > _newest_step(run_dir):
+        copy_run(found[-1].parent, run_dir)
+        print(f"resuming   {found[-1].parent}, copied into {run_dir}")
+    elif (step := _newest_step(run_dir)) >= 0:
+        print(f"resuming   {run_dir} from step {step}")
     else:
-        return False
-    shutil.rmtree(target / ".incoming", ignore_errors=True)
+        print(f"new run    nothing of it under {where}")
+
+
+def copy_run(source: str | Path, target: str | Path) -> None:
+    """Makes `target` a copy of a run. A checkpoint gets its name when all of it is there, and only after that are those
+    deleted that the run has no more: a copy cut short leaves the checkpoints of the one before."""
+    source, target = Path(source), Path(target)
+    incoming = target / ".incoming"
     for path in source.iterdir():
         if _step(path) < 0 and not path.name.startswith("."):
             _copy_files(path, target / path.name)
-    for path in [path for path in _checkpoints(target) if path != copy][1:]:
-        shutil.rmtree(path)
-    return True
+        elif _step(path) >= 0 and not _same(path, target / path.name):
+            for leftover in (incoming, target / path.name):
+                shutil.rmtree(leftover, ignore_errors=True)
+            _copy_files(path, incoming)
+            incoming.rename(target / path.name)
+    for path in target.glob("step_*"):
+        if not (source / path.name).exists():
+            shutil.rmtree(path)
 
 
-def _checkpoints(run_dir: Path) -> list[Path]:
-    """A run's checkpoints, newest first, unverified."""
-    return sorted((path for path in run_dir.glob("step_*") if _step(path) >= 0), key=_step, reverse=True)
+def _same(checkpoint: Path, copy: Path) -> bool:
+    """Whether a checkpoint was copied before: their manifests hold the checksums of all files."""
+    manifests = [path / "manifest.json" for path in (checkpoint, copy)]
+    return all(path.exists() for path in manifests) and filecmp.cmp(*manifests, shallow=False)
+
+
+def _newest_step(run_dir: Path) -> int:
+    return max(map(_step, run_dir.glob("step_*")), default=-1)
 
 
 def _step(path: Path) -> int:
-    """The step in a checkpoint's name; -1 for anything else, unfinished checkpoints too."""
+    """The step in a checkpoint's name; -1 for anything else."""
     match = re.fullmatch(r"step_(\d+)", path.name)
     return int(match[1]) if match else -1
-
-
-def _whole(checkpoint: Path) -> bool:
-    """Whether the project's own verification, in its own environment, finds nothing wrong with a checkpoint."""
-    command = ["python", "-m", "recipe.checkpoint", "verify", checkpoint]
-    return checkpoint.is_dir() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _copy_files(source: Path, target: Path) -> None:
