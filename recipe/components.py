@@ -20,9 +20,8 @@ from recipe.data.dataset import TokenDataset, check_same_data
 from recipe.data.open import open_datasets
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
-from recipe.engine.launch import launcher_patience, restarts
+from recipe.engine.launch import restarts
 from recipe.errors import UserError
-from recipe.estimate.memory import flops_per_token
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
 from recipe.model.build import build_model
@@ -163,8 +162,7 @@ def open_components(
         closing.callback(batches.close)
         log, manager = _log_and_manager(config, engine, step, closing)
         outputs = _outputs(config, engine, step, state, log, closing)
-        flops = flops_per_token(config.model, config.data.sequence_length)
-        metrics = Metrics(config, engine, batches, manager, outputs, flops)
+        metrics = Metrics(config, engine, batches, manager, outputs)
         if checkpoint:
             engine.spike_filter.load_state_dict(state["spike_filter"])
             metrics.load_state_dict(state)
@@ -228,7 +226,7 @@ def _log_and_manager(
     run = config.run
     log = closing.enter_context(MetricsLog(Path(run.output_dir) / "metrics.jsonl", step))
     keep = Retention(run.save_total_limit, run.milestone_steps, config.optimizer.decay_start)
-    manager = CheckpointManager(Path(run.output_dir), keep, log, patience=launcher_patience())
+    manager = CheckpointManager(Path(run.output_dir), keep, log)
     return log, closing.enter_context(manager)
 
 

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Buffer = bytes | memoryview
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
 def write_file(path: Path, parts: Iterable[Buffer]) -> tuple[int, str]:
     """Writes a new file and flushes it to the disk; returns its (bytes, SHA-256), computed from `parts` and not from
     what can be read back. Raises OSError, also where something of that name exists, be it a link."""
     digest, size = hashlib.sha256(), 0
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o666), "wb") as file:
+    with path.open("xb") as file:
         for part in parts:
             file.write(part)
             digest.update(part)
@@ -30,11 +29,6 @@ def replace_file(path: Path, data: bytes) -> None:
     write_file(temporary, [data])
     temporary.replace(path)
     fsync_directory(path.parent)
-
-
-def append_to(path: Path) -> int:
-    """A descriptor that appends to a file, which is created if need be. Raises OSError, also for a link."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_FOLLOW, 0o666)
 
 
 def fsync_directory(path: Path) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -24,19 +23,6 @@ from recipe.checkpoint.format import (
 
 logger = logging.getLogger(__name__)
 _PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at a last checkpoint, a minute in all
-
-
-class Log(Protocol):
-    """metrics.jsonl, as far as checkpoints depend on it.
-
-    Attributes:
-        val_losses: {step: validation loss}.
-    """
-
-    val_losses: dict[int, float]
-
-    def sync(self) -> None:
-        """Brings its lines to the disk."""
 
 
 class CheckpointManager:
@@ -56,11 +42,12 @@ class CheckpointManager:
         save_wait: seconds that training has stood still for its saves.
     """
 
-    def __init__(self, run_dir: Path, keep: Retention, log: Log, *, patience: float | None = None):
-        """`patience`: seconds that the launcher gives to a run that is told to stop, None where it does not kill."""
-        self._run_dir, self._keep, self._log, self._patience = run_dir, keep, log, patience
+    def __init__(self, run_dir: Path, keep: Retention, log):
+        """`log`: metrics.jsonl, with `val_losses`, {step: validation loss}, and `sync()`, which brings its lines to the
+        disk."""
+        self._run_dir, self._keep, self._log = run_dir, keep, log
         self.failed, self.save_wait = "", 0.0
-        self._began: float | None = None
+        self._began = 0.0
         self._thread: threading.Thread | None = None
         self._unsaved: tuple[Checkpoint, dict[str, bytes]] | None = None  # what the last save wrote, until it succeeds
         self._retry = False  # whether the same save may succeed later
@@ -89,12 +76,10 @@ class CheckpointManager:
     ) -> None:
         """Starts writing a checkpoint. The tensors, fp32 on the CPU, must not be changed by the caller from now on;
         `files` is what transformers needs beside the weights, {name: content}."""
-        if self._began is None:
-            self.begin()
         path = checkpoint_path(self._run_dir, step)
         checkpoint = Checkpoint(path, step, weights, optimizer_state, copy.deepcopy(trainer_state))
         self._unsaved = checkpoint, files
-        waited, self._began = time.monotonic() - self._began, None
+        waited = time.monotonic() - self._began
         self.save_wait += waited
         self._start(waited)
 
@@ -145,13 +130,6 @@ class CheckpointManager:
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in path.iterdir()) / 1e6
         how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
         logger.info("step %d: saved %s, %s", checkpoint.step, path, how_long)
-        if self._patience and seconds > 0.7 * self._patience:
-            logger.info(
-                "note       a stop takes as long, and the launcher kills after %.0f s: "
-                "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 before accelerate launch",
-                self._patience,
-            )
-            self._patience = None  # once
         self._prune(checkpoint.step)
 
     def _prune(self, newest: int) -> None:

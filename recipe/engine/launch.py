@@ -43,12 +43,6 @@ def wants_xla() -> bool:
     return find_spec("torch_xla") is not None and is_on("USE_TORCH_XLA", "1")
 
 
-def launcher_patience() -> float | None:
-    """Seconds after which torchrun, once told to stop, kills its processes; None without torchrun."""
-    limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
-    return limit if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
 def speaks() -> bool:
     """Whether this process reports errors: one does on each node, because an error may concern that node only."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -20,7 +20,8 @@ from recipe.config import Config
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
 from recipe.errors import UserError
-from recipe.files import append_to, replace_file
+from recipe.estimate.memory import flops_per_token
+from recipe.files import replace_file
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
@@ -57,12 +58,11 @@ class Metrics:
         batches: Batches,
         checkpoints: CheckpointManager | None,
         outputs: Outputs,
-        flops_per_token: float,
     ):
-        """`checkpoints` is None on all processes but the main one; `flops_per_token` is for MFU."""
+        """`checkpoints` is None on all processes but the main one."""
         self._config, self._engine, self._batches = config, engine, batches
         self._checkpoints, self._outputs = checkpoints, outputs
-        self._flops_per_token = flops_per_token
+        self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(engine.device, engine.sum_dtype)
         self.throughput = Throughput()
         self._read_at = 0  # the step of the last reading
@@ -93,8 +93,7 @@ class Metrics:
         self._record = (self._record or {}) | values
 
     def write(self, step: int) -> None:
-        """Writes this step's record, if there is one, to all outputs. Raises UserError where the run's directory has
-        gone."""
+        """Writes this step's record, if there is one, to all outputs."""
         values = self._record  # kept until the next step: a run that stops here saves it, and writes the line again
         if values is None:
             return
@@ -239,56 +238,37 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, first_step: int):
-        """Raises UserError where the file cannot be written, or is a link: it may belong to somebody else."""
+        """Raises UserError where the file cannot be written."""
         self._path, self._unwritten = path, b""
         self._lock = threading.Lock()  # `sync` is called by the thread that writes checkpoints
         try:
-            if path.is_symlink():
-                raise OSError(None, "it is a link")
             kept = [line for line in read_metrics(path) if line["step"] < first_step]
             replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-            self._file = os.fdopen(append_to(path), "ab", buffering=0)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be written: {error.strerror}; move it away, or choose another output_dir"
             ) from None
-        self.val_losses: dict[int, float] = {}
-        for line in kept:
-            self._remember(line)
-
-    def _remember(self, record: dict) -> None:
-        loss = record.get("val_loss")
-        if isinstance(loss, float) and math.isfinite(loss):
-            self.val_losses[record["step"]] = loss
+        self.val_losses = {line["step"]: line["val_loss"] for line in kept if line.get("val_loss") is not None}
 
     def write(self, record: dict) -> None:
-        """Writes a line. Raises UserError where the run's directory was deleted or renamed."""
         # JSON has no NaN; a reader of the file must not need a special case for it.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._check_place()
-        self._remember(clean)
+        if clean.get("val_loss") is not None:
+            self.val_losses[clean["step"]] = clean["val_loss"]
         with self._lock:
-            waiting, self._unwritten = self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
+            first, self._unwritten = not self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
             try:
                 self._write_waiting()
             except OSError as error:
-                if not waiting:
+                if first:
                     logger.warning(
                         "WARNING    %s cannot be written (%s); its lines wait in memory", self._path, error.strerror
                     )
 
     def _write_waiting(self) -> None:
         while self._unwritten:  # a nearly full disk takes a part of it
-            self._unwritten = self._unwritten[append_line(self._file, self._unwritten) :]
-
-    def _check_place(self) -> None:
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
-                return
-        raise UserError(
-            f"{self._path} was deleted, renamed or replaced while the run was writing to it, so the run ends. If "
-            f"{self._path.parent} was renamed, rename it back: the same command continues from its last checkpoint"
-        )
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
         """Writes what waits, and brings the file to the disk: before a checkpoint is committed, from which a resumed
@@ -301,33 +281,17 @@ class MetricsLog:
         return self
 
     def __exit__(self, *exception) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Writes what waits, or warns that it is lost."""
         self.sync()
         if lost := self._unwritten.count(b"\n"):
             logger.warning("WARNING    %d lines of %s could not be written, and are lost", lost, self._path)
         self._file.close()
 
 
-def append_line(file, data: bytes) -> int:
-    """Appends to an unbuffered file; returns how many bytes it took. Raises OSError."""
-    return file.write(data)
-
-
-def read_metrics(path: Path, tail: int = 0) -> list[dict]:
-    """The lines of a metrics.jsonl that are whole, none where there is no file; with `tail`, those of its last `tail`
-    bytes."""
-    if not path.exists():
-        return []
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl, none where there is no file. A line that a killed run has left unfinished is
+    skipped."""
     lines = []
-    with path.open("rb") as file:
-        file.seek(-min(tail, os.fstat(file.fileno()).st_size) if tail else 0, os.SEEK_END if tail else os.SEEK_SET)
-        content = file.read().decode(errors="replace")
-    for text in content.splitlines():
-        with suppress(ValueError, RecursionError):  # the last line of a run killed while writing it, or a damaged one
-            line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(text))
     return lines
