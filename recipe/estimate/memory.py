@@ -1,15 +1,10 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
-import dataclasses
-
 from recipe.config import Batch, Config, ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.units import gb
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
-HEADROOM = (
-    0.92  # of a device's memory that a run's tensors may take: the rest is for what memory_estimate does not count
-)
+HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what memory_estimate does not count
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -122,36 +117,8 @@ def checkpoint_bytes(config: Config) -> int:
     return 12 * parameter_count(config.model) - 4 * _moved_by_muon(config) + 2_500_000
 
 
-def remedies(config: Config, batch: Batch, **kind) -> str:
-    """What makes a run smaller that does not fit, each with what it would take then; `kind` is memory_estimate's."""
-    size, stage = batch.micro // batch.devices, kind["zero_stage"]
-
-    def needs(run: dict | None = None, of_batch: dict | None = None, **changed) -> int:
-        changes = dataclasses.replace(config, run=dataclasses.replace(config.run, **(run or {})))
-        return memory_estimate(changes, dataclasses.replace(batch, **(of_batch or {})), **(kind | changed))
-
-    ways = {}
-    if size > 1:
-        smaller = max(n for n in range(1, size) if size % n == 0)
-        accumulation = batch.accumulation * size // smaller
-        ways[f"--micro_batch_size {smaller}"] = needs(
-            of_batch={"micro": smaller * batch.devices, "accumulation": accumulation}
-        )
-    ways["--gradient_checkpointing true (about a quarter slower)"] = needs({"gradient_checkpointing": True})
-    ways["--loss_chunk_size 1024"] = needs({"loss_chunk_size": 1024})
-    ways["--torch_compile false"] = needs(compiled=False)
-    if not stage:
-        world = max(batch.world, 8)
-        ways[f"accelerate_configs/zero1.yaml over {world} processes"] = needs(of_batch={"world": world}, zero_stage=1)
-    for further in range(stage + 1 if stage else 4, 4):
-        ways[f"accelerate_configs/zero{further}.yaml"] = needs(zero_stage=further)
-    now, world, most = needs(), max(batch.world, 8), max(stage, 2)
-    together = f"all of these, one sequence at once and zero{most}.yaml over {world} processes"
-    ways[together] = needs(
-        {"gradient_checkpointing": True, "loss_chunk_size": 1024},
-        {"micro": batch.devices, "world": world},
-        zero_stage=most,
-        compiled=False,
-    )
-    helps = [f"{way}: {gb(then)}" for way, then in ways.items() if then < 0.99 * now]
-    return f"What helps: {'; '.join(helps)}" if helps else "Only a smaller model would take less"
+REMEDIES = (
+    "What helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), "
+    "--loss_chunk_size 1024, or ZeRO on several GPUs (accelerate_configs/zero1.yaml to zero3.yaml); docs/memory.md "
+    "tells by how much, and --dry_run with them what is needed then"
+)

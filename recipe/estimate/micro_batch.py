@@ -23,7 +23,7 @@ from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.errors import UserError
-from recipe.estimate.memory import HEADROOM, memory_estimate, remedies, state_bytes
+from recipe.estimate.memory import HEADROOM, REMEDIES, memory_estimate, state_bytes
 from recipe.model.build import build_model
 from recipe.units import gb, plural
 
@@ -127,7 +127,7 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> t
     if not size:
         raise UserError(
             f"not even one sequence a device fits {gb(total)} of memory, of which {gb(budget)} may be taken: "
-            f"about {gb(estimate(1))} are needed. {remedies(config, ones, **kind)}"
+            f"about {gb(estimate(1))} are needed. {REMEDIES}"
         )
     why = f"{gb(best.peak)} of {gb(total)}, {how}"
     if own > size:

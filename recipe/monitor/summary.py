@@ -12,11 +12,11 @@ from recipe.engine.base import Engine
 from recipe.estimate.cost import MFU, cpu_flops, price, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
+    REMEDIES,
     checkpoint_bytes,
     flops_per_token,
     memory_estimate,
     parameter_count,
-    remedies,
 )
 from recipe.estimate.micro_batch import engine_kind, memory_of
 from recipe.monitor.metrics import read_metrics
@@ -101,7 +101,7 @@ def _memory(config: Config, batch: Batch, there_is: int | None, kind: dict) -> l
     if there_is and needed > HEADROOM * there_is:
         lines.append(
             f"           which does not fit: {gb(HEADROOM * there_is)} are for tensors, the rest for the GPU itself. "
-            f"{remedies(config, batch, **kind)}"
+            f"{REMEDIES}"
         )
     return lines
 
