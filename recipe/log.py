@@ -8,14 +8,9 @@ INFO and WARNING go to standard output; the error that ends the program goes to 
 
 import logging
 import os
-import re
-import shutil
 import sys
-import textwrap
 
 from tqdm import tqdm
-
-_LABEL = 11  # columns of the label with which most lines begin: "device     "
 
 
 class _AboveTheBar(logging.Handler):
@@ -24,7 +19,7 @@ class _AboveTheBar(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(wrap(self.format(record)), file=sys.stdout)
+            tqdm.write(self.format(record), file=sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -38,18 +33,3 @@ def set_up_logging(*, main: bool = True) -> None:
     logger.handlers = [_AboveTheBar() if main else logging.NullHandler()]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-
-
-def wrap(text: str) -> str:
-    """Fills lines to the terminal's width, aligned behind the label. Off a terminal they stay as they are, because a
-    log is searched line by line, and so do commands to copy, which begin with two spaces."""
-    if not sys.stdout.isatty():
-        return text
-    width, lines = shutil.get_terminal_size().columns, []
-    for line in text.split("\n"):
-        label = re.match(r"\S+  +|step \d+: | +|", line)[0]
-        indent = " " * min(len(label) or _LABEL, width // 2)
-        if len(line) > width and not re.match(r"  \S", line):
-            line = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        lines.append(line)
-    return "\n".join(lines)

@@ -1,25 +1,11 @@
 """How messages are printed (recipe/log.py), and numbers in them (recipe/units.py)."""
 
 import logging
-import re
-import sys
+import os
+
+import pytest
 
 from recipe import log, units
-
-
-def test_long_lines_are_aligned_on_a_terminal_and_left_whole_in_a_log(monkeypatch, capsys):
-    text = "disk       1.49 GB a checkpoint, at most 3 at once, in runs/gpt2; 20 GB for every token once\nnext"
-    assert log.wrap(text) == text
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for columns in (40, 80):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        first, *others, last = log.wrap(text).splitlines()
-        assert max(map(len, (first, *others))) <= columns
-        assert all(re.match(r" {11}\S", line) for line in others)
-        assert " ".join([first, *map(str.strip, others)]) == text.splitlines()[0]
-        assert last == "next"
-    command = "  " + "a command that is to be copied " * 4
-    assert log.wrap(command) == command
 
 
 def test_messages_are_the_main_processs(capsys):
@@ -29,6 +15,16 @@ def test_messages_are_the_main_processs(capsys):
     log.set_up_logging(main=False)
     logger.warning("WARNING    from another process")
     assert capsys.readouterr() == ("data       3 tokens\n", "")
+
+
+def test_a_full_disk_under_the_standard_output_ends_no_run(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        log.set_up_logging()
+        logging.getLogger("recipe.train").info("step 1")
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()  # which shows that the line was not written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # to close it without an error
 
 
 def test_durations_and_money():
