@@ -4,6 +4,7 @@ from recipe.config import Batch, Config, ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
+ACCURACY = 0.1  # of memory_estimate
 HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what memory_estimate does not count
 
 

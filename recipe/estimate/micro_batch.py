@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.errors import UserError
-from recipe.estimate.memory import HEADROOM, REMEDIES, memory_estimate, state_bytes
+from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes
 from recipe.model.build import build_model
 from recipe.units import gb, plural
 
@@ -38,43 +37,18 @@ _SAME = (
 )
 
 
-@dataclass(frozen=True)
-class Found:
-    """The largest size that fits and the bytes it takes; the next size, 0 if there is none, and its expected bytes."""
-
-    size: int
-    peak: int
-    over: int
-    over_peak: int
-
-
 def largest(
     sizes: list[int], budget: float, estimate: Callable[[int], int], peak_of: Callable[[int], int | None]
-) -> Found | None:
-    """The largest of `sizes` (ascending) whose peak is at most `budget` bytes, or None if the first is not.
-
-    `peak_of(size)` measures, and returns None where memory ran out. `estimate(size)` decides what is tried first; after
-    that, what it adds to `estimate(0)` counts in proportion to the last measurement. No size is tried twice, and none
-    above one that did not fit.
-    """
-    peaks: dict[int, int | None] = {}
-    fixed, factor = estimate(0), 1.0  # bytes of no sequence; what a sequence took of what was estimated for it
-
-    def expected(size: int) -> float:
-        return peaks.get(size) or fixed + factor * (estimate(size) - fixed)
-
-    def fits(size: int) -> bool:
-        too_large = min((n for n, peak in peaks.items() if peak is None or peak > budget), default=size + 1)
-        return size < too_large and expected(size) <= budget
-
-    while (size := max(filter(fits, sizes), default=sizes[0])) not in peaks:
-        peaks[size] = peak_of(size)
-        if peaks[size] is not None:
-            factor = max(0.0, (peaks[size] - fixed) / (estimate(size) - fixed))
-    if not fits(size):
-        return None
-    over = next((n for n in sizes if n > size), 0)
-    return Found(size, peaks[size], over, int(expected(over)) if over else 0)
+) -> tuple[int, int] | None:
+    """The largest of `sizes` (ascending) that takes at most `budget` bytes, with what it takes; None where the first
+    takes more. `peak_of(size)` measures, and returns None where memory ran out; what is estimated beyond the estimate's
+    accuracy is not tried."""
+    for size in reversed(sizes):
+        if estimate(size) <= (1 + ACCURACY) * budget or size == sizes[0]:
+            peak = peak_of(size)
+            if peak is not None and peak <= budget:
+                return size, peak
+    return None
 
 
 def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
@@ -122,17 +96,15 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> t
         with trials(config, engine) as peak_of:
             best = largest(sizes, budget, estimate, peak_of)
         how = "the peak of a trial step"
-    own = best.size if best else 0
+    own, peak = best or (0, 0)
     size = next((n for n in reversed(sizes) if not engine.anywhere(own < n)), 0)
     if not size:
         raise UserError(
             f"not even one sequence a device fits {gb(total)} of memory, of which {gb(budget)} may be taken: "
             f"about {gb(estimate(1))} are needed. {REMEDIES}"
         )
-    why = f"{gb(best.peak)} of {gb(total)}, {how}"
-    if own > size:
-        return size, f"all that fit another process ({why} would be those of {own} here)"
-    return size, why + (f" ({best.over} would need {gb(best.over_peak)})" if best.over else "")
+    why = f"{gb(peak)} of {gb(total)}, {how}"
+    return size, why if own == size else f"all that fit another process ({why} would be those of {own} here)"
 
 
 def memory_of(config: Config, engine: Engine) -> int | None:

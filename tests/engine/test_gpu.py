@@ -131,7 +131,7 @@ def test_gpu_holds_what_was_reckoned(shards, tmp_path, changes):
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
-    """With 3 GB to itself the run takes at most 92 % of it, and the next larger micro-batch would not have fitted."""
+    """With 3 GB to itself the run takes at most 92 % of it, and twice the micro-batch would not have fitted."""
     total = 3.0
     settings = TINY | SIZED | {"dataset_name": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
     settings |= {
@@ -142,11 +142,8 @@ def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     }
     result = launch("single", 1, "recipe/train.py", *flags(**settings), env={"ACCELERATE_USE_CPU": "false"})
     assert result.returncode == 0, result.stdout + result.stderr
-    line = (
-        r"micro +(\d+) sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step \((\d+) would need (\S+) GB\)"
-    )
-    found = re.search(line, result.stdout)
+    found = re.search(r"micro +\d+ sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step", result.stdout)
     assert found, result.stdout
     peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run")) / 1e9
-    assert peak <= 0.92 * total < float(found[4])
-    assert peak == pytest.approx(float(found[2]), rel=0.1)
+    assert 0.46 * total < peak <= 0.92 * total
+    assert peak == pytest.approx(float(found[1]), rel=0.1)
