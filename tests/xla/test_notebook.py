@@ -3,7 +3,7 @@
 import json
 
 from tests.conftest import TINY, by_step
-from tests.test_notebooks import check_installed, code, execute, read, recipe
+from tests.test_notebooks import check_installed, code, execute, recipe
 
 
 def test_a_kaggle_tpu(shards, tmp_path):
@@ -11,7 +11,7 @@ def test_a_kaggle_tpu(shards, tmp_path):
     those of the T4s' notebook are executed by tests/test_notebooks.py."""
     config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, dataset_name=shards)
     env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_USE_SPMD": "0", "ACCELERATE_USE_CPU": "false"}
-    same, theirs, ours = {"hellaswag", "sample", "report"}, code(read("kaggle-t4x2")), code(read("kaggle-tpu"))
+    same, theirs, ours = {"hellaswag", "sample", "report"}, code("kaggle-t4x2"), code("kaggle-tpu")
     assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "loss", "clone", "token", "push"}
     printed = execute("kaggle-tpu", tmp_path, env=env, only=ours.keys() - same, CONFIG=config, EARLIER=str(tmp_path))
     run = tmp_path / "runs" / "shakespeare"
