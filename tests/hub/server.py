@@ -52,10 +52,9 @@ class Fault:
     """What goes wrong with `times` of the requests that match, the first `skip` of them let through. Of the faults
     that match a request the first one in the list decides.
 
-    "status": the answer is `status` with `headers`; an empty X-Error-Code takes the usual one away.
+    "status": the answer is `status` with `headers`, and nothing is done.
     "reset": the first `after` bytes of the right answer's body, then the connection is reset.
-    "close": the same, but it is closed as if the answer were complete, which clients treat differently.
-    "stall": the same, but nothing comes for `seconds` before it is reset.
+    "stall": the same, but nothing comes for ten minutes.
     after=None breaks before the status line: the way to break a HEAD, which has no body. received=N breaks, or stalls,
     when so many bytes of the request's body have come, and nothing is answered: an upload that stops in the middle.
     """
@@ -67,7 +66,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     after: int | None = 0
     received: int | None = None
-    seconds: float = 600
     times: int = 1
     skip: int = 0
 
@@ -361,13 +359,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def break_off(self, fault: Fault):
         # A reset throws away what the other side has not acknowledged yet: leave it the time.
-        deadline = time.monotonic() + (fault.seconds if fault.kind == "stall" else 0.1)
+        deadline = time.monotonic() + (600 if fault.kind == "stall" else 0.1)
         while time.monotonic() < deadline and not self.hub.stopping.wait(0.02):
             if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
                 break  # the client has gone
         self.close_connection = True
-        if fault.kind != "close":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            # Not close(): rfile would keep the socket open, and the server say goodbye properly before it is reset.
-            self.hub.connections.discard(self.connection)
-            socket.close(self.connection.detach())
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # Not close(): rfile would keep the socket open, and the server say goodbye properly before it is reset.
+        self.hub.connections.discard(self.connection)
+        socket.close(self.connection.detach())

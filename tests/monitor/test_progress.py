@@ -121,7 +121,11 @@ def test_lines_of_a_log_begin_with_the_first_step(capsys, clock):
     progress.live(10.98)
     step(progress, clock, 2.0)
     progress.live(float("nan"))  # a skipped step
-    step(progress, clock, 2.0, 498)
+    wanted = []
+    for _ in range(498):
+        wanted.append(progress.wants_loss)
+        step(progress, clock, 2.0)
+    assert wanted.count(True) == 19  # of the first twenty steps and the state before
     progress.report(RECORD | {"val_loss": 3.50149, "data_wait": 0.12, "skipped_steps": 1}, "step 500 not saved")
     with progress.during("validating"):
         progress.tick(1, 9)
@@ -141,27 +145,6 @@ def test_lines_of_a_log_begin_with_the_first_step(capsys, clock):
     silent.live(3.0)
     silent.report(RECORD)
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_time_left_counts_this_processs_steps_and_pauses_but_not_compilation(clock):
-    progress = Progress(1000, 64, 900, show=False)  # nothing is known of the 900 steps before
-    assert progress.seconds_left() is None
-    step(progress, clock, 60.0)  # compilation
-    assert progress.seconds_left() is None
-    step(progress, clock, 2.0)
-    assert progress.seconds_left() == pytest.approx(98 * 2)
-    step(progress, clock, 2.0, 8)
-    clock(9.0)  # a validation
-    assert progress.seconds_left() == pytest.approx(90 * 3)
-
-
-def test_the_losses_of_the_first_steps_are_wanted(clock):
-    progress = Progress(1000, 64, 300, show=False)
-    wanted = []
-    for _ in range(25):
-        step(progress, clock, 1.0)
-        wanted.append(progress.wants_loss)
-    assert wanted == [True] * 20 + [False] * 5
 
 
 @pytest.mark.slow
