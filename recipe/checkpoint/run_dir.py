@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 LOCK, OWNER = ".lock", ".owner"
 _PATIENCE = 5.0  # seconds in which a process that was killed is gone
 
-# Checkpoints that other programs leave where they have trained.
-_PICKLES = ("*.pt", "*.pth", "*.ckpt", "*.pkl", "pytorch_model*.bin", "checkpoint-*/pytorch_model*.bin")
+_PICKLES = {".pt", ".pth", ".ckpt", ".pkl", ".bin"}  # checkpoints that other programs leave where they have trained
 # What a run writes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
 _TRACKERS = {"tensorboard", "wandb"}
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
@@ -179,15 +178,16 @@ def refusal(config: Config) -> str:
         return f"output_dir {directory} is a file; choose another output_dir"
     if not directory.is_dir() or checkpoints(directory) or (directory / "metrics.jsonl").exists():
         return ""
-    if pickles := sorted(p for pattern in _PICKLES for p in directory.glob(pattern)):
+    data = config.data
+    own = [Path(name).resolve() for name in (data.dataset_name, data.val_data, data.train_text) if name]
+    others = sorted(path for path in directory.iterdir() if not _may_stay(path, own))
+    if pickles := [path for path in others if path.suffix in _PICKLES]:
         return (
             f"output_dir {directory} holds {_some(pickles)}: a pickle, which can run any code when loaded, and is not "
             "read. Choose another output_dir; to start from weights that you trust, save them as safetensors with "
             "transformers (model.save_pretrained) and give that directory as init_from"
         )
-    data = config.data
-    own = [Path(name).resolve() for name in (data.dataset_name, data.val_data, data.train_text) if name]
-    if others := sorted(p for p in directory.iterdir() if not _may_stay(p, own)):
+    if others:
         return f"output_dir {directory} is not a run's: it holds {_some(others)}. Choose one that is new or empty"
     return ""
 
