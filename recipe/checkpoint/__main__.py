@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code: 0 all is whole, 1 something is damaged, 2 no checkpoint is there."""
     parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description="Checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
-    verifying = commands.add_parser("verify", help="read every byte and compare it with what was written")
+    verifying = commands.add_parser("verify", help="read every byte and compare it with the checksums")
     verifying.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a run for all of its checkpoints")
     listing = commands.add_parser("list", help="a run's checkpoints, oldest first, verified")
     listing.add_argument("path", type=Path, metavar="RUN")
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(path: Path, command: str) -> bool:
-    """Prints what is to be said of a checkpoint; returns whether it is damaged."""
+    """Prints the state of a checkpoint; returns whether it is damaged."""
     try:
         problems = verify(path)
         files = [file.stat() for file in path.iterdir()]

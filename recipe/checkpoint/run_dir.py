@@ -1,4 +1,4 @@
-"""A run's directory: whether it may be one, whose it is, and which of its checkpoints the run continues from."""
+"""A run's directory: whether the run may use it, its lock, and the checkpoint from which the run continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunDirectory:
     """The directory of a run, locked for this process: a context manager, for the main process only.
 
     Entering it raises UserError where the directory belongs to another process or to something else. With `fresh` what
-    an earlier run has left is moved aside. A directory in which the run has written nothing is removed at the end.
+    an earlier run left is moved aside. A directory into which the run wrote nothing is removed at the end.
 
     The system releases the lock of a process that dies. (On a file system without such locks filelock makes one of a
     file's existence, and judges by its age.)

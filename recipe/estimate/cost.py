@@ -14,9 +14,8 @@ from recipe.engine.device import PEAK_FLOPS
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.units import plural, si
 
-# Assumed where nothing has been measured yet, and said so. By flops_per_token llm.c trains the 124M model at 60 % on 8
-# A100s (300 ms a step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of
-# eval/references/gpt2-fineweb.json).
+# An assumption until something is measured. By flops_per_token llm.c trains the 124M model at 60 % on 8 A100s (300 ms a
+# step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of eval/references/gpt2-fineweb.json).
 MFU = 0.5
 
 RECIPES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -24,7 +23,7 @@ DEVICES = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, 
 
 
 def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float = MFU) -> float:
-    """Of so many tokens of `flops` each on devices whose peaks add up to `peak_flops`, at that share of it."""
+    """Of `tokens` of `flops` each, on devices whose peaks add up to `peak_flops`, at the MFU `mfu`."""
     return tokens * flops / (mfu * peak_flops)
 
 

@@ -1,7 +1,7 @@
 """`micro_batch_size: auto`: the largest micro-batch that fits a device, found by a few trial steps and then fixed.
 
 A trial step is a real forward and backward of the run's own model, compiled if the run is, on made-up tokens. What is
-allocated later (AdamW's moments, what ZeRO shards) is added by arithmetic. A trial leaves nothing behind: its model is
+allocated later (AdamW's moments, what ZeRO shards) is added by arithmetic. A trial has no side effects: its model is
 deleted, and the random numbers continue as if there had been none.
 """
 

@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub: whether the token may write, what an error means, and how long a request may hang."""
+"""Access to the Hugging Face Hub: permission to write, what an error means, time limits of requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reason(error: Exception) -> str:
 
 def limit_requests() -> None:
     """From now on a request of huggingface_hub fails after HF_HUB_DOWNLOAD_TIMEOUT seconds without a byte, or after a
-    minute; by itself it would wait for ever."""
+    minute; by default it would wait forever."""
     seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or _SILENCE)
 
     def make():

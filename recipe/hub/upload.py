@@ -7,7 +7,7 @@ newest checkpoint are never pruned, so that nothing else needs to remember what 
 
 The background is a thread: hashing and sending release the interpreter's lock, and a process of its own slowed the main
 thread as much. The requests may fail or hang, but not for longer than their timeouts, and nobody waits for the thread
-but the end of the run, with a limit.
+except the end of the run, with a limit.
 
 The token stays where huggingface_hub finds it, in the environment or in its own file.
 """
@@ -122,10 +122,10 @@ def _is_up_to_date(api: HfApi, repo: str, branch: str, checkpoint: Path, card: b
 
 
 class Uploads:
-    """Brings the checkpoints of a run to the Hub in the background; one sync at a time, and nothing of it raises."""
+    """Uploads the checkpoints of a run in the background, one sync at a time; an upload that fails raises nothing."""
 
     def __init__(self, run: Path, target: Target | None):
-        """Without a `target`, which is so on all processes but one, `start` and `wait` do nothing."""
+        """Without a `target`, as on all processes but the main one, `start` and `wait` do nothing."""
         self._run, self._target = run, target
         self._known: dict[str, bool] = {}
         self._thread: threading.Thread | None = None
@@ -136,7 +136,7 @@ class Uploads:
             limit_requests()
 
     def start(self, step: int) -> None:
-        """Begins to upload what was evaluated up to `step`, unless that is going on, or failed in the last minute.
+        """Starts to upload what was evaluated up to `step`, unless an upload is running or failed in the last minute.
         Call it after the metrics of `step` were written, since a model card has them."""
         busy = self._thread is not None and self._thread.is_alive()
         if self._target and not busy and time.monotonic() >= self._not_before:

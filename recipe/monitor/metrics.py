@@ -43,8 +43,8 @@ class Outputs:
 
 
 class Metrics:
-    """The figures of a run. At each boundary between two steps the loop may call `read`, `add` and `write`, in this
-    order; in a step it calls `loss.add` for each micro-batch and then `end_step`.
+    """The metrics of a run. At each boundary between two steps the loop may call `read`, `add` and `write`, in this
+    order; within a step it calls `loss.add` for each micro-batch and then `end_step`.
 
     Attributes:
         loss: the RunningLoss.
@@ -110,9 +110,9 @@ class Metrics:
         self._outputs.tracker.log(record)
 
     def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Takes a step into the figures: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing
-        waits for them. After each of the process's first steps the loss is read and shown, a sign of life long before
-        the first line; that is a collective call."""
+        """Adds a step: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing waits for them. After
+        each of the process's first steps the loss is read and shown, long before the first line of the log; that is a
+        collective call."""
         self.loss.end_step(skipped)
         self._grad_norm, self._record = grad_norm, None
         self._outputs.progress.advance()
@@ -121,8 +121,9 @@ class Metrics:
 
     @contextmanager
     def paused(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A context for what is no training, such as "validating": its seconds do not count as training, and the
-        progress bar shows what the run is doing. Gives a function to report how many of how many batches are done."""
+        """A context for a pause in training, such as "validating": its seconds do not count as training, and the
+        progress bar shows what the run is doing. Yields a function that reports how many of how many batches are
+        done."""
         with self.throughput.paused(), self._engine.stop.patient(), self._outputs.progress.during(what):
             yield self._outputs.progress.tick
 
@@ -136,14 +137,14 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes over the figures of a checkpoint: its trainer state, with the keys of `state_dict` and "step"."""
+        """Restores the metrics from a trainer state, with the keys of `state_dict` and "step"."""
         self.throughput = Throughput(state["seconds"], state["pauses"])
         self.loss.load_state_dict(state["running_loss"])
         self._read_at, self._record = state["step"], state["record"]
 
 
 class Throughput:
-    """Seconds spent on training; pauses, such as validation, are counted apart.
+    """Seconds spent on training; pauses, such as validation, are counted separately.
 
     Attributes:
         seconds, pauses: of the whole run, earlier processes included.
@@ -178,7 +179,7 @@ class Throughput:
         return seconds
 
     def share(self, waited: float) -> float:
-        """The fraction of the time that `waited` seconds are, where training took the rest."""
+        """`waited` seconds as a fraction of the sum of them and the training."""
         return waited / max(waited + self.seconds, 1e-9)
 
 
@@ -200,14 +201,14 @@ class RunningLoss:
         self.step += loss
 
     def end_step(self, skipped: torch.Tensor) -> None:
-        """Takes the step's loss into the mean, unless the step was skipped: `skipped` is 1.0 or 0.0, on the device."""
+        """Adds the step's loss to the mean, unless the step was skipped: `skipped` is 1.0 or 0.0, on the device."""
         skipped = skipped.to(self._sum.device)
         self._sum += torch.where(skipped > 0, torch.zeros_like(self.step), self.step)
         self._count += 1 - skipped
         self.step.zero_()
 
     def mean(self, mean: Mean) -> float:
-        """The mean since the last reading, NaN where no step counts; collective, and waits for the device."""
+        """The mean since the last reading, NaN if there was no step; collective, and waits for the device."""
         state = self.state_dict(mean)
         return state["sum"] / state["count"] if state["count"] else math.nan
 

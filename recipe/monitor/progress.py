@@ -50,7 +50,7 @@ class Progress:
         return self._done - self._first <= _LIVE
 
     def advance(self) -> None:
-        """A step is done."""
+        """Counts a step that is done."""
         self._done += 1
         if self._done == self._first + 1:
             self._first_done, self._doing = time.monotonic(), ""
@@ -60,7 +60,7 @@ class Progress:
             self._bar.update(self._step_tokens)
 
     def live(self, loss: float) -> None:
-        """Shows the loss after one of the first steps; not finite where the step was skipped."""
+        """Shows the loss after one of the first steps; it is not finite if the step was skipped."""
         if math.isfinite(loss):
             self._newest["loss"] = loss
         self._draw()
@@ -81,7 +81,7 @@ class Progress:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """A context for what interrupts the training: `what` is "validating", "saving"..."""
+        """A context for an interruption of the training: `what` is "validating", "saving"..."""
         before, self._doing, self._last_shown = self._doing, what, time.monotonic()
         self._draw()
         try:
@@ -93,7 +93,7 @@ class Progress:
             self._draw()
 
     def tick(self, done: int, of: int) -> None:
-        """How far the interruption has come."""
+        """Shows that `done` of `of` batches of the interruption are done."""
         now = time.monotonic()
         if now - self._last_shown > (_BETWEEN_LINES if self._bar.disable else _BETWEEN_DRAWINGS):
             self._last_shown = now

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Result:
-    """What came of the loop.
+    """The outcome of the training loop.
 
     Attributes:
         val_loss: the last validation loss in nats a token, None where a signal stopped the run before its end.

@@ -50,7 +50,7 @@ def metric_names(record: dict) -> dict[str, float]:
 
 
 class Tracker:
-    """The run at the tracker that `report_to` names; does nothing where that is none, or where not `active`.
+    """The run at the tracker that `report_to` names; does nothing if that is none, or without `active`.
 
     A context manager, on the main process. `run_id` is that of the checkpoint from which the run resumes at `step`.
 
