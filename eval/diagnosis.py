@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.curves import NEAR, Reference, Run, find_reference, number
+from eval.curves import NEAR, Reference, Run, find_reference
 
 # What a model that knows nothing loses on GPT-2's vocabulary, nats a token: 10.82.
 LN_VOCABULARY = math.log(50257)
@@ -44,38 +44,35 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
 
 def beside_reference(run: Run, references: list[Reference]) -> Finding:
     """Whether the validation loss follows the reference, where the two can be compared at equal tokens."""
+    if not run.config:
+        return Finding("note", "It has no checkpoint yet, so its settings are not known: no comparison yet.")
+    if run.config["init_from"]:
+        return Finding("note", "It starts from other weights (init_from), for which no reference curve holds.")
     reference = find_reference(run, references)
     if reference is None:
-        if run.config.get("init_from"):
-            return Finding("note", "It starts from other weights (init_from), for which no reference curve holds.")
-        if not run.config:
-            return Finding("note", "It has no checkpoint yet, so its settings are not known: no comparison yet.")
-        model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
+        model = f"{run.config['n_layer']} layers of {run.config['n_embd']}"
         return Finding("note", f"No reference curve ships for {run.dataset or 'these data'} and this model ({model}).")
     name = f"the reference ({reference.name}, {reference.dataset})"
     if differing := reference.differences(run):
         return Finding("note", f"It cannot be compared with {name} at equal steps: {'; '.join(differing)}.")
-    guess = "" if run.config else " (It has no checkpoint yet: its settings are taken to be the recipe's.)"
     at, above, tolerance = distance(run.series("val_loss"), reference)
     if not len(at):
-        first = tokens(reference.val_loss[1, 0])
-        return Finding("note", f"It cannot be compared yet: {name} begins at {first} tokens.{guess}")
-    last = f"{_nats(above[-1])} {'above' if above[-1] > 0 else 'below'} at {tokens(at[-1])} tokens"
-    outside = np.flatnonzero(np.abs(above) > tolerance)
-    if len(above) - 1 not in outside:
-        text = f"The validation loss follows {name}: {last}"
-        if len(outside):
-            worst = outside[np.abs(above[outside]).argmax()]
-            return Finding("good", f"{text}, after it was {_nats(above[worst])} away at {tokens(at[worst])}.{guess}")
-        return Finding("good", f"{text}, and never more than {max(0.01, np.abs(above).max()):.2f} away.{guess}")
+        return Finding(
+            "note", f"It cannot be compared yet: {name} begins at {tokens(reference.val_loss[1, 0])} tokens."
+        )
+    last = f"{abs(above[-1]):.2f} nats {'above' if above[-1] > 0 else 'below'} it at {tokens(at[-1])} tokens"
     inside = np.flatnonzero(np.abs(above) <= tolerance)
+    if len(above) - 1 in inside:
+        worst = np.abs(above).argmax()
+        most = f"at most {abs(above[worst]):.2f} away, at {tokens(at[worst])}"
+        return Finding("good", f"The validation loss follows {name}: {last}, and {most}.")
     since = tokens(at[inside[-1] + 1 if len(inside) else 0])
     text = f"The validation loss departs from {name} since {since} tokens: {last}, where {tolerance[-1]:.2f} is usual."
     if above[-1] > 0:
         text += " Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
     else:
         text += " Lower is suspicious too: other or easier validation data, or validation text in training."
-    return Finding("bad", text + guess)
+    return Finding("bad", text)
 
 
 def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,24 +108,15 @@ def learns(run: Run) -> Iterator[Finding]:
         yield Finding("bad", text + "Look at learning_rate and warmup_steps, and at the data.")
 
 
-def finite(run: Run) -> Iterator[Finding]:
-    """Losses that are not finite, and skipped steps. fp16's loss scaling skips some at the start and one now and then;
-    a line of which all steps were skipped has no loss, and nothing is wrong with it."""
-    steps, read, skipped = [], 0.0, 0.0
-    for record in run.records:
-        if math.isfinite(number(record.get("tokens_per_second"))):  # other lines hold only an evaluation
-            now = number(record.get("skipped_steps"))
-            if not math.isfinite(number(record.get("loss"))) and not now - skipped >= record["step"] - read:
-                steps.append(record["step"])
-            read, skipped = record["step"], now
-    if steps:
-        more = f" and at {len(steps) - 1} later lines" if steps[1:] else ""
-        text = f"The training loss was not finite by step {steps[0]:,}{more}. "
-        yield Finding("bad", text + "Lower learning_rate, or use another precision than fp16.")
+def skips(run: Run) -> Iterator[Finding]:
+    """fp16's loss scaling skips some steps at the start and one now and then."""
     skipped, done = run.last("skipped_steps"), run.records[-1]["step"]
     if skipped > 0:
-        text = f"{skipped:,.0f} of {done:,} steps were skipped, for a spike or a loss or gradient that was not finite."
-        yield Finding("bad" if skipped > max(SKIPPED, 0.01 * done) else "note", text)
+        text = f"{skipped:,.0f} of {done:,} steps were skipped, for a spike or a gradient that was not finite."
+        if skipped > max(SKIPPED, 0.01 * done):
+            yield Finding("bad", f"{text} Lower learning_rate, or use another precision than fp16.")
+        else:
+            yield Finding("note", text)
 
 
 def rises(run: Run) -> Iterator[Finding]:
@@ -185,17 +173,13 @@ def speed(run: Run) -> Iterator[Finding]:
         yield Finding("note", text + "a larger save_steps or a faster disk would help.")
 
 
-def whole(run: Run) -> Iterator[Finding]:
-    done, planned = run.records[-1]["step"], number(run.config.get("max_steps"))
+def goes_on(run: Run) -> Iterator[Finding]:
+    done, planned = run.records[-1]["step"], run.config.get("max_steps", 0)
     if done < planned:
-        yield Finding("note", f"It is at step {done:,} of {planned:,.0f}.")
-    if not len(run.series("loss")[0]) + len(run.series("val_loss")[0]):
-        yield Finding("note", "Its log has no loss yet.")
-    if run.damaged:
-        yield Finding("note", f"{run.damaged} unreadable line{'s' * (run.damaged > 1)} of metrics.jsonl skipped.")
+        yield Finding("note", f"It is at step {done:,} of {planned:,}.")
 
 
-CHECKS: list[Callable[[Run], Iterator[Finding]]] = [begins, learns, finite, rises, spikes, speed, whole]
+CHECKS: list[Callable[[Run], Iterator[Finding]]] = [begins, learns, skips, rises, spikes, speed, goes_on]
 
 
 def tokens(n: float) -> str:
@@ -204,7 +188,3 @@ def tokens(n: float) -> str:
         if n >= size:
             return f"{n / scale:.3g}{unit}"
     return f"{n:,.0f}"
-
-
-def _nats(value: float) -> str:
-    return f"{abs(value):.2f} nats" if abs(value) >= 0.005 else "less than 0.01 nats"

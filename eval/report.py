@@ -11,17 +11,17 @@ import math
 import sys
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:
-    # Run as a file, Python puts eval/ first on the path, where `eval` is not found and our files shadow other packages.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jinja2
 import matplotlib
 import numpy as np
 
 from eval import common, plots
-from eval.curves import Run, find_reference, load_references, newest_run, number, read_runs
+from eval.curves import Run, find_reference, load_references, newest_run, read_runs
 from eval.diagnosis import Finding, diagnose, tokens
+from eval.loglikelihood import ci95
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
@@ -40,22 +40,22 @@ def main() -> None:
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out}: this is a file. Name a directory")
     out.mkdir(parents=True, exist_ok=True)
-    for name, findings in write_report(runs, out).items():
-        print(name)
+    for run, findings in zip(runs, write_report(runs, out), strict=True):
+        print(run.name)
         for finding in findings:
             print(f"  {WORDS[finding.kind]:<5} {finding.text}")
     pictures = ", ".join(path.name for path in sorted(out.glob("*.png")))
     print(f"wrote {out / 'report.html'}" + (f"; beside it {pictures}" if pictures else ""))
 
 
-def write_report(runs: list[Run], out: Path, dpi: int = 150) -> dict[str, list[Finding]]:
-    """Writes the page and its pictures into a directory; returns the findings by the runs' names."""
+def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Finding]]:
+    """Writes the page and its pictures into a directory; returns the findings of each run."""
     references = load_references()
-    findings = {run.name: diagnose(run, references) for run in runs}
-    comparable = [r for run in runs if (r := find_reference(run, references)) and not r.differences(run)]
-    comparable = [r for r in references if any(r is other for other in comparable)]
+    findings = [diagnose(run, references) for run in runs]
+    found = [find_reference(run, references) for run in runs]
+    comparable = {r.name: r for r, run in zip(found, runs, strict=True) if r and not r.differences(run)}
     images = []
-    for picture in plots.draw_pictures(runs, comparable):
+    for picture in plots.draw_pictures(runs, list(comparable.values())):
         file = out / f"{picture.name}.png"
         with matplotlib.rc_context(plots.RC):
             picture.figure.savefig(file, dpi=dpi)
@@ -63,14 +63,13 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> dict[str, list[F
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text())
     page = template.render(
         title="Training report: " + ", ".join(run.name for run in runs),
-        runs=runs,
-        findings=findings,
+        runs=list(zip(runs, findings, strict=True)),
         words=WORDS,
         summary=summarize(runs),
         pictures=images,
         numbers=numbers,
     )
-    (out / "report.html").write_text(page.replace(str(Path.home()), "~"), encoding="utf-8")
+    (out / "report.html").write_text(page, encoding="utf-8")
     return findings
 
 
@@ -78,22 +77,22 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     """A row a quantity, a column a run; quantities that no run has are not shown."""
     columns = []
     for run in runs:
-        seconds = run.last("seconds")
+        seconds = run.records[-1]["seconds"]
         unit, unit_name = plots.unit_of_time(seconds)
         rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
         cells = {
             "run": run.name,
-            "parameters": f"{run.parameters / 1e6:,.4g} M" if math.isfinite(run.parameters) else "",
-            "data": run.dataset or str(run.config.get("dataset_name", "")),
+            "parameters": f"{run.parameters / 1e6:,.4g} M" if run.parameters else "",
+            "data": run.dataset or run.config.get("dataset_name", ""),
             "tokens": tokens(run.tokens),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),
-            "HellaSwag A": _accuracy(run.hellaswag["A"]),
-            "HellaSwag B": _accuracy(run.hellaswag["B"]),
+            "HellaSwag A": _accuracy(run.hellaswag("A")),
+            "HellaSwag B": _accuracy(run.hellaswag("B")),
             "tokens/s": f"{np.median(rate):,.0f}" if len(rate) else "",
             "MFU": f"{np.median(mfu):.1%}" if len(mfu) else "",
             "peak memory": f"{memory.max() / 1e9:.2f} GB" if len(memory) else "",
-            "training time": f"{seconds / unit:.3g} {unit_name}" if math.isfinite(seconds) else "",
+            "training time": f"{seconds / unit:.3g} {unit_name}" if seconds else "",
             "hardware": run.engine,
         }
         columns.append(cells)
@@ -104,12 +103,12 @@ def _fixed(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else ""
 
 
-def _accuracy(points: list[tuple[float, float, int]]) -> str:
-    """The last one, with its 95 % interval (normal approximation)."""
+def _accuracy(points: list[tuple[int, float, int]]) -> str:
+    """The last one, with its 95 % interval."""
     if not points:
         return ""
     _, p, n = points[-1]
-    return f"{p:.4f} ± {1.96 * math.sqrt(p * (1 - p) / n):.4f} ({n:,} rows)"
+    return f"{p:.4f} ± {ci95(p, n):.4f} ({n:,} rows)"
 
 
 def numbers(results: dict, prefix: str = "") -> list[list[str]]:
@@ -118,7 +117,7 @@ def numbers(results: dict, prefix: str = "") -> list[list[str]]:
     for name, value in results.items():
         if isinstance(value, dict):
             rows += numbers(value, f"{prefix}{name}.")
-        elif math.isfinite(number(value)):
+        elif isinstance(value, (int, float)):
             rows.append([f"{prefix}{name}", f"{value:,}" if isinstance(value, int) else f"{value:.6g}"])
     return rows
 

@@ -16,13 +16,22 @@ from recipe.catalog import DATASETS
 from recipe.config import FIELDS, parse_config
 from tests.conftest import SHAKESPEARE, metrics
 
-SHIPPED = [{"data": {"files": [{"name": SHAKESPEARE.name, "sha256": curves.SHAKESPEARE_SHA256}]}}]
+SHA256 = next(key for key, name in curves.DATASETS.items() if name == "tiny Shakespeare")
+SHIPPED = [{"data": {"files": [{"name": SHAKESPEARE.name, "sha256": SHA256}]}}]
 ABOUT = {
     "tiny Shakespeare": SHIPPED,
     "FineWeb-Edu": [{"data": {"train_text": "HuggingFaceFW/fineweb-edu"}}],
     "FineWeb": [{"data": {"uri": "hf://datasets/kjj0/fineweb10B-gpt2@v1/*.bin"}}],
 }
-REFERENCES = {reference.presets[0]: reference for reference in curves.load_references()}
+# Recipe -> the curve that ships for it.
+PRESETS = {
+    "shakespeare": "this project's own run",
+    "gpt2": "build-nanogpt, reproduced August 2026",
+    "kaggle-tpu": "build-nanogpt, reproduced August 2026",
+    "gpt2-fineweb": "llm.c, October 2024",
+    "gpt2-medium": "llm.c, 350M",
+}
+REFERENCES = {preset: r for preset, name in PRESETS.items() for r in curves.load_references() if r.name == name}
 
 
 def lines_of(preset: str = "shakespeare", upto: float = math.inf) -> list[dict]:
@@ -42,7 +51,7 @@ def lines_of(preset: str = "shakespeare", upto: float = math.inf) -> list[dict]:
 
 
 def config_of(preset: str = "shakespeare", **changes) -> dict:
-    return parse_config(["--config", preset]).flat() | REFERENCES[preset].settings | {"val_data": ""} | changes
+    return parse_config(["--config", preset]).flat() | REFERENCES[preset].settings | changes
 
 
 def write_run(directory, lines, config=None, results=None, about=SHIPPED):
@@ -53,8 +62,9 @@ def write_run(directory, lines, config=None, results=None, about=SHIPPED):
         checkpoint = directory / f"step_{lines[-1]['step']:08d}"
         checkpoint.mkdir()
         state = {"config": config, "engine": "CPU", "about": about}
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-        (checkpoint / "results.json").write_text(json.dumps(results or {}))
+        for name, content in {"trainer_state": state, "results": results or {}, "config": {}}.items():
+            (checkpoint / f"{name}.json").write_text(json.dumps(content))
+        (checkpoint / "model.safetensors").touch()
     return directory
 
 
@@ -82,6 +92,9 @@ def healthy(tmp_path):
     return write_run(tmp_path / "healthy", lines_of(), config_of())
 
 
+# The pictures and the page
+
+
 def test_what_is_drawn_is_what_the_trainer_wrote(whole_run):
     pictures, log = drawn(whole_run[0]), metrics(whole_run[0])
     for column in ("loss", "val_loss"):
@@ -89,10 +102,10 @@ def test_what_is_drawn_is_what_the_trainer_wrote(whole_run):
         assert len(expected) >= 3
         for axes in pictures["loss"].figure.axes:
             assert line(axes, f"0-{column}") == expected
-    rates = {str(axes.lines[0].get_gid()): axes for axes in pictures["training"].figure.axes}
-    expected = [[line["tokens"], line["learning_rate"]] for line in log if line["learning_rate"] is not None]
-    assert line(rates["0-learning_rate"], "0-learning_rate") == expected
-    assert "0-mfu" not in rates  # null on a CPU
+    panels = {str(axes.lines[0].get_gid()): axes for axes in pictures["training"].figure.axes}
+    expected = [[line["tokens"], line["learning_rate"]] for line in log]
+    assert line(panels["0-learning_rate"], "0-learning_rate") == expected
+    assert "0-mfu" not in panels  # null on a CPU
 
 
 def test_the_moving_average_stays_within_the_curve():
@@ -103,32 +116,22 @@ def test_the_moving_average_stays_within_the_curve():
     assert mean[-1] == pytest.approx(noise[-6:].mean())
 
 
-def test_runs_lie_over_each_other_each_with_its_own_look(healthy, tmp_path):
-    other = write_run(tmp_path / r"_$\run$", lines_of(upto=600_000), config_of())
-    picture = drawn(healthy, other)["loss"]
+def test_runs_lie_over_each_other_and_a_legend_names_what_is_drawn(healthy, tmp_path):
+    name = "reference: this project's own run, validation"
+    assert name in legend(drawn(healthy)["loss"])
+    short = write_run(tmp_path / r"$\run$", lines_of(upto=61_440), config_of())
+    assert name not in legend(drawn(short)["loss"])  # its first point is at 194,560 tokens
+    picture = drawn(healthy, short, write_run(tmp_path / ("b" * 40), lines_of(), config_of()))["loss"]
     axes = picture.figure.axes[0]
+    assert np.allclose(line(axes, "reference"), REFERENCES["shakespeare"].val_loss[1:])
     first, second = (next(line for line in axes.lines if line.get_gid() == f"{i}-val_loss") for i in (0, 1))
     assert first.get_color() != second.get_color()
     assert first.get_marker() != second.get_marker()
-    assert {"healthy, training", r" _$\run$, validation"} <= set(legend(picture))
-    report.write_report(curves.read_runs([str(healthy), str(other)]), tmp_path, dpi=30)  # $ is no formula
-
-
-def test_a_legend_names_what_is_drawn_and_no_more(healthy, tmp_path):
-    name = "reference: this project's own run, validation"
-    picture = drawn(healthy)["loss"]
-    assert name in legend(picture)
-    reference = line(picture.figure.axes[0], "reference-shakespeare")
-    assert np.allclose(reference, REFERENCES["shakespeare"].val_loss[1:])
-    short = write_run(tmp_path / "short", lines_of(upto=61_440), config_of())
-    assert name not in legend(drawn(short)["loss"])  # its first point is at 194,560 tokens
-    names = ["a" * 30, "b" * 40, "c"]
-    others = [write_run(tmp_path / name, lines_of(), config_of()) for name in names]
-    figure = drawn(healthy, *others)["loss"].figure
-    figure.savefig(tmp_path / "x.png", dpi=30)
-    box = figure.legends[0].get_window_extent()
-    assert box.x1 <= figure.bbox.x1 + 1
-    assert all(box.y0 >= axes.get_window_extent().y1 for axes in figure.axes)
+    assert {"healthy, training", r"$\run$, validation"} <= set(legend(picture))
+    picture.figure.savefig(tmp_path / "x.png", dpi=30)  # $ is no formula
+    box = picture.figure.legends[0].get_window_extent()
+    assert box.x1 <= picture.figure.bbox.x1 + 1
+    assert all(box.y0 >= axes.get_window_extent().y1 for axes in picture.figure.axes)
 
 
 def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
@@ -143,12 +146,9 @@ def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
         expected = [[line["tokens"], line[f"hellaswag_{way}_acc_norm"]] for line in lines[1:]]
         expected[-1][1] = scores[way]["acc_norm"]  # of all rows, at the same step
         assert line(axes, "0-hellaswag") == expected
-        assert line(axes, "openai-124M")[0][1] == published
-    assert [point[2] for point in curves.read_run(run).hellaswag["A"]] == [1000] * (len(lines) - 2) + [10042]
+        assert line(axes, "openai")[0][1] == published
+    assert [point[2] for point in curves.read_run(run).hellaswag("A")] == [1000] * (len(lines) - 2) + [10042]
     assert "karpathy/build-nanogpt" in picture.caption
-    half = 1.96 * math.sqrt(0.2955 * 0.7045 / 1000)
-    (band,) = picture.figure.axes[0].patches
-    assert [band.get_y(), band.get_y() + band.get_height()] == pytest.approx([0.2955 - half, 0.2955 + half])
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,63 @@ def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
 def test_openais_loss_is_drawn_on_its_own_data_and_size_only(preset, about, changes, expected, tmp_path):
     run = write_run(tmp_path / "run", lines_of(), config_of(preset, **changes), about=ABOUT[about])
     axes = drawn(run)["loss"].figure.axes[0]
-    lines = [line.get_ydata()[0] for line in axes.lines if str(line.get_gid()).startswith("openai")]
-    assert lines == expected
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_gid() == "openai"] == expected
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, and which are still open."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, capsys):
+    hostile = '"><script src=https://example.org/x.js></script>'
+    scores = {"hellaswag": {"rows": 100, "A": {"acc_norm": 0.3}, "B": {"acc_norm": 0.31}}, "wikitext2": {"loss": 4.25}}
+    scores |= {hostile: {"value": 1.5}, "sample": {"texts": ["a text"]}}
+    run = write_run(tmp_path / "<b>run", lines_of(), config_of(run_name=hostile), scores)
+    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
+    report.main()
+    text = (run / "report" / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "iframe", "object", "base", "b>run")
+        assert not [name for name in attributes if name.startswith("on") or name == "href"]
+        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+    assert not re.search(r"url\(|@import|a text", text)
+    for shown in ("&lt;b&gt;run", "0.3000 ± 0.0898 (100 rows)", "4.9739", "wikitext2.loss", "follows the reference"):
+        assert shown in text, shown
+    # The summary is as wide as its values, whatever the number of quantities: a row each.
+    rows = re.findall(r"<tr>.*", text[text.index("Summary") : text.index("Curves")])
+    assert [row.count("<td>") for row in rows] == [1] * 11
+    assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png, training.png" in capsys.readouterr().out
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "report").glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [lines_of()[:1], lines_of()[:2], [{"step": i, "tokens": i, "loss": 4.0, "seconds": i} for i in range(1, 9)]],
+    ids=["just begun", "one line", "nothing changes"],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
+    runs = [curves.read_run(write_run(tmp_path / "run", lines))]
+    report.write_report(runs, tmp_path, dpi=20)
+    assert "no comparison yet" in (tmp_path / "report.html").read_text()
+
+
+# The verdict
 
 
 def test_a_healthy_run_follows_and_nothing_stands_out(healthy):
@@ -175,7 +230,7 @@ def test_a_healthy_run_follows_and_nothing_stands_out(healthy):
     assert "at 0.778 M tokens" in findings[0].text
 
 
-@pytest.mark.parametrize("preset", sorted(REFERENCES))
+@pytest.mark.parametrize("preset", ["shakespeare", "gpt2", "gpt2-fineweb", "gpt2-medium"])
 def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
     """A run with the noise of its reference, looked at while it goes on."""
     rng = np.random.default_rng(1)
@@ -185,8 +240,7 @@ def test_no_alarm_at_any_time_of_a_run_like_its_reference(preset, tmp_path):
             record[column] = record[column] and record[column] + 0.3 * REFERENCES[preset].noise * rng.normal()
     for share in (0.02, 0.2, 0.5, 1):
         part = lines[: max(2, round(share * len(lines)))]
-        run = write_run(tmp_path / f"{share}", part, config_of(preset), about=about)
-        findings = diagnosed(run)
+        findings = diagnosed(write_run(tmp_path / f"{share}", part, config_of(preset), about=about))
         assert "bad" not in [finding.kind for finding in findings], findings
     assert "follows" in findings[0].text
 
@@ -199,7 +253,7 @@ def test_a_run_that_departs_is_told_since_when_and_how_far(shift, text, tmp_path
             record["val_loss"] += shift
     finding = diagnosed(write_run(tmp_path / "run", lines, config_of()))[0]
     assert finding.kind == "bad"
-    assert f"since 0.584 M tokens: 0.40 nats {'above' if shift > 0 else 'below'} at 0.778 M" in finding.text
+    assert f"since 0.584 M tokens: 0.40 nats {'above' if shift > 0 else 'below'} it at 0.778 M" in finding.text
     assert text in finding.text
 
 
@@ -208,7 +262,7 @@ def test_a_run_that_came_back_follows_and_the_finding_mentions_it(tmp_path):
     next(record for record in lines if record["val_loss"] and record["tokens"] > 300_000)["val_loss"] += 0.5
     finding = diagnosed(write_run(tmp_path / "run", lines, config_of()))[0]
     assert finding.kind == "good"
-    assert "after it was 0.50 nats away at 0.389 M" in finding.text
+    assert "at most 0.50 away, at 0.389 M" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -233,16 +287,9 @@ def test_no_reference_is_held_against_what_it_is_not_for(changes, sentence, tmp_
     finding = diagnosed(run)[0]
     assert finding.kind == "note"
     assert re.search(sentence, finding.text)
-    report.write_report([curves.read_run(run)], tmp_path, dpi=30)
-    assert "reference:" not in (tmp_path / "report.html").read_text()
-
-
-def test_before_the_first_checkpoint_the_recipes_name_and_batch_tell(tmp_path):
-    finding = diagnosed(write_run(tmp_path / "shakespeare", lines_of(upto=200_000)))[0]
-    assert "follows the reference" in finding.text
-    assert "no checkpoint yet" in finding.text
-    other = [record | {"tokens": record["step"] * 4096} for record in lines_of()]
-    assert "no comparison yet" in diagnosed(write_run(tmp_path / "b" / "shakespeare", other))[0].text
+    if "max_steps" in changes:  # the same data and model, yet not drawn
+        report.write_report([curves.read_run(run)], tmp_path, dpi=30)
+        assert "Reference:" not in (tmp_path / "report.html").read_text()
 
 
 def changed(column, value, first=0, last=None):
@@ -266,7 +313,6 @@ def diverging(lines):
     [
         (changed("val_loss", 13.0, 0, 1), "bad", "The loss begins at 13.00"),
         (changed("loss", 10.6), "bad", "It hardly learns"),
-        (changed("loss", None, 25, 27), "bad", r"not finite by step \d+ and at 1 later lines"),
         (changed("skipped_steps", 30, 20), "bad", "30 of 760 steps were skipped"),
         (changed("skipped_steps", 2, 20), "note", "2 of 760 steps were skipped"),
         (changed("val_loss", 4.5, 20, 30), "bad", "from 4.50 to 4.97, while the training loss falls"),
@@ -285,40 +331,16 @@ def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
     assert [finding.kind for finding in findings if re.search(sentence, finding.text)] == [kind], findings
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "skipped", "kinds"),
-    [
-        (5, 1, [1, 2], ["note"]),  # the first lines have no loss, since fp16's scale was too high
-        (100, 10, [*range(1, 11)], ["note"]),
-        (100, 10, [*range(1, 12)], ["bad"]),
-        (40, 10, [], ["good"]),
-    ],
-)
-def test_fp16_may_skip_steps(steps, every, skipped, kinds, tmp_path):
-    lines = [{"step": 0, "tokens": 0}]
-    for step in range(every, steps + 1, every):
-        kept = [s for s in range(step - every + 1, step + 1) if s not in skipped]
-        record = {"step": step, "tokens": step, "loss": 6.0 if kept else None, "tokens_per_second": 9.0}
-        lines.append(record | {"skipped_steps": len([s for s in skipped if s <= step])})
-    findings = diagnosed(write_run(tmp_path / "run", lines))[1:]
-    assert [f.kind for f in findings if "stands out" not in f.text] == [kind for kind in kinds if kind != "good"]
+# Runs and references
 
 
-def test_a_damaged_and_resumed_log_is_read_as_far_as_it_is_whole(tmp_path):
-    directory = write_run(tmp_path / "run", [{"step": s, "tokens": 10 * s, "loss": 5.0} for s in (0, 10, 20, 30)])
-    resumed = [{"step": 15, "tokens": 150, "loss": 4.0}, {"step": 30, "tokens": 300, "loss": None, "val_loss": "x"}]
-    with (directory / "metrics.jsonl").open("a") as log:
-        log.write("".join(json.dumps(record) + "\n" for record in resumed) + '[1]\n{"step": true}\n{"step": 40, "tok')
-    run = curves.read_run(directory)
-    assert [record["step"] for record in run.records] == [0, 10, 15, 30]
-    assert [values.tolist() for values in run.series("loss")] == [[0, 100, 150], [5.0, 5.0, 4.0]]
-    assert "3 unreadable lines" in diagnosed(directory)[-2].text
-
-
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
-    paths = [str(write_run(tmp_path / side / "run", [{"step": 0, "tokens": 0}])) for side in ("a", "b")]
-    assert [run.name for run in curves.read_runs(paths)] == ["a/run", "b/run"]
-    assert [run.name for run in curves.read_runs([paths[0], paths[0]])] == ["a/run (1)", "a/run (2)"]
+def test_a_log_is_read_as_far_as_it_is_whole_and_names_are_told_apart(tmp_path):
+    paths = [write_run(tmp_path / side / "run", [{"step": 0, "tokens": 0, "loss": 5.0}]) for side in ("a", "b")]
+    with (paths[0] / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 1, "tok')
+    runs = curves.read_runs(list(map(str, paths)))
+    assert [run.name for run in runs] == list(map(str, paths))
+    assert [len(run.records) for run in runs] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -350,124 +372,34 @@ def test_without_a_run_it_is_the_newest_and_without_any_an_error(tmp_path):
     assert curves.newest_run(tmp_path) == tmp_path / "new"
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [{"step": 0, "tokens": "x", "loss": "y"}, {"step": 9, "tokens": None, "val_loss": math.inf}],
-        [{"step": 9, "tokens": -5, "loss": -4.0, "seconds": -3, "grad_norm": -1}, {"step": 10, "loss": 1e308}],
-        [{"step": i, "tokens": i, "loss": 4.0, "grad_norm": 0.0, "mfu": 0.0} for i in range(99)],
-        lines_of()[:1],
-    ],
-    ids=["no numbers", "out of range", "nothing changes", "just begun"],
-)
-@pytest.mark.filterwarnings("error")
-def test_nonsense_is_drawn_as_far_as_it_goes(lines, tmp_path):
-    odd = {
-        "n_layer": [1],
-        "n_embd": "x",
-        "max_grad_norm": "y",
-        "max_steps": {},
-        "hellaswag_limit": "all",
-        "dataset_name": 3,
-    }
-    results = {"hellaswag": {"rows": 0, "A": {"acc_norm": 0.3}, "B": 3}, "perplexity": None}
-    directory = write_run(tmp_path / "run", lines, odd, results, about=["x", {"data": {"files": "x"}}])
-    report.write_report([curves.read_run(directory)], tmp_path, dpi=20)
-    assert "</html>" in (tmp_path / "report.html").read_text()
-
-
-class Page(HTMLParser):
-    """Every tag with its attributes, and which are still open."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.open = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_page_holds_all_it_shows_and_nothing_private_or_active(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    hostile = '"><script src=https://example.org/x.js></script>'
-    scores = {"hellaswag": {"rows": 100, "A": {"acc_norm": 0.3}, "B": {"acc_norm": 0.31}}, "wikitext2": {"loss": 4.25}}
-    scores |= {hostile: {"value": 1.5}, "sample": {"texts": ["a secret"]}}
-    config = config_of(run_name=hostile, output_dir=f"{tmp_path}/home/runs")
-    run = write_run(tmp_path / "home" / "<b>run", lines_of(), config, scores)
-    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
-    report.main()
-    text = (run / "report" / "report.html").read_text()
-    page = Page(text)
-    assert page.open == []
-    for tag, attributes in page.tags:
-        assert tag not in ("script", "link", "iframe", "object", "base", "b>run")
-        assert not [name for name in attributes if name.startswith("on") or name == "href"]
-        assert attributes.get("src", "data:").startswith("data:image/png;base64,") or "src" not in attributes
-    assert not re.search(r"url\(|@import|a secret", text)
-    assert str(tmp_path) not in text
-    for shown in ("~/runs", "&lt;b&gt;run", "0.3000 ± 0.0898 (100 rows)", "4.9739", "wikitext2.loss"):
-        assert shown in text, shown
-    # The summary is as wide as its values, whatever the number of quantities: a row each.
-    rows = re.findall(r"<tr>.*", text[text.index("Summary") : text.index("Curves")])
-    assert [row.count("<td>") for row in rows] == [1] * 11
-    assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png, training.png" in capsys.readouterr().out
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "report").glob("*.png"))
-
-
-@pytest.mark.parametrize("preset", sorted(REFERENCES))
-def test_a_reference_is_for_the_recipes_it_names(preset):
-    reference = REFERENCES[preset]
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_recipes_settings_are_those_of_its_reference(preset):
+    reference, config = REFERENCES[preset], parse_config(["--config", preset]).flat()
     assert set(reference.settings) <= set(FIELDS)
-    assert reference.dataset in curves.DATASETS
+    assert reference.dataset in curves.DATASETS.values()
     assert (np.diff(reference.val_loss[:, 0]) > 0).all()
-    for name in reference.presets:
-        config = parse_config(["--config", name]).flat()
-        for key in ("n_layer", "n_head", "n_embd", "sequence_length", "total_batch_tokens", "learning_rate"):
-            assert config[key] == reference.settings[key], (name, key)
-
-
-@pytest.mark.parametrize(
-    ("data", "dataset"),
-    [
-        ("hf://datasets/kjj0/finewebedu10B-gpt2/*.bin", "FineWeb-Edu"),
-        ("hf://datasets/somebody/fineweb/*.bin", ""),
-        ("shards/edu_fineweb_train_*.bin", "FineWeb-Edu"),
-        ("dev/data/fineweb10B/fineweb_train_*.bin", "FineWeb"),
-        ("dev/data/tinystories/TinyStories_train.bin", "TinyStories"),
-        ("/scratch/fineweb-edu-sample-10BT", "FineWeb-Edu"),
-        ("/data/fineweb_edu/books_train_*.bin", ""),
-        ("data/my-fineweb", ""),
-        ("data/FineWeb-HQ", ""),
-        ("dev/data/tinyshakespeare/tiny_shakespeare_train.bin", ""),  # holds out another part than the recipe
-    ],
-)
-def test_shards_without_a_manifest_are_known_by_their_names(data, dataset):
-    assert curves.dataset_of({"dataset_name": data}, [{"data": {"shards": "x"}}]) == dataset
+    for key in ("n_layer", "n_head", "n_embd", "sequence_length", "total_batch_tokens", "learning_rate"):
+        assert config[key] == reference.settings[key], key
 
 
 @pytest.mark.parametrize(
     ("about", "dataset"),
     [
-        (SHIPPED, "tiny Shakespeare"),
         (SHIPPED * 2, "tiny Shakespeare"),
         ([{"data": {"files": [{"name": "tiny_shakespeare.txt", "sha256": "0" * 64}]}}], ""),
         ([*SHIPPED, {"data": {"train_text": "HuggingFaceFW/fineweb"}}], ""),
         ([{"data": {"train_text": "huggingfacefw/FineWeb"}}], "FineWeb"),
         ([{"data": {"train_text": "HuggingFaceFW/fineweb-2"}}], ""),
-        (None, ""),
+        ([{"data": {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2/*.bin"}}], "FineWeb-Edu"),
+        ([{"data": {"uri": "hf://datasets/somebody/fineweb/*.bin"}}], ""),
+        ([{"data": {"shards": "fineweb10B"}}], ""),
     ],
 )
 def test_a_manifest_names_the_text_that_was_trained_on(about, dataset):
-    assert curves.dataset_of({"dataset_name": "data/shakespeare"}, about) == dataset
+    assert curves.dataset_of({"val_data": ""}, about) == dataset
 
 
 def test_the_text_that_ships_and_the_recipes_repositories_are_known():
-    assert hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest() == curves.SHAKESPEARE_SHA256
-    known = [repository for repositories, _ in curves.DATASETS.values() for repository in repositories]
-    assert {source.lower() for source, _ in DATASETS.values()} <= set(known)
+    assert hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest() == SHA256
+    known = {curves.DATASETS.get(DATASETS[name][0].lower()) for name in ("fineweb-edu", "fineweb", "openwebtext")}
+    assert known == {"FineWeb-Edu", "FineWeb", "OpenWebText"}
