@@ -1,7 +1,9 @@
 """Graceful shutdown: signals, and what the processes agree on between two steps."""
 
 import logging
+import math
 import os
+import select
 import signal
 import sys
 import threading
@@ -20,7 +22,7 @@ _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed on by a launcher that heard it too
 _UNWINDING = 10.0  # seconds in which a run without progress must end
 _LEAST_PATIENCE = 20.0  # seconds in which a run must reach its next step boundary
-_POLL = 0.2  # seconds between two looks at the signals while a step waits for its data
+_POLL = 0.2  # seconds between two looks: at the launcher, and at the signals while a step waits for its data
 
 
 class Interrupted(Exception):
@@ -40,16 +42,17 @@ class StopSignal:
         self.requested = False
         self.before_leaving: Callable[[], object] = lambda: None  # what to finish before leaving without a boundary
         self._graceful, self._leaving, self._patient = False, False, False
-        self._first_heard, self._last_boundary, self._longest_step = 0.0, time.monotonic(), 0.0
+        self._heard = math.inf  # when the first signal came
+        self._last_boundary, self._longest_step = time.monotonic(), 0.0
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._in_main_thread)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True).start()
-        if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-            threading.Thread(target=self._follow, args=(os.getppid(),), name="launcher", daemon=True).start()
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+        launcher = os.getppid() if launched else None
+        threading.Thread(target=self._listen, args=(reading, launcher), name="signals", daemon=True).start()
 
     def begin(self) -> None:
         """From now on there is progress to save."""
@@ -78,61 +81,53 @@ class StopSignal:
         if not self._graceful:
             raise KeyboardInterrupt
 
-    def _listen(self, pipe: int) -> None:
+    def _listen(self, pipe: int, launcher: int | None) -> None:
         while True:
-            number = os.read(pipe, 1)[0]
-            if number not in _SIGNALS:
-                continue
-            if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                for fd in (1, 2):
-                    if os.isatty(fd):
-                        os.dup2(nowhere, fd)
-            now = time.monotonic()
-            if not self._graceful:
-                overdue = threading.Timer(_UNWINDING, self._overdue)
-                overdue.daemon = True
-                overdue.start()
-            elif not self.requested:
-                self._first_heard, self.requested = now, True
-                threading.Thread(target=self._watch, name="patience", daemon=True).start()
-                logger.warning("stopping at the next step boundary, with a checkpoint; Ctrl-C again stops at once")
-            elif number == signal.SIGINT and now - self._first_heard > _ECHO:
-                _end(
-                    ExitCode.LEFT_AT_ONCE,
-                    "stopped at once; the same command, without --fresh, continues from the last checkpoint if there "
-                    "is one",
-                )
+            if select.select([pipe], [], [], _POLL)[0]:
+                self._hear(os.read(pipe, 1)[0])
+            if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
+                launcher = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self._heard < math.inf:
+                self._stop()
 
-    def _overdue(self) -> None:
-        """The main thread did not unwind, or `begin` came between the signal and its handler."""
-        if self._graceful:
+    def _hear(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
+        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for fd in (1, 2):
+                if os.isatty(fd):
+                    os.dup2(nowhere, fd)
+        now = time.monotonic()
+        if self.requested and number == signal.SIGINT and now - self._heard > _ECHO:
+            logger.warning(
+                "stopped at once; the same command, without --fresh, continues from the last checkpoint if there is one"
+            )
+            _end(ExitCode.LEFT_AT_ONCE)
+        self._heard = min(self._heard, now)
+
+    def _stop(self) -> None:
+        """Sees to it that a process that was told to stop does: one that has died lets the others wait in a collective
+        for ever."""
+        now = time.monotonic()
+        if not self._graceful:
+            if now - self._heard > _UNWINDING:
+                os._exit(ExitCode.RUN_AGAIN)
+        elif not self.requested:
             self.requested = True
-        else:
-            os._exit(ExitCode.RUN_AGAIN)
-
-    def _watch(self) -> None:
-        """Ends a process that reaches no boundary: one that has died lets the others wait in a collective for ever."""
-        while not self._leaving:
-            time.sleep(0.5)
+            self._heard = now  # a signal from before `begin` counts from here
+            logger.warning("stopping at the next step boundary, with a checkpoint; Ctrl-C again stops at once")
+        elif not self._leaving and not self._patient:
             patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
-            waited = time.monotonic() - max(self._last_boundary, self._first_heard)
-            if not self._leaving and not self._patient and waited > patience:
+            if now - max(self._last_boundary, self._heard) > patience:
                 logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
                 self.before_leaving()
                 _end(ExitCode.RUN_AGAIN)
 
-    def _follow(self, launcher: int) -> None:
-        """A launcher that is killed, as by kill -9, would leave this process running by itself."""
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
 
-
-def _end(code: ExitCode, message: str = "") -> None:
+def _end(code: ExitCode) -> None:
     """Ends the process from another thread, on the line below a progress bar."""
-    if message:
-        logger.warning(message)
     if sys.stderr.isatty():
         print(file=sys.stderr, flush=True)
     os._exit(code)
