@@ -122,31 +122,13 @@ class ZeroEngine(Engine):
             whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
+        assert prepared.gradient_accumulation_steps() == batch.accumulation
+        assert prepared.gradient_clipping() == self.max_grad_norm
         self._zero = _Internals(prepared)
-        if (
-            self.precision == "fp16"
-        ):  # max_skipped_steps ends a run that overflows for ever, with an error that says why
+        if self.precision == "fp16":
+            # max_skipped_steps ends a run that overflows for ever, with an error that explains it.
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
-        found = {
-            "train_batch_size": prepared.train_batch_size(),
-            "train_micro_batch_size_per_gpu": prepared.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": prepared.gradient_accumulation_steps(),
-            "gradient_clipping": prepared.gradient_clipping(),
-            "stage": prepared.zero_optimization_stage(),
-            "world": prepared.dp_world_size,
-            "bf16 autocast": prepared.torch_autocast_enabled(),
-            "weights": next(model.parameters()).dtype,
-        }
-        wanted = ours | {
-            "stage": self.zero_stage,
-            "world": self.world,
-            "bf16 autocast": self.precision == "bf16",
-            "weights": torch.float16 if self.precision == "fp16" else torch.float32,
-        }
-        if wrong := [f"{k} {found[k]} instead of {wanted[k]}" for k in wanted if found[k] != wanted[k]]:
-            raise UserError(f"DeepSpeed resolved other settings than the recipe's: {', '.join(wrong)}")
-        if self.precision == "fp16":  # DeepSpeed made its fp32 weights from the fp16 ones, which lost bits
-            for name, p in model.named_parameters():
+            for name, p in model.named_parameters():  # DeepSpeed's fp32 weights are made from fp16 ones
                 self._zero.set(p, whole[name])
         return prepared, optimizer
 

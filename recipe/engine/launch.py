@@ -118,8 +118,6 @@ def check_launch() -> None:
             "--max_restarts alone lets restarted processes look for those that are gone; it needs "
             "--rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of accelerate launch"
         )
-    if is_on("ACCELERATE_USE_FSDP"):
-        raise UserError("FSDP is not supported; accelerate_configs/zero3.yaml shards the weights")
     # Accelerate's launcher of one process sets MASTER_ADDR only where the YAML asked for more processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise UserError(
