@@ -1,4 +1,4 @@
-"""Run by tests through `accelerate launch`: one run after the other on one engine, whose start costs more than they do.
+"""Run by tests: one run after the other on one engine, whose start costs more than they do.
 
 several_runs.py OUTPUT_DIR,OUTPUT_DIR,... flags of recipe/train.py
 """
@@ -17,7 +17,6 @@ from recipe.train import run
 directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
 engine = open_engine(configs[0].run.precision)
-set_up_logging(main=engine.is_main)
 set_up_logging(main=engine.is_main)
 for config in configs:
     assert run(config, engine) == 0

@@ -1,7 +1,7 @@
 """One recipe on every engine: the same losses, the same data, checkpoints that move between all of them.
 
 The files of accelerate_configs/ are those that a machine with eight GPUs uses, here on CPU processes with gloo. XLA's
-part is in tests/xla/ (make test-xla). Without `slow`: one device, ZeRO-3, and a checkpoint that moves between them.
+part is in tests/xla/ (make test-xla). Without `slow`: one device, ZeRO-3, and checkpoints that move between them.
 """
 
 import hashlib
@@ -11,80 +11,92 @@ import shutil
 
 import pytest
 
-from tests.conftest import EQUAL, by_step, flags, launch
+from tests.conftest import EQUAL, by_step, launch
+from tests.engine.conftest import assert_same_losses, settings
 
-# name: (file of accelerate_configs/, processes, what differs of the recipe)
-ENGINES = {
-    "single": ("single", 1, {"micro_batch_size": 8}),
-    "accumulation": ("single", 1, {}),
-    "ddp": ("ddp", 2, {}),
-    "ddp4": ("ddp", 4, {"micro_batch_size": 1}),
-    "zero1": ("zero1", 2, {}),
-    "zero2": ("zero2", 2, {}),
-    "zero3": ("zero3", 2, {}),
-}
-MATRIX = ["single", "ddp", "zero1", "zero2", "zero3"]
+OTHERS = ["ddp", "zero1", "zero2", "zero3"]
 
 
-def slow_but(names, *fast: str) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow_but(names, fast: str) -> list:
+    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def settings(name: str, shards, **fields) -> list[str]:
-    return flags(**(EQUAL | {"dataset_name": shards, "save_steps": 20} | ENGINES[name][2] | fields))
+def forget_last(directory, copy) -> None:
+    """A copy of a run, as it was after step 40."""
+    shutil.copytree(directory, copy)
+    shutil.rmtree(copy / "step_00000050")
 
 
 @pytest.fixture(scope="session")
-def run_of(shards, once):
-    """name, precision -> (run directory, metrics by step, output) of 50 steps, started once, as a user would."""
+def engine_run(shards, one_device, once):
+    """Engine -> (directory of two runs, output): `whole` of 50 steps, and `moved`, the last ten of one device's."""
 
-    def run(name: str, precision: str = "fp32"):
-        def make(directory):
-            config, processes, _ = ENGINES[name]
-            arguments = settings(name, shards, output_dir=directory, precision=precision)
-            real = precision == "fp32" and name in MATRIX[1:]  # each file once
-            result = launch(config, processes, "recipe/train.py", *arguments, real=real)
-            assert result.returncode == 0, result.stdout + result.stderr
-            assert not real or result.stderr == ""  # to the end of the interpreter, which a fork has not
-            return result.stdout
+    def make_on(engine: str, directory):
+        directory.mkdir()
+        forget_last(one_device[0], directory / "moved")
+        runs = f"{directory}/whole,{directory}/moved"
+        result = launch(engine, 2, "tests/engine/several_runs.py", runs, *settings(shards), real=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        # Accelerate warns that an engine of DeepSpeed's is already there, since these are two runs.
+        assert [line for line in result.stderr.splitlines() if "currently tied for this" not in line] == []
+        return result.stdout
 
-        directory, output = once(f"{name}-{precision}", make)
-        return directory, by_step(directory), output
-
-    return run
+    return lambda engine: once(f"engine-{engine}", lambda directory: make_on(engine, directory))
 
 
-def distance(a: dict, b: dict, steps) -> float:
-    return max(abs(a[step]["loss"] - b[step]["loss"]) for step in steps)
-
-
-@pytest.mark.parametrize("name", slow_but([name for name in ENGINES if name != "single"], "zero3"))
-def test_fp32_losses_are_the_same_on_every_engine(run_of, name):
-    _, reference, _ = run_of("single")
-    _, lines, output = run_of(name)
+@pytest.mark.parametrize("engine", slow_but(OTHERS, "zero3"))
+def test_losses_in_fp32_are_those_of_one_device(engine_run, one_device, engine):
+    directory, output = engine_run(engine)
+    lines, expected = by_step(directory / "whole"), one_device[1]
     assert list(lines) == list(range(51))
-    assert distance(lines, reference, range(1, 11)) <= 1e-5
-    assert distance(lines, reference, range(1, 51)) <= 1e-4
-    assert lines[50]["val_loss"] == pytest.approx(reference[50]["val_loss"], abs=1e-4)
-    assert reference[50]["loss"] < reference[1]["loss"] - 0.5  # there was something to agree on
+    assert_same_losses(lines, expected)
+    assert lines[50]["val_loss"] == pytest.approx(expected[50]["val_loss"], abs=1e-4)
     for step in range(1, 51):
-        assert lines[step]["learning_rate"] == reference[step]["learning_rate"]
+        assert lines[step]["learning_rate"] == expected[step]["learning_rate"]
         # torch's fp32 norm on a CPU is off by up to 3e-4 for sparse gradients; DeepSpeed's is taken in fp64
-        assert lines[step]["grad_norm"] == pytest.approx(reference[step]["grad_norm"], rel=1e-3)
-    _, processes, changed = ENGINES[name]
-    micro = (EQUAL | changed)["micro_batch_size"]
-    assert f"{processes} process{'es' if processes > 1 else ''} x " in output
-    assert f" x {micro} sequence" in output
-    if name.startswith("zero"):
-        assert f"ZeRO-{name[-1]} over 2 processes" in output
-        assert "_op built" not in output  # DeepSpeed has compiled nothing
+        assert lines[step]["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-3)
+    assert "2 processes x 2 micro-steps x 2 sequences" in output
+    assert engine == "ddp" or f"ZeRO-{engine[-1]} over 2 processes" in output
+    assert "_op built" not in output  # DeepSpeed has compiled nothing
 
 
-@pytest.mark.parametrize("name", slow_but(["single", "zero3"], "single"))
-def test_bf16_follows_fp32_on_every_engine(run_of, name):
-    _, reference, _ = run_of("single")
-    _, lines, _ = run_of(name, "bf16")
-    assert 0 < distance(lines, reference, range(1, 51)) <= 1e-2
+@pytest.mark.parametrize("engine", slow_but(OTHERS, "zero3"))
+def test_a_checkpoint_of_one_device_is_resumed_on_any_engine(engine_run, one_device, engine):
+    directory, output = engine_run(engine)
+    assert output.count("from step 40") == 1
+    assert_same_losses(by_step(directory / "moved"), one_device[1], first=41)
+
+
+@pytest.mark.parametrize("engines", [["zero3"], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["zero3", "all"])
+def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run, tmp_path, engines):
+    """One file format: what each engine writes for one device, and reads from it, any other reads and writes."""
+    whole = {engine: engine_run(engine)[0] / "whole" for engine in engines}
+    for engine, directory in whole.items():
+        forget_last(directory, tmp_path / engine)
+    runs = ",".join(str(tmp_path / engine) for engine in engines)
+    result = launch("single", 1, "tests/engine/several_runs.py", runs, *settings(shards, micro_batch_size=8))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("from step 40") == len(engines)
+    for engine, directory in whole.items():
+        assert_same_losses(by_step(tmp_path / engine), by_step(directory), first=41)
+
+
+@pytest.mark.parametrize(("engine", "processes"), [("single", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)])
+def test_bf16_follows_fp32(shards, one_device, tmp_path, engine, processes):
+    arguments = settings(shards, output_dir=tmp_path / "run", precision="bf16")
+    result = launch(engine, processes, "recipe/train.py", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = by_step(tmp_path / "run")
+    assert 0 < max(abs(lines[step]["loss"] - one_device[1][step]["loss"]) for step in range(1, 51)) <= 1e-2
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
+    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 8, "max_skipped_steps": 3, "logging_steps": 5}
+    result = launch("zero1", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run", **broken))
+    assert result.returncode == 2
+    assert result.stderr.count("error: ") == 1
+    assert "4 steps in a row, by step 5, were skipped" in result.stderr
 
 
 def test_every_engine_reads_the_same_tokens(shards):
@@ -94,68 +106,26 @@ def test_every_engine_reads_the_same_tokens(shards):
     from recipe.data.shards import find_shards
 
     hashes = set()
-    for name, (_, processes, _) in ENGINES.items():
-        for devices in (1, 4):  # a TPU's, behind one process
-            config = parse_config(settings(name, shards))
-            if devices > 1 and processes > 1:
-                continue
-            batch = batch_arithmetic(config, processes, devices)
-            source = TokenDataset(
-                find_shards(str(shards), "train"), EQUAL["sequence_length"], batch.sequences, config.run.seed
-            )
-            digest = hashlib.sha256()
-            for step in range(50):
-                for micro_step in range(batch.accumulation):
-                    for rank in range(processes):
-                        digest.update(source.rows(step, *batch.slice(micro_step, rank)).tobytes())
-            hashes.add(digest.hexdigest())
+    for processes, devices, micro in ((1, 1, 8), (1, 1, 2), (2, 1, 2), (4, 1, 1), (1, 4, 2)):
+        config = parse_config(settings(shards, micro_batch_size=micro))
+        batch = batch_arithmetic(config, processes, devices)
+        source = TokenDataset(
+            find_shards(str(shards), "train"), EQUAL["sequence_length"], batch.sequences, config.run.seed
+        )
+        digest = hashlib.sha256()
+        for step in range(50):
+            for micro_step in range(batch.accumulation):
+                for rank in range(processes):
+                    digest.update(source.rows(step, *batch.slice(micro_step, rank)).tobytes())
+        hashes.add(digest.hexdigest())
     assert len(hashes) == 1
-
-
-@pytest.fixture(scope="session")
-def resumed(shards, run_of, once):
-    """target, sources -> {source: metrics by step} of runs that the engine `source` saved at step 40 and `target`
-    finished."""
-
-    def resume(target: str, sources: list[str]) -> dict:
-        def make(directory):
-            for source in sources:
-                shutil.copytree(run_of(source)[0], directory / source)
-                shutil.rmtree(directory / source / "step_00000050")
-            config, processes, _ = ENGINES[target]
-            directories = ",".join(str(directory / source) for source in sources)
-            result = launch(config, processes, "tests/engine/several_runs.py", directories, *settings(target, shards))
-            assert result.returncode == 0, result.stdout + result.stderr
-            assert result.stdout.count("from step 40") == len(sources)
-
-        directory, _ = once(f"resumed-{target}-{len(sources)}", make)
-        return {source: by_step(directory / source) for source in sources}
-
-    return resume
-
-
-def assert_moved(lines: dict, expected: dict) -> None:
-    assert list(lines) == list(range(51))
-    assert distance(lines, expected, range(41, 46)) <= 1e-5
-    assert distance(lines, expected, range(41, 51)) <= 1e-4
-
-
-def test_a_checkpoint_of_zero3_is_resumed_on_one_device(run_of, resumed):
-    assert_moved(resumed("single", ["zero3"])["zero3"], run_of("zero3")[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", MATRIX)
-def test_a_checkpoint_of_any_engine_is_resumed_by_any_other(run_of, resumed, target):
-    for source, lines in resumed(target, MATRIX).items():
-        assert_moved(lines, run_of(source)[1])
 
 
 @pytest.fixture(scope="session")
 def probe(once):
     """What tests/engine/probe.py found on an engine, process by process."""
 
-    def get(config: str, processes: int, precision: str = "fp32", mode: str = "eager") -> list[dict]:
+    def get(config: str, processes: int, precision: str, mode: str) -> list[dict]:
         def make(directory):
             result = launch(config, processes, "tests/engine/probe.py", precision, mode)
             found = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("PROBE ")]
@@ -165,43 +135,6 @@ def probe(once):
         return once(f"probe-{config}-{processes}-{precision}-{mode}", make)[1]
 
     return get
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2), ("zero1", 2)])
-def test_compiling_gives_one_graph_without_a_break(probe, config, processes):
-    for line in probe(config, processes, "fp32", "compile"):
-        assert (line["graphs"], line["breaks"]) == (1, [])
-
-
-@pytest.mark.slow
-def test_zero_shards_the_optimizer_state_and_puts_it_together_again(probe):
-    """Also where nothing divides by the number of processes. Fails where a new version of DeepSpeed moves the private
-    names that the engine uses."""
-    whole = probe("ddp", 2, "fp32", "compile")[0]
-    for config, processes, mode in (("zero1", 2, "compile"), ("zero3", 3, "eager")):
-        for line in probe(config, processes, "fp32", mode):
-            assert line["weights_kept"], config
-            assert line["optimizer_state_kept"], config
-            assert line["names"] == ([28, 56] if line["rank"] == 0 else [0, 0])
-            assert line["steps"] == whole["steps"] == 10  # 7 loaded, 3 made
-            assert line["state_bytes"] == pytest.approx(whole["state_bytes"] / processes, rel=0.05)
-            if processes == 2:
-                assert line["norm"] == pytest.approx(whole["norm"], rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["zero1", "zero3"])
-def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(probe, config):
-    """DeepSpeed's native fp16 makes its fp32 weights from fp16 ones; ours are put back, bit for bit."""
-    whole = probe("ddp", 2, "fp32", "compile")[0]
-    for line in probe(config, 2, "fp16"):
-        assert line["weights_kept"]
-        assert line["optimizer_state_kept"]
-        assert line["norm"] == pytest.approx(whole["norm"], rel=1e-3)
-        assert line["norm"] != whole["norm"]
-        assert line["scaler"]["scale"] == 2**16
-        assert line["scaler"]["_growth_tracker"] == 3
 
 
 @pytest.mark.slow
@@ -215,12 +148,30 @@ def test_fp16_under_zero_keeps_fp32_weights_and_scales_the_loss(probe, config):
         ("zero3", 2, "fp16", "eager"),
     ],
 )
-def test_a_skipped_step_leaves_nothing_behind(probe, config, processes, precision, mode):
-    """Neither one that overflows nor a finite one that is taken for a spike; and the next one is like any other."""
+def test_an_engine_from_inside(probe, config, processes, precision, mode):
+    """ZeRO shards the optimizer state and puts it together again, also where nothing divides by the number of
+    processes; its fp16 keeps fp32 weights, bit for bit. Fails where a new version of DeepSpeed moves the private names
+    that the engine uses."""
+    whole = probe("ddp", 2, "fp32", "compile")[0]
     for line in probe(config, processes, precision, mode):
+        main = line["rank"] == 0
+        assert line["weights_kept"]
+        assert line["optimizer_state_kept"]
+        assert line["names"] == ([28, 56] if main else [0, 0])
+        assert line["steps"] == 10  # 7 loaded, 3 made
+        if config != "ddp":
+            assert line["state_bytes"] == pytest.approx(whole["state_bytes"] / processes, rel=0.05)
+        if mode == "compile":
+            assert (line["graphs"], line["breaks"]) == (1, [])
+        if processes == 2:
+            assert line["norm"] == pytest.approx(whole["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
+        if precision == "fp16":
+            assert line["norm"] != whole["norm"]
+            assert (line["scaler"]["scale"], line["scaler"]["_growth_tracker"]) == (2**16, 3)
+        # A skipped step leaves nothing behind, whether it overflows or is a finite spike; the next one is like any.
         assert not math.isfinite(line["norm_of_overflow"])
         assert 0.3 < line["norm_of_spike"] < 3
         assert 0.3 < line["norm_after"] < 3
         assert (line["changed_by_overflow"], line["changed_by_spike"]) == (0, 0)
-        assert line["changed_after"] == (3 * 28 + 1 if line["rank"] == 0 else 1)
+        assert line["changed_after"] == (3 * 28 + 1 if main else 1)
         assert line["skipped"] == 1

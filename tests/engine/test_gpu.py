@@ -21,8 +21,8 @@ BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8
 
 
 def curve(shards, run, config: str, cpu: bool, **fields) -> list[float]:
-    settings = EQUAL | {"sequence_length": 32, "total_batch_tokens": 256, "data": shards, "output_dir": run} | fields
-    arguments = flags(**settings)
+    long = {"sequence_length": 32, "total_batch_tokens": 256}
+    arguments = flags(**EQUAL | long | {"dataset_name": shards, "output_dir": run} | fields)
     result = launch(config, 1, "recipe/train.py", *arguments, env={"ACCELERATE_USE_CPU": str(cpu).lower()})
     assert result.returncode == 0, result.stdout + result.stderr
     return [line["loss"] for line in metrics(run) if line["loss"] is not None]
@@ -48,7 +48,7 @@ def reference(shards, tmp_path_factory):
 def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, compiled, tolerance):
     if precision in ("bf16", "tf32") and not BF16:
         pytest.skip(f"{torch.cuda.get_device_name()} has no {precision}")
-    # recomputation goes with compilation: the large recipes ask for both
+    # gradient checkpointing goes with compilation: the large recipes ask for both
     options = {
         "precision": precision,
         "torch_compile": str(compiled).lower(),
@@ -117,7 +117,7 @@ SIZED = {
     ],
     ids=str,
 )
-def test_gpu_holds_what_was_reckoned(shards, tmp_path, changes):
+def test_gpu_holds_what_was_estimated(shards, tmp_path, changes):
     settings = SIZED | {"micro_batch_size": 8, "precision": "auto"} | changes
     curve(shards, tmp_path / "run", "single", cpu=False, **settings)
     config = parse_config(flags(**TINY | settings | {"dataset_name": shards}))

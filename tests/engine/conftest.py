@@ -1,0 +1,31 @@
+"""The run on one device that the others are compared with."""
+
+import pytest
+
+from tests.conftest import EQUAL, by_step, flags, launch
+
+
+def settings(shards, **fields) -> list[str]:
+    """Flags of recipe/train.py: 50 steps of 8 sequences, with checkpoints at 20, 40 and 50."""
+    return flags(**(EQUAL | {"dataset_name": shards, "save_steps": 20} | fields))
+
+
+def assert_same_losses(lines: dict, expected: dict, first: int = 1, last: int = 50) -> None:
+    """Rounding grows: the losses of the first ten steps agree to within 1e-5, those of fifty to within 1e-4."""
+    for step in range(first, last + 1):
+        assert abs(lines[step]["loss"] - expected[step]["loss"]) <= (1e-5 if step < first + 10 else 1e-4), step
+
+
+@pytest.fixture(scope="session")
+def one_device(shards, once):
+    """(directory, metrics by step)."""
+
+    def make(directory):
+        result = launch("single", 1, "recipe/train.py", *settings(shards, output_dir=directory, micro_batch_size=8))
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    directory, _ = once("one-device", make)
+    lines = by_step(directory)
+    assert list(lines) == list(range(51))
+    assert lines[50]["loss"] < lines[1]["loss"] - 0.5  # there is something to agree on
+    return directory, lines
