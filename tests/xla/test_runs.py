@@ -8,16 +8,10 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT, by_step, environment
 from tests.test_docs import BLOCKS, LAUNCHES
-from tests.xla.conftest import column, launch, train, train_here
-
-
-def tensors(checkpoint):
-    return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "optimizer.safetensors")
+from tests.xla.conftest import column, launch, tensors, train, train_here
 
 
 def assert_same_run(lines, expected, first_ten=1e-5, all_steps=1e-4, norm=1e-3):
@@ -29,22 +23,19 @@ def assert_same_run(lines, expected, first_ten=1e-5, all_steps=1e-4, norm=1e-3):
     assert column(lines, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=norm)
 
 
-def test_the_comparison_has_something_to_compare(plain):
+def test_one_device_takes_the_plain_engines_steps(plain, one_device):
     losses = column(plain[1], "loss")
     assert len(losses) == 50
     assert losses[-1] < losses[0] - 0.5  # it learns: equal losses are no accident
     assert max(column(plain[1], "grad_norm")) > 1  # and is clipped
-
-
-def test_one_device_takes_the_plain_engines_steps(plain, one_device):
     assert_same_run(one_device[1], plain[1])
+    assert_compiles_no_more(one_device[1])
 
 
-def test_four_devices_take_the_plain_engines_steps(shards, plain, one_device, tmp_path):
+def test_four_devices_take_the_plain_engines_steps(shards, plain, tmp_path):
     lines, output = train(shards, tmp_path / "run", devices=4, micro_batch_size=1)
     assert "1 process x 2 micro-steps x 4 devices x 1 sequence x" in output
     assert_same_run(lines, plain[1])
-    assert_same_run(lines, one_device[1])
     assert_compiles_no_more(lines)
 
 
@@ -58,10 +49,6 @@ def test_muon_on_four_devices_takes_the_plain_engines_steps(shards, tmp_path):
     assert len(set(counts[3:25])) == 1
 
 
-def test_accumulating_compiles_three_large_programs(one_device):
-    assert_compiles_no_more(one_device[1])
-
-
 def assert_compiles_no_more(lines):
     """Validation's programs at step 0; a micro-step and an update; then nothing but zeros."""
     counts = column(lines, "compilations")
@@ -72,72 +59,16 @@ def assert_compiles_no_more(lines):
     assert len(set(counts[25:])) == 1
 
 
-@pytest.fixture(scope="module")
-def bf16(shards, once):
-    run, _ = once("bf16", lambda run: train(shards, run, devices=4, precision="bf16", gradient_checkpointing="true")[1])
-    return run, by_step(run)
-
-
-def test_bf16_and_recomputation_follow_the_fp32_curve(plain, bf16):
-    assert_same_run(bf16[1], plain[1], first_ten=1e-2, all_steps=1e-2, norm=1e-2)
-    assert column(bf16[1], "loss") != pytest.approx(column(plain[1], "loss"), abs=1e-5)
-    assert_compiles_no_more(bf16[1])
-
-
-def test_bf16_keeps_weights_and_moments_in_fp32(bf16):
-    """torch_xla can hold bf16 and call it float32: the bits must be there."""
-    for name, tensor in tensors(bf16[0] / "step_00000050").items():
+def test_bf16_and_gradient_checkpointing_follow_the_fp32_curve(shards, plain, tmp_path):
+    fields = {"devices": 4, "precision": "bf16", "gradient_checkpointing": "true"}
+    lines, _ = train(shards, tmp_path / "run", **fields)
+    assert_same_run(lines, plain[1], first_ten=1e-2, all_steps=1e-2, norm=1e-2)
+    assert column(lines, "loss") != pytest.approx(column(plain[1], "loss"), abs=1e-5)
+    assert_compiles_no_more(lines)
+    for name, tensor in tensors(tmp_path / "run" / "step_00000050").items():
         assert tensor.dtype == torch.float32
-        if tensor.ndim > 1:
+        if tensor.ndim > 1:  # torch_xla can hold bf16 and call it float32: the bits must be there
             assert not torch.equal(tensor, tensor.bfloat16().float()), name
-
-
-def test_the_checkpoint_is_a_transformers_model(one_device):
-    run, lines = one_device
-    model, info = AutoModelForCausalLM.from_pretrained(run / "step_00000050", output_loading_info=True)
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    from recipe.data.dataset import TokenDataset
-    from recipe.data.shards import find_shards
-    from tests.conftest import EQUAL, json
-
-    settings = json.loads((run / "step_00000050" / "trainer_state.json").read_text())["config"]
-    length = settings["sequence_length"]
-    source = TokenDataset(find_shards(settings["dataset_name"], "val"), length, 8, settings["seed"])
-    rows = torch.from_numpy(source.validation_rows(0, EQUAL["eval_tokens"] // length))
-    with torch.no_grad():
-        loss = model.eval()(rows, labels=rows).loss.item()
-    assert loss == pytest.approx(lines[50]["val_loss"], abs=1e-5)
-
-
-def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, tmp_path):
-    """Dropout on, recomputed, four devices; HellaSwag and samples in between must not shift the masks."""
-    fields = {
-        "devices": 4,
-        "max_steps": 8,
-        "save_steps": 4,
-        "eval_steps": 4,
-        "dropout": 0.1,
-        "gradient_checkpointing": "true",
-        "warmup_steps": 2,
-        "hellaswag_steps": 4,
-        "hellaswag_limit": 9,
-        "sample_steps": 4,
-    }
-    expected, run = tmp_path / "expected", tmp_path / "run"
-    lines, output = train(shards, expected, **fields)
-    assert "HellaSwag (9 rows)" in output
-    assert output.count(": sample ") == 2
-    counts = column(lines, "compilations")
-    assert counts[8] == counts[4]  # HellaSwag, samples and dropout's seeds need no more programs the second time
-    shutil.copytree(expected, run)
-    shutil.rmtree(run / "step_00000008")
-    resumed, output = train(shards, run, **fields)
-    assert "from step 4" in output
-    a, b = tensors(run / "step_00000008"), tensors(expected / "step_00000008")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[k], b[k]) for k in a)
-    for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_A_acc"):
-        assert [line.get(key) for line in resumed.values()] == [line.get(key) for line in lines.values()]
 
 
 @pytest.fixture(scope="module")
@@ -150,16 +81,7 @@ def base(shards, once):
 MOVES = {"max_steps": 15, "save_steps": 5, "save_total_limit": 9, "eval_steps": 0}
 
 
-@pytest.mark.parametrize(
-    ("config", "processes"),
-    [
-        ("single", 1),
-        ("ddp", 2),
-        ("zero1", 2),
-        ("zero2", 2),
-        ("zero3", 2),
-    ],
-)
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("zero3", 2)])
 def test_checkpoints_move_to_and_from_the_other_engines(shards, base, tmp_path, capsys, config, processes):
     """Saved on XLA, five steps elsewhere, saved there, five steps on XLA: the losses of never having moved."""
     expected = column(base[1], "loss")
