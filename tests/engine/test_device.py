@@ -102,22 +102,6 @@ def test_peaks_are_those_of_the_data_sheets_where_the_whole_name_is_known(machin
     assert device.peak_of(torch.device("cpu")) is None
 
 
-def test_memory_is_known_of_a_gpu_only(monkeypatch):
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert (device.memory(cpu), device.free_memory(cpu)) == (None, None)
-    properties = type("Properties", (), {"total_memory": 80})()
-    pretended = {
-        "get_device_properties": properties,
-        "mem_get_info": (50, 80),
-        "memory_reserved": 20,
-        "memory_allocated": 5,
-    }
-    for name, value in pretended.items():
-        monkeypatch.setattr(torch.cuda, name, lambda which, value=value: value)
-    assert device.memory(gpu) == 80
-    assert device.free_memory(gpu) == 65  # what the allocator keeps and nothing uses is free too
-
-
 def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch):
     gpu, calls = torch.device("cuda", 0), []
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize", "max_memory_allocated"):
@@ -131,12 +115,6 @@ def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch)
     assert device.peak_while(gpu, lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))) is None
     with pytest.raises(RuntimeError, match="illegal"):
         device.peak_while(gpu, lambda: fail(RuntimeError("an illegal memory access was encountered")))
-
-
-def test_random_numbers_of_a_trial_are_drawn_again():
-    with device.same_random_numbers(torch.device("cpu")):
-        drawn = torch.rand(3)
-    assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from recipe.engine.shutdown import Agreement, Interrupted
+from recipe.engine.shutdown import Agreement
 from tests import processes as programs
 from tests.conftest import environment
 
@@ -131,15 +131,11 @@ def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched
 # Agreement
 
 
-def agreement_of(group) -> tuple[Agreement, SimpleNamespace, SimpleNamespace]:
-    stop = SimpleNamespace(requested=False, at_boundary=lambda: None, leave=lambda: None)
-    batches = SimpleNamespace(ready=lambda seconds, ahead=0: True, error=lambda ahead=0: None)
-    return Agreement(stop, group), stop, batches
-
-
 def test_agreeing_costs_no_step():
     """The flags for a step are sent before the step before it computes, and waited for after it."""
-    agreement, _, batches = agreement_of("the hosts")
+    signals = SimpleNamespace(requested=False, at_boundary=lambda: None)
+    batches = SimpleNamespace(ready=lambda seconds, ahead=0: True, error=lambda ahead=0: None)
+    agreement = Agreement(signals, "the hosts")
     events = []
     work = SimpleNamespace(wait=lambda: events.append("wait"))
     with mock.patch("torch.distributed.all_reduce", side_effect=lambda *_, **__: events.append("send") or work):
@@ -155,11 +151,3 @@ def test_two_processes_stop_after_the_same_step_and_wait_for_late_data():
     # Rank 1 is told during step 20; its flag is sent before step 21 and read before step 22.
     assert first["steps"] == second["steps"] == 22
     assert first["wait_of_step_5"] > 0.3  # rank 0 does not start the step before rank 1 has its data
-
-
-def test_one_process_stops_at_the_next_boundary():
-    agreement, stop, batches = agreement_of(None)
-    agreement.wait_for_batches(batches)
-    stop.requested = True
-    with pytest.raises(Interrupted):
-        agreement.wait_for_batches(batches)
