@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
-import shlex
-import sys
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
-import transformers
 
+from benchmarks import report
 from benchmarks.variants import Variant
 from recipe.config import Batch, parse_config
 from recipe.engine import device as hardware
@@ -98,15 +94,7 @@ class BenchConfig:
         """Prints what is measured on what; returns what a result needs beside its figures."""
         m = self.config.model
         source = "one thread's best product times their number" if self.on_cpu else "data sheet, dense bf16 or fp16"
-        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type.upper()
-        about = {
-            "device": hardware.processor() if self.on_cpu else gpu,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads() if self.on_cpu else None,
-            "date": date.today().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        about = report.circumstances() | {
             "model": {
                 "recipe": Path(self.config.run.config).stem,
                 "n_layer": m.n_layer,

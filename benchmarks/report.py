@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import json
+import platform
+import shlex
+import sys
+from datetime import date
 from pathlib import Path
 
+import torch
+import transformers
+
+from recipe.engine import device as hardware
+
 KEPT, ASIDE = "#2f6f9f", "#c9d3da"  # bars: those that count, and those shown beside them
+
+
+def circumstances() -> dict:
+    """What figures need beside them to mean anything."""
+    accelerator = torch.accelerator.current_accelerator()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else str(accelerator).upper()
+    return {
+        "device": gpu if accelerator else hardware.processor(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "threads": None if accelerator else torch.get_num_threads(),
+        "date": date.today().isoformat(),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+    }
 
 
 def write(results: dict, path: Path) -> None:
