@@ -51,7 +51,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu
+.PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
 
 help:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -123,6 +123,11 @@ bench-peers: .venv/installed ## recipe/train.py beside transformers and others (
 
 bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
 	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
+
+gpu-proof: .venv/installed-dev ## all that is to be measured on a GPU, 25 minutes (TEXT, OUT)
+	-$(BIN)/python -m pytest tests -k gpu -q
+	-$(BIN)/python -m benchmarks all --minutes 7 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks optimizers --sizes gpt2 $(if $(TEXT),--dataset_name $(TEXT)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
 bench-data: .venv/installed ## preparing and reading data beside datasets.map
 	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)

@@ -204,6 +204,20 @@ TABLE = {
     "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
     "15 heads": (lambda at: at.train(n_embd=33), "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30"),
     "16 learning rate": (lambda at: at.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
+    "16 optimizer": (lambda at: at.train(optim="adam"), "adam", "adamw", "muon"),
+    "16 schedule": (lambda at: at.train(lr_scheduler_type="constant"), "constant", "cosine", "linear", "wsd"),
+    "16 decay": (
+        lambda at: at.train(lr_scheduler_type="wsd", decay_fraction=0),
+        "decay_fraction is 0.0; it must be above 0, and at most 1",
+    ),
+    "16 Muon's rate": (
+        lambda at: at.train(muon_learning_rate=0.01),
+        "muon_learning_rate is for optim muon, and optim is adamw; remove muon_learning_rate, or set optim to muon",
+    ),
+    "16 wsd's decay": (
+        lambda at: at.train(decay_fraction=0.3),
+        "decay_fraction is for lr_scheduler_type wsd, and lr_scheduler_type is cosine; remove decay_fraction, or set",
+    ),
     "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 leaves nothing of max_steps 6"),
     "18 fp16": (lambda at: at.train(precision="fp16"), "precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"),
     "18 tf32": (lambda at: at.train(precision="tf32"), "precision tf32 needs an Ampere", "use auto or fp32"),

@@ -158,7 +158,9 @@ def test_every_recipe_parses_and_opens_with_its_own_command(path):
     command = path.read_text().splitlines()[0]
     assert command.startswith("# accelerate launch --config_file accelerate_configs/")
     assert command.endswith(f"recipe/train.py --config recipe/configs/{path.name}")
-    assert config.data.streaming == (path.stem in ("kaggle-tpu", "kaggle-t4x2", "gpt2-fineweb", "tinystories"))
+    assert config.data.streaming == (
+        path.stem in ("kaggle-tpu", "kaggle-t4x2", "gpt2-fast", "gpt2-fineweb", "tinystories")
+    )
     assert config.data.disk_budget_gb <= 20 or "kaggle" not in path.stem  # 40 GB of disk, checkpoints included
 
 

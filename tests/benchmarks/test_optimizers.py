@@ -1,0 +1,42 @@
+"""AdamW beside Muon: the share of tokens by hand, and the command on tiny runs."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import optimizers
+from tests.conftest import SHAKESPEARE, TINY
+
+
+def test_the_tokens_to_reach_a_loss_lie_between_two_validations():
+    curve = {0: 10.0, 100: 6.0, 200: 5.0, 300: 4.0}
+    assert optimizers.tokens_to_reach(curve, 5.5) == pytest.approx(150)
+    assert optimizers.tokens_to_reach(curve, 3.9) is None
+
+
+@pytest.mark.slow
+def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    size = dataclasses.replace(optimizers.SIZES["2x32"], steps=24, seeds=(1,))
+    recipe = {k: v for k, v in TINY.items() if k.startswith(("n_", "total", "micro", "sequence", "eval_tok", "prec"))}
+    monkeypatch.setitem(
+        optimizers.SIZES, "tiny", dataclasses.replace(size, recipe=recipe, rates={"adamw": (1e-3,), "muon": (0.02,)})
+    )
+    arguments = [
+        "--dataset_name",
+        str(SHAKESPEARE),
+        "--sizes",
+        "tiny",
+        f"--runs={tmp_path / 'runs'}",
+        f"--out={tmp_path}",
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert optimizers.main(arguments) == 0
+    (result,) = json.loads((tmp_path / "optimizers.json").read_text())["sizes"]
+    assert result["final"]["muon"][0] < result["final"]["adamw"][0]
+    assert len(result["curves"]["muon, half"][0]) == 13
+    assert (tmp_path / "optimizers.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(optimizers.subprocess, "run", None)  # nothing trains a second time
+    assert optimizers.main(arguments) == 0
+    assert capsys.readouterr().out == printed
