@@ -124,7 +124,7 @@ bench-peers: .venv/installed ## recipe/train.py beside transformers and others (
 bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
 	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 
-gpu-proof: .venv/installed-dev ## all that is to be measured on a GPU, 25 minutes (TEXT, OUT)
+gpu-proof: .venv/installed-dev ## all GPU measurements in 25 minutes (TEXT, OUT)
 	-$(BIN)/python -m pytest tests -k gpu -q
 	-$(BIN)/python -m benchmarks all --minutes 7 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks optimizers --sizes gpt2 $(if $(TEXT),--dataset_name $(TEXT)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))

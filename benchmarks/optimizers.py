@@ -17,8 +17,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from benchmarks import report
 from recipe.config import ROOT
+from recipe.engine import device as hardware
 from recipe.monitor.metrics import read_metrics
 
 
@@ -120,10 +123,12 @@ def compare(runs: Runs) -> dict:
     """Sweeps both learning rates, repeats the best with every seed, and compares each pair of seeds."""
     seeds, best, swept, curves = runs.size.seeds, {}, [], {}
     for optimizer, rates in runs.size.rates.items():
-        ends = {rate: final(runs.curve(optimizer, rate, seeds[0])) for rate in rates}
+        tried = {rate: runs.curve(optimizer, rate, seeds[0]) for rate in rates}
+        ends = {rate: final(curve) for rate, curve in tried.items()}
         best[optimizer] = min(ends, key=ends.get)
         swept += [{"optimizer": optimizer, "learning_rate": rate, "val_loss": end} for rate, end in ends.items()]
-        curves[optimizer] = [runs.curve(optimizer, best[optimizer], seed) for seed in seeds]
+        again = [runs.curve(optimizer, best[optimizer], seed) for seed in seeds[1:]]
+        curves[optimizer] = [tried[best[optimizer]], *again]
     curves["muon, half"] = [runs.curve("muon", best["muon"], seed, 0.5) for seed in seeds]
     shares = []
     for baseline, muon in itertools.product(curves["adamw"], curves["muon"]):
@@ -194,9 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench", help="directory of the results")
     arguments = parser.parse_args(argv)
     out, results = Path(arguments.out), []
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else hardware.processor()
     for size in arguments.sizes:
         results.append(compare(Runs(size, arguments.dataset_name, Path(arguments.runs))))
-        report.write(report.circumstances() | {"sizes": results}, out / "optimizers.json")
+        report.write({"device": device, "torch": torch.__version__, "sizes": results}, out / "optimizers.json")
         picture(results, out / "optimizers.png")
     print("\n" + "\n".join(lines(results)))
     return 0

@@ -37,6 +37,6 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
     assert len(result["curves"]["muon, half"][0]) == 13
     assert (tmp_path / "optimizers.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    monkeypatch.setattr(optimizers.subprocess, "run", None)  # nothing trains a second time
+    monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time
     assert optimizers.main(arguments) == 0
     assert capsys.readouterr().out == printed
