@@ -24,7 +24,6 @@ from pathlib import Path
 from recipe.config import ROOT, DataConfig
 from recipe.data.prepare.documents import open_files
 from recipe.data.prepare.pipeline import prepare
-from recipe.data.prepare.tokenize import Workers
 from recipe.errors import UserError
 
 
@@ -72,10 +71,9 @@ def _documents(source: str) -> Iterator[str]:
 def _tokenizing(text: Path, directory: Path, rounds: int) -> None:
     """Tokens a second of ours and of the peer with as many threads or processes."""
     ways = {
-        "ours 1 thread": lambda: _ours(text, directory, threads=1),
+        "ours 1 thread": lambda: _ours(text, directory, 1),
         "datasets.map 1 process": lambda: _peer(text, directory, 1),
-        "ours 2 threads": lambda: _ours(text, directory, threads=2),
-        "ours 2 processes": lambda: _ours(text, directory, processes=2),
+        "ours 2 threads": lambda: _ours(text, directory, 2),
         "datasets.map 2 processes": lambda: _peer(text, directory, 2),
     }
     rates, counts = {name: [] for name in ways}, set()
@@ -94,11 +92,11 @@ def _tokenizing(text: Path, directory: Path, rounds: int) -> None:
         print(f"  {name:26} {rate / 1e6:6.2f} M tokens/s ({spread})  {ratio}")
 
 
-def _ours(text: Path, directory: Path, **workers) -> tuple[int, float]:
+def _ours(text: Path, directory: Path, threads: int) -> tuple[int, float]:
     """Prepares shards in a directory of their own; returns the tokens and the seconds."""
     with tempfile.TemporaryDirectory(dir=directory) as out, redirect_stdout(io.StringIO()):
         start = time.perf_counter()
-        manifest = prepare(DataConfig(train_text=str(text), dataset_name=out), Workers(**workers))
+        manifest = prepare(DataConfig(train_text=str(text), dataset_name=out), threads)
         return manifest.tokens("train") + manifest.tokens("val"), time.perf_counter() - start
 
 

@@ -23,9 +23,9 @@ from transformers import GPT2Config
 from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare.pipeline import prepare
-from recipe.data.shards import write_shard
 from tests import processes as programs
 from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
+from tests.data import write_shard
 from tests.hub.server import Hub
 
 GOOD = np.arange(4000, dtype="<u2")
@@ -95,7 +95,7 @@ class Place:
             if isinstance(content, bytes):
                 path.write_bytes(content)
             else:
-                write_shard(path, np.asarray(content, np.uint16))
+                write_shard(path, content)
         return self.path
 
     def file(self, name: str, content: str | bytes) -> Path:
@@ -157,7 +157,7 @@ TABLE = {
     ),
     "2 magic": (
         lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
-        "x_train_0.bin: magic number 123",
+        "x_train_0.bin: neither llm.c's GPT-2 shard (it begins with 123 ",
         PREPARE,
     ),
     "3 count": (
@@ -166,12 +166,12 @@ TABLE = {
         "prepare it",
     ),
     "4 token outside": (
-        lambda at: at.train(at.shard(np.where(GOOD == 77, 50257, GOOD))),
-        "x_train_0.bin: token 50257 at position 77, GPT-2's vocabulary ends at 50256",
-        PREPARE,
+        lambda at: at.train(at.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),
+        "x_train_0.bin: holds token 50257, GPT-2's vocabulary ends at 50256",
+        "another tokenizer",
     ),
-    "5 dtype": (lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())), "4 bytes each, not uint16", PREPARE),
-    "5 byte order": (lambda at: at.train(at.shard((GOOD + 1).astype(">u2").tobytes())), "big-endian order", PREPARE),
+    "5 dtype": (lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())), "type (uint16 is read)", PREPARE),
+    "5 byte order": (lambda at: at.train(at.shard((GOOD + 1).astype(">u2").tobytes())), "or byte order", PREPARE),
     "6 short": (lambda at: at.train(at.shard(GOOD[:16])), "x_train_0.bin: 16 tokens", "lower sequence_length"),
     "7 validation is training": (
         lambda at: at.train(at.shard(GOOD, val=GOOD)),

@@ -34,7 +34,7 @@ SHORTER = {
     "eval/harness.py": ["--limit", "4", "--rows", "texts.jsonl"],
     "eval/lambada.py": ["--limit", "4", "--rows", "texts.jsonl"],
     "eval/wikitext.py": ["--limit_windows", "4", "--text", "recipe/data/tiny_shakespeare.txt"],
-    "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3", "--processes", "2"],
+    "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "11"],
     "benchmarks": ["--help"],  # tests/benchmarks runs the others

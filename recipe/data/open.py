@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from recipe.config import Batch, Config, DataConfig
-from recipe.data.dataset import TokenDataset, check_data, check_disjoint
+from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
 from recipe.data.prepare.pipeline import prepare_for_training
 from recipe.data.prepare.producer import check_same
 from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
@@ -88,36 +88,34 @@ def _open_stream(
 ) -> tuple[StreamedDataset, list[Shard]]:
     """Starts this node's builder and waits for its first shards."""
     data, out = config.data, Path(config.data.dataset_name)
-    windows, earlier = config.optimizer.max_steps * batch.sequences, (state or {}).get("manifest")
-    waiting, error, version = Waiting(out), "", {}
+    waiting, error, commit = Waiting(out), "", None
 
-    def start(commit: str | None) -> dict:
-        builder = BuilderProcess(data, engine.local_world, windows, commit, earlier)
+    def start(commit: str | None) -> str | None:
+        builder = BuilderProcess(data, engine.local_world, commit, (state or {}).get("manifest"))
         closing.callback(builder.close)
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
-        logger.info("data       streaming %s into %s, at most %.3g GB", what, out, builder.budget / 1e9)
-        return waiting.until(lambda: read_json(out / STATUS).get("version"), "the data set's version")
+        logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
+        waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
+        return Manifest.load(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
     try:
         if engine.is_main:
-            version = start(None)
+            commit = start(None)
     except (UserError, OSError) as e:
         error = str(e)
-    error, version = engine.from_main((error, version))
+    error, commit = engine.from_main((error, commit))
     try:
         if engine.local_rank == 0 and not engine.is_main and not error:
-            start(version.get("commit"))
+            start(commit)
     except (UserError, OSError) as e:
         error = str(e)
     if engine.anywhere(bool(error)):  # and nobody goes on to read the status of an earlier run
         raise UserError(error or "the stream of another node did not start; its error message has the cause")
-    waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
     waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
-    manifest = Manifest.load(out)
     if data.val_data:
         val_shards = find_shards(data.val_data, "val")
-    elif not (val_shards := manifest.shards_in(out, "val")):
+    elif not (val_shards := Manifest.load(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
     train = StreamedDataset(
         out,
@@ -128,4 +126,5 @@ def _open_stream(
         first=step * batch.sequences,
     )
     check_disjoint(train.shards, val_shards)
+    check_length(val_shards, data.sequence_length)
     return train, val_shards

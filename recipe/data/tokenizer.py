@@ -62,12 +62,17 @@ def encode(text: str) -> np.ndarray:
     try:
         return _encode(text)
     except UnicodeEncodeError:
-        return encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return encode(without_surrogates(text))
     except ValueError:
         # The regex engine's stack runs out on some 100,000s of spaces before a word. The run's last space belongs to
         # the word and the others are one piece, so a cut between them changes no token.
         cuts = [0, *(m.end() for m in _BEFORE_LAST_SPACE_OF_LONG_RUN.finditer(text)), len(text)]
         return np.concatenate([_encode(text[a:b]) for a, b in pairwise(cuts)])
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with U+FFFD for each lone surrogate, which JSON may hold and UTF-8 may not."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _encode(text: str) -> np.ndarray:

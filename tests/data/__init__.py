@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from recipe.config import DataConfig
-from recipe.data.shards import find_shards, read_shard
+from recipe.data.shards import OpenShard, find_shards, read_shard
 from recipe.data.tokenizer import END_OF_TEXT, encode
 from tests.conftest import SHAKESPEARE
 
@@ -20,6 +20,13 @@ def write_jsonl(path, texts=DOCUMENTS, opener=open):
         for text in texts:
             file.write(json.dumps({"id": 1, "text": text}).encode() + b"\n")
     return path
+
+
+def write_shard(path, tokens) -> str:
+    """A shard of `tokens`; returns its file's SHA-256."""
+    with OpenShard(path.with_name(f"{path.name}.part")) as shard:
+        shard.append(np.asarray(tokens, np.uint16))
+        return shard.commit(path)
 
 
 def data_of(text, out, **changes) -> DataConfig:

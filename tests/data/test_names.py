@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from recipe.config import DataConfig, batch_arithmetic, parse_config
-from recipe.data.dataset import check_data
 from recipe.data.open import open_datasets
-from recipe.data.prepare.pipeline import prepare, prepare_for_training
-from recipe.data.shards import Manifest, find_shards
+from recipe.data.prepare.pipeline import prepare
+from recipe.data.shards import Manifest
 from recipe.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment
@@ -149,30 +148,6 @@ def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here)
     assert data("--dataset_name=somewhere", "--train_text=a/b").train_text == "a/b"
     (here / "tinystories").mkdir()
     assert data("--dataset_name=tinystories").train_text == ""  # a directory that is there comes first
-
-
-def test_validation_shorter_than_a_sequence_names_a_fraction_that_works(here):
-    text = write_jsonl(here / "d.jsonl", [TEXT[:8000]])
-    prepare(data_of(text, here / "short", val_fraction=0.01))
-    shards = [find_shards(str(here / "short"), split) for split in ("train", "val")]
-    with pytest.raises(UserError, match=r"validation tokens are fewer than .* --val_fraction 0\.\d+") as error:
-        check_data(*shards, sequence_length=64, batch_size=4)
-    fraction = float(re.search(r"--val_fraction (0\.\d+)", str(error.value))[1])
-    prepare(data_of(text, here / "enough", val_fraction=fraction))
-    check_data(*(find_shards(str(here / "enough"), split) for split in ("train", "val")), 64, 4)
-
-
-def test_a_linked_manifest_is_refused(here):
-    prepare_for_training(data_of(write_jsonl(here / "d.jsonl", DOCUMENTS[:30]), here / "shards"))
-    manifest = here / "shards" / "manifest.json"
-    manifest.rename(here / "elsewhere.json")
-    manifest.symlink_to(here / "elsewhere.json")
-    with pytest.raises(UserError, match=r"manifest\.json is a symbolic link"):
-        opened("--dataset_name=shards")
-    before = (here / "elsewhere.json").read_bytes()
-    with pytest.raises(UserError, match="symbolic link"):
-        prepare(data_of("d.jsonl", "shards"))
-    assert (here / "elsewhere.json").read_bytes() == before
 
 
 def test_a_run_on_a_file_of_text(here):

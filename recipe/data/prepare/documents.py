@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from recipe.catalog import TEXT_SUFFIXES, text_files, text_suffix
+from recipe.data.shards import Manifest
+from recipe.data.tokenizer import without_surrogates
 from recipe.errors import UserError
 from recipe.files import sha256_of
 
@@ -37,36 +38,16 @@ class Document:
     chunks: Callable[[], Iterable[str]]
     stream: dict | None
 
-    @property
-    def pieces(self) -> Iterator[str]:
-        return in_pieces(self.chunks())
-
     def digest(self) -> int:
         digest = hashlib.blake2b(digest_size=8)
         for chunk in self.chunks():
-            digest.update(chunk.encode("utf-8", "surrogatepass"))
+            digest.update(without_surrogates(chunk).encode())
         return as_integer(digest.digest())
 
 
 def as_integer(digest: bytes) -> int:
     """63 bits of a digest: two different ones among ten million documents are equal with a probability of 1e-5."""
     return int.from_bytes(digest, "little") >> 1
-
-
-class Text(Protocol):
-    """A text, read document by document."""
-
-    def identity(self) -> dict:
-        """What must not change between an interrupted preparation and its continuation."""
-        ...
-
-    def pin(self, earlier: dict | None) -> dict:
-        """Fixes the version to read, that of an `earlier` manifest's source or today's, and returns it."""
-        ...
-
-    def documents(self, stream: dict | None = None) -> Iterator[Document]:
-        """All documents in order; or those from an earlier document's `stream` on."""
-        ...
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
@@ -122,8 +103,12 @@ class TextFiles:
     def identity(self) -> dict:
         return {"files": [_file_identity(path) for path in self.paths], "text_column": self.text_column}
 
-    def pin(self, earlier: dict | None) -> dict:
+    def newest(self) -> dict:
+        """As HubText's: files on this disk have one version."""
         return {}
+
+    def pin(self, manifest: Manifest) -> None:
+        """As HubText's."""
 
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
         """The state of a stream is [number of a file, row group of parquet]."""
@@ -149,16 +134,14 @@ class TextFiles:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield partial(text_chunks, self._json_text(line, f"{path}, line {number}"))
-
-    def _json_text(self, line: bytes, where: str) -> str:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not JSON ({error}); expected one object a line") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object a line")
-        return text_of(row, self.text_column, where)
+                    where = f"{path}, line {number}"
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:
+                        raise UserError(f"{where}: not JSON ({error}); expected one object a line") from None
+                    if not isinstance(row, dict):
+                        raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object a line")
+                    yield partial(text_chunks, text_of(row, self.text_column, where))
 
     def _parquet(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:
         import pyarrow as pa

@@ -5,32 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe.config import DataConfig
 from recipe.data.hub import HubShards
-from recipe.data.prepare.producer import check_own_directory, check_same, newest_manifest, sweep
+from recipe.data.prepare.producer import check_own_directory, continued
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
 
 
 class HubProducer:
     """As TextProducer, of hf://datasets/ORG/NAME/PATTERN."""
 
-    def __init__(self, data: DataConfig, out: Path):
-        self.shards, self.out = HubShards(data.train_text), out
+    def __init__(self, uri: str, out: Path):
+        self.shards, self.out = HubShards(uri), out
         check_own_directory(out)
 
     def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
-        manifest = newest_manifest(self.out, earlier, self.shards.identity())
-        if manifest and manifest.shards:
-            check_same(self.out, manifest, self.shards.identity())
-            self.shards.pin(manifest.source)
-        else:
-            pinned = self.shards.pin({"commit": commit} if commit else None)
-            source = {**self.shards.identity(), **pinned}
-            manifest = Manifest(source, {}, complete=True, shards=self.shards.entries())
-        manifest.save(self.out)
-        self.manifest = manifest
-        sweep(self.out, manifest)
-        return manifest
+        identity = self.shards.identity()
+        self.manifest = continued(self.out, earlier, identity)
+        if self.manifest is None:
+            version = {"commit": commit} if commit else self.shards.newest()
+            self.manifest = Manifest({**identity, **version}, {}, complete=True)
+            self.manifest.shards = self.shards.entries(version["commit"])
+        self.shards.pin(self.manifest)
+        self.manifest.save(self.out)
+        return self.manifest
 
     def bytes_of(self, number: int) -> int:
         return HEADER_BYTES + self.manifest.of("train")[number]["tokens"] * DTYPE.itemsize
@@ -40,13 +36,11 @@ class HubProducer:
         return max(self.bytes_of(i) for i in range(len(self.manifest.of("train"))))
 
     def make_validation(self) -> Iterator[int]:
-        for entry in self.manifest.of("val"):
-            yield from self._fetch(entry)
+        for number in range(len(self.manifest.of("val"))):
+            yield from self.make("val", number)
 
     def make(self, split: str, number: int) -> Iterator[int]:
-        yield from self._fetch(self.manifest.of(split)[number])
-
-    def _fetch(self, entry: dict) -> Iterator[int]:
+        entry = self.manifest.of(split)[number]
         yield 0
         if not (self.out / entry["file"]).exists():
             self.shards.download(entry, self.out / entry["file"])
