@@ -268,14 +268,17 @@ def _load(config: Config, engine: Engine, path: Path) -> Checkpoint:
 
 
 def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -> bool:
-    """Whether there is nothing left to do: the last step is saved, and was evaluated. A collective call."""
+    """Whether there is nothing left to do, which it logs: the last step is saved, and was evaluated. A collective
+    call."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
-    if checkpoint.step > config.optimizer.max_steps:
-        return True
     lines = read_metrics(Path(config.run.output_dir) / "metrics.jsonl")
     evaluated = bool(lines) and lines[-1]["step"] == checkpoint.step and lines[-1].get("val_loss") is not None
-    return engine.from_main(evaluated)
+    complete = checkpoint.step > config.optimizer.max_steps or engine.from_main(evaluated)
+    if complete:
+        path = checkpoint.path
+        logger.info("complete   %s holds the whole run; --max_steps trains longer, --fresh starts over", path)
+    return complete
 
 
 def check_same_launch(config: Config, engine: Engine) -> None:

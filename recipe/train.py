@@ -4,7 +4,6 @@
 what the loop drives.
 """
 
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -28,8 +27,6 @@ from recipe.monitor.summary import Result, announce, conclude
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
 from recipe.redaction import keep_secrets
-
-logger = logging.getLogger("recipe.train")  # also where this file is the script
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,28 +56,15 @@ def run(config: Config, engine: Engine) -> ExitCode:
     if config.run.dry_run:
         return ExitCode.DONE
     with open_run_directory(config, engine) as checkpoint:
-        uploads = open_uploads(config, engine)
-        if is_complete(config, engine, checkpoint):
-            path = checkpoint.path
-            logger.info("complete   %s holds the whole run; --max_steps trains longer, --fresh starts over", path)
+        uploads, code = open_uploads(config, engine), ExitCode.DONE
+        if not is_complete(config, engine, checkpoint):
+            with open_components(config, batch, engine, checkpoint, uploads) as parts:
+                result = train(config, batch, parts)
+            code = conclude(config, batch, engine, result, parts.train_data.shards, parts.val_data.shards)
+        if code == ExitCode.DONE:
             engine.stop.begin()  # from now on Ctrl-C leaves the uploads for later
             uploads.wait(stopped=lambda: engine.stop.requested)
-            return ExitCode.DONE
-        with open_components(config, batch, engine, checkpoint, uploads) as parts:
-            result = train(config, batch, parts)
-        if result.saved and result.val_loss is not None:
-            conclude(config, batch, engine, result, parts.train_data.shards, parts.val_data.shards)
-            uploads.wait(stopped=lambda: engine.stop.requested)
-            return ExitCode.DONE
-    if not result.saved:
-        logger.warning(
-            "NOT SAVED  the last checkpoint could not be written into %s; the same command, without --fresh, continues "
-            "from the checkpoint before it",
-            config.run.output_dir,
-        )
-        return ExitCode.NOT_SAVED
-    logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
-    return ExitCode.RUN_AGAIN
+    return code
 
 
 def train(config: Config, batch: Batch, parts: Components) -> Result:

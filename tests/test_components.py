@@ -14,13 +14,17 @@ from recipe.errors import UserError
 class SecondNode:
     """The engine of the second of two nodes; the first was launched with `theirs`, by default alike."""
 
+    optimizers = None
+
     def __init__(self, theirs=None, *, precision: str = "fp32", others_differ: bool = False):
         self.theirs, self.precision, self.others_differ = theirs, precision, others_differ
 
     def from_main(self, mine: dict) -> dict:
         sent = [mine]
         if self.theirs is not None:
-            main = SimpleNamespace(precision="fp32", from_main=lambda value: sent.append(value) or value, anywhere=bool)
+            main = SimpleNamespace(
+                optimizers=None, precision="fp32", from_main=lambda value: sent.append(value) or value, anywhere=bool
+            )
             check_same_launch(self.theirs, main)
         return sent[-1]
 

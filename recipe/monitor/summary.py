@@ -9,6 +9,7 @@ from pathlib import Path
 from recipe.config import ROOT, Batch, Config, OptimizerConfig
 from recipe.data.shards import Shard, unigram_loss
 from recipe.engine.base import Engine
+from recipe.errors import ExitCode
 from recipe.estimate.cost import MFU, cpu_flops, price, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
@@ -147,9 +148,19 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
 
 def conclude(
     config: Config, batch: Batch, engine: Engine, result: Result, train_shards: list[Shard], val_shards: list[Shard]
-) -> None:
-    """Logs the closing panel, with commands to copy."""
+) -> ExitCode:
+    """Logs how the run has ended, with commands to copy, and returns the exit code that says so too."""
     run_dir = Path(config.run.output_dir)
+    if not result.saved:
+        logger.warning(
+            "NOT SAVED  the last checkpoint could not be written into %s; the same command, without --fresh, continues "
+            "from the checkpoint before it",
+            run_dir,
+        )
+        return ExitCode.NOT_SAVED
+    if result.val_loss is None:
+        logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
+        return ExitCode.RUN_AGAIN
     baseline = unigram_loss(train_shards, val_shards)
     for line in outcome(config, batch, result, baseline, read_metrics(run_dir / "metrics.jsonl"), engine.peak_flops):
         logger.info(line)
@@ -158,6 +169,7 @@ def conclude(
     logger.info("  transformers.AutoModelForCausalLM.from_pretrained(%r)", str(final))
     for command in commands(run_dir):
         logger.info("  %s", command)
+    return ExitCode.DONE
 
 
 def outcome(
