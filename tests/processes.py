@@ -22,7 +22,7 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = ["recipe.train", "recipe.hub.export", "eval.common", "datasets", "tests.processes"]
+PRELOAD = ["tests.preload"]
 # Variables that are read while a library is imported.
 FRESH = ("HF_", "HOME", "MALLOC_", "MKL_", "OMP_", "PJRT_", "TORCH_", "TRACKIO", "TRANSFORMERS_", "WANDB_")
 

@@ -8,7 +8,7 @@ the first time; `N-`: the N-th and all later ones), and /RANK for one of several
 separate several faults. tests/processes.py installs the plugin in the processes it forks, load/sitecustomize.py in
 others.
 
-Actions: kill, term, int (that signal, to this process), enospc, eacces, eio (OSError), stall (an hour of sleep), nan
+Actions: kill, term (that signal, to this process), enospc, eacces, eio (OSError), stall (an hour of sleep), nan
 and inf (of a value), note (nothing; for a test that counts). Each appends ACTION@POINT to the file that
 RECIPE_FAULT_LOG names, so that a test can tell a fault that was survived from one that never happened.
 
@@ -19,8 +19,6 @@ open() for metrics.jsonl, the model's forward() and torch.autograd.backward() fo
 import builtins
 import errno
 import functools
-import importlib.abc
-import importlib.util
 import io
 import os
 import pathlib
@@ -49,7 +47,7 @@ POINTS = {
     "data.shard": "a shard is written, but does not have its name yet",
 }
 _ERRORS = {"enospc": errno.ENOSPC, "eacces": errno.EACCES, "eio": errno.EIO}
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 _VALUES = {"nan": float("nan"), "inf": float("inf")}
 _ACTIONS = {*_ERRORS, *_SIGNALS, *_VALUES, "stall", "note"}
 
@@ -87,7 +85,7 @@ def install(text: str) -> None:
             _faults.setdefault(point, []).append(_Fault(action, first, end))
     _patch_files()
     if any(point.startswith(("step.", "evaluate.")) for point in _faults):
-        _after_import("recipe.model.gpt2", _patch_model)
+        _patch_model()
 
 
 def _at(point: str, as_if_killed=lambda: None) -> None:
@@ -168,10 +166,12 @@ class _MetricsLog:
         return getattr(self._file, name)
 
 
-def _patch_model(module) -> None:
+def _patch_model() -> None:
     import torch
 
-    forward, evaluate, backward = module.GPT2LMHeadModel.forward, module.Transformer.forward, torch.autograd.backward
+    from recipe.model import gpt2
+
+    forward, evaluate, backward = gpt2.GPT2LMHeadModel.forward, gpt2.Transformer.forward, torch.autograd.backward
     taken = 0
 
     def faulty_forward(self, input_ids, targets=None):
@@ -196,7 +196,7 @@ def _patch_model(module) -> None:
         backward(*arguments, **options)
         _at("step.micro")
 
-    module.GPT2LMHeadModel.forward, module.Transformer.forward = faulty_forward, faulty_evaluate
+    gpt2.GPT2LMHeadModel.forward, gpt2.Transformer.forward = faulty_forward, faulty_evaluate
     torch.autograd.backward = faulty_backward
 
 
@@ -206,30 +206,3 @@ def _micro_steps_per_step() -> int:
     fields = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv)
     sequences = int(fields["total_batch_tokens"]) // int(fields["sequence_length"])
     return sequences // int(fields["micro_batch_size"]) // int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _after_import(name: str, patch) -> None:
-    """Calls `patch` with a module once it is imported: a process as it starts should not import torch for this."""
-    if name in sys.modules:
-        patch(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, patch))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, patch):
-        self._name, self._patch = name, patch
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_patch(module) -> None:
-            run(module)
-            self._patch(module)
-
-        spec.loader.exec_module = run_and_patch
-        return spec

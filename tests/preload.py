@@ -1,0 +1,16 @@
+"""What the forkserver of tests/processes.py holds before the first program starts: libraries, and the tokenizer, whose
+tables take longer to read than a tiny run to train."""
+
+import gc
+
+import datasets  # noqa: F401
+from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+
+import eval.common  # noqa: F401
+import recipe.hub.export
+import recipe.train  # noqa: F401
+import tests.processes  # noqa: F401
+from recipe.data import tokenizer
+
+tokenizer.encoding()
+gc.freeze()  # a forked program's garbage collector then leaves these objects, and their pages, alone
