@@ -108,7 +108,7 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], only: set[str] | 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert result.returncode == 0, result.stdout
     printed = dict(re.findall(r"^>>> ([\w-]+)\n(.*?)(?=^>>> |\Z)", result.stdout, re.MULTILINE | re.DOTALL))

@@ -110,9 +110,11 @@ def _locked(run_dir: Path) -> BaseFileLock:
 
 
 def _unlock(lock: BaseFileLock, run_dir: Path) -> None:
-    (run_dir / OWNER).unlink(missing_ok=True)
-    (run_dir / LOCK).unlink(missing_ok=True)
-    lock.release()
+    try:
+        (run_dir / OWNER).unlink(missing_ok=True)
+        (run_dir / LOCK).unlink(missing_ok=True)
+    finally:
+        lock.release()
 
 
 # Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
