@@ -80,11 +80,12 @@ def all_scores(line: dict, results: dict, config: dict, text: dict) -> list[Scor
     `line` is the checkpoint's of metrics.jsonl and `results` its results.json, each {} where there is none; `config` is
     the run's; `text` is what it was trained on, from model_card.data_set.
     """
+    own, wikitext = results.get("perplexity", {}), results.get("wikitext2", {})
     found = [
         *_of_run(line, config, text),
         *_hellaswag(results.get("hellaswag", {})),
-        *_perplexity(results.get("perplexity", {}), config, text),
-        *_wikitext(results.get("wikitext2", {})),
+        *_losses(_held_out(own.get("data"), config, text), own, ("loss", "perplexity", "bits_per_byte")),
+        *_losses(_named(wikitext), wikitext, ("perplexity", "word_perplexity", "bits_per_byte")),
         *_lambada(results.get("lambada", {})),
         *_lm_eval(results.get("lm_eval", {})),
     ]
@@ -112,14 +113,6 @@ def _hellaswag(found: dict) -> Iterator[Score]:
         for kind in ("acc", "acc_norm"):
             half, whole = own.get(f"{kind}_ci95"), rows >= HELLASWAG_ROWS
             yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}", own.get(kind), how, half, whole)
-
-
-def _perplexity(found: dict, config: dict, text: dict) -> Iterator[Score]:
-    yield from _losses(_held_out(found.get("data"), config, text), found, ("loss", "perplexity", "bits_per_byte"))
-
-
-def _wikitext(found: dict) -> Iterator[Score]:
-    yield from _losses(_named(found), found, ("perplexity", "word_perplexity", "bits_per_byte"))
 
 
 def _losses(data: dict, found: dict, names: tuple[str, ...]) -> Iterator[Score]:
