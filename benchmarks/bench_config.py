@@ -117,4 +117,5 @@ class BenchConfig:
 
 
 def say(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
     print(line, flush=True)

@@ -86,7 +86,7 @@ def report(seconds: dict[str, list[float]], rows: int) -> str:
     return "\n".join(lines)
 
 
-def arguments() -> argparse.ArgumentParser:
+def _arguments() -> argparse.ArgumentParser:
     parser = common.parser("HellaSwag's speed beside lm-evaluation-harness.", batch_size=16, batch_unit="rows")
     parser.add_argument("--rows", type=common.positive_int, default=100, help="spread over all 10,042 (default: 100)")
     parser.add_argument("--rounds", type=common.positive_int, default=2, help="of two turns each")
@@ -94,7 +94,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    common.run_main(lambda: compare(arguments().parse_args(argv)))
+    """Compares the two for one model and prints a table; returns the exit code."""
+    common.run_main(lambda: compare(_arguments().parse_args(argv)))
     return 0
 
 

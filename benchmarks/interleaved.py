@@ -69,6 +69,7 @@ class Worker:
         return reply["seconds"]
 
     def close(self) -> None:
+        """Ends the worker process, after a second by killing it."""
         self._connection.close()
         self._process.join(1)
         self._process.kill()

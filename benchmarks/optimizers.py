@@ -107,6 +107,7 @@ class Runs:
 
 
 def final(curve: dict[int, float]) -> float:
+    """The loss of a curve {step: loss} at its last step."""
     return curve[max(curve)]
 
 
@@ -188,6 +189,7 @@ def picture(results: list[dict], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Trains every size with each optimizer, and writes optimizers.json and optimizers.png; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks optimizers", description=__doc__.split("\n")[0], allow_abbrev=False
     )

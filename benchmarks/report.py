@@ -33,6 +33,7 @@ def circumstances() -> dict:
 
 
 def write(results: dict, path: Path) -> None:
+    """Writes the results as JSON. Raises ValueError for a number that is not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
 

@@ -95,6 +95,7 @@ class Prediction:
     exposed: float
 
     def tokens_per_second(self, hidden: bool) -> float:
+        """Of all processes together; `hidden`: with as much communication as possible behind the backward."""
         return TOTAL_SEQUENCES * SEQUENCE_LENGTH / (self.compute + (self.exposed if hidden else self.communication))
 
 

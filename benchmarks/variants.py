@@ -71,6 +71,7 @@ class Variant:
         return self.sequences * self.sequence_length
 
     def but(self, **changes) -> Variant:
+        """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -85,7 +86,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
 ATTENTION = {"plain": plain_attention, "sdpa": causal_attention, "blocks": block_attention}
 
 
-def gpt2_config(model: ModelConfig) -> GPT2Config:
+def _gpt2_config(model: ModelConfig) -> GPT2Config:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
     sizes = {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_")}
     return GPT2Config(vocab_size=VOCAB_SIZE, **sizes, **dropout)
@@ -94,7 +95,7 @@ def gpt2_config(model: ModelConfig) -> GPT2Config:
 def our_model(variant: Variant) -> GPT2LMHeadModel:
     """Our model with the variant's switches, on the CPU, with the weights that all variants start from."""
     return GPT2LMHeadModel(
-        gpt2_config(variant.model),
+        _gpt2_config(variant.model),
         gradient_checkpointing=variant.gradient_checkpointing,
         loss_chunk_size=variant.loss_chunk_size,
         pad_vocab_to=variant.pad_vocab_to,
@@ -107,7 +108,7 @@ def transformers_model(variant: Variant) -> torch.nn.Module:
     """transformers' GPT2LMHeadModel with the same weights, on the CPU."""
     from transformers import GPT2LMHeadModel as Theirs
 
-    config = gpt2_config(variant.model)
+    config = _gpt2_config(variant.model)
     config.use_cache = False
     config._attn_implementation = "eager" if variant.attention == "plain" else "sdpa"
     model = Theirs(config)

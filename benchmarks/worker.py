@@ -47,7 +47,7 @@ class Gate:
     def step_begins(self) -> None:
         """Waits until the parent wants another step."""
         next(self._turns)
-        self._losses.append(torch.zeros((), device=device()))
+        self._losses.append(torch.zeros((), device=_device()))
 
     def record(self, loss: torch.Tensor) -> None:
         """A micro-step's share of the step's mean loss, on the device."""
@@ -66,7 +66,7 @@ class Gate:
             synchronize()
             seconds = (time.perf_counter() - begin) / steps
             losses = [loss.item() for loss in self._losses]
-            peak = hardware.peak_memory(device())
+            peak = hardware.peak_memory(_device())
             self._losses.clear()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # for the other worker
@@ -79,7 +79,7 @@ class Gate:
             os._exit(0)
 
 
-def device() -> torch.device:
+def _device() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
@@ -111,7 +111,7 @@ def work(variant: Variant, connection: Connection, directory: str, log: str) -> 
         connection.send({"error": why})
 
 
-def source_of(variant: Variant, shards: str) -> TokenDataset:
+def _source_of(variant: Variant, shards: str) -> TokenDataset:
     return TokenDataset(find_shards(shards, "train"), variant.sequence_length, variant.sequences, SEED)
 
 
@@ -181,7 +181,7 @@ def _loop(variant: Variant, shards: str, gate: Gate) -> None:
 def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     """The least that trains: a function that takes a step (batches, forward, backward, clip, AdamW) and returns its
     mean loss on the device."""
-    on = device()
+    on = _device()
     _tune(variant)
     loss._by_rows = lambda hidden: variant.loss_by_rows
     make = {"loop": our_model, "hf-loop": transformers_model, "nanogpt": nanogpt_model}[variant.kind]
@@ -197,7 +197,7 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
     loss_function = loss_of(variant, model)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(variant.precision)
     scaler = torch.amp.GradScaler(on.type, enabled=variant.precision == "fp16")
-    rows = _rows(variant, source_of(variant, shards), on)
+    rows = _rows(variant, _source_of(variant, shards), on)
 
     def step() -> torch.Tensor:
         total = torch.zeros((), device=on)
@@ -219,7 +219,7 @@ def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
 
 def _tune(variant: Variant) -> None:
     """What the recipe sets for the whole process."""
-    if variant.tuned and device().type == "cpu":
+    if variant.tuned and _device().type == "cpu":
         hardware.tune_cpu(local_world=1)
     torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
 
@@ -238,7 +238,7 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     from transformers import Trainer, TrainerCallback
 
     _tune(variant)
-    source = source_of(variant, shards)
+    source = _source_of(variant, shards)
     epoch = max(1, source.windows // variant.sequences)  # steps
     windows = torch.cat([torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(epoch)])
 
@@ -276,7 +276,7 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
 def _training_arguments(variant: Variant, directory: str):
     from transformers import TrainingArguments
 
-    on_cpu = device().type == "cpu"
+    on_cpu = _device().type == "cpu"
     return TrainingArguments(
         output_dir=directory,
         max_steps=10**6,

@@ -37,6 +37,7 @@ class Loaded:
 
     @property
     def n_positions(self) -> int:
+        """The most tokens of context that the model takes."""
         return self.model.config.max_position_embeddings
 
     def encode(self, text: str) -> list[int]:
@@ -82,6 +83,7 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
 
 
 def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return int(text)
@@ -104,6 +106,7 @@ def steps_of(run: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
+    """The optimizer step in the name of a checkpoint directory."""
     return int(STEP_DIR.fullmatch(checkpoint.name).group(1))
 
 
@@ -211,6 +214,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -61,6 +61,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
+        """Tokens trained on so far."""
         return self.records[-1]["tokens"]
 
     @property
@@ -168,6 +169,7 @@ class Reference:
 
 
 def load_references() -> list[Reference]:
+    """The published curves in eval/references/, in the order of their file names."""
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
         fields = {key: value for key, value in json.loads(path.read_text()).items() if key in Reference.__annotations__}

@@ -40,6 +40,7 @@ def processes() -> tuple[int, int]:
 
 
 def is_main() -> bool:
+    """Whether this process is the one that prints and writes."""
     return processes()[0] == 0
 
 

@@ -92,7 +92,7 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
     return x, y - there, reference.noise + np.maximum(np.abs(earlier - there), np.abs(later - there))
 
 
-def begins(run: Run) -> Iterator[Finding]:
+def _begins(run: Run) -> Iterator[Finding]:
     steps, losses = run.series("val_loss", "step")
     if run.config.get("init_from") or not len(steps) or steps[0] != 0:
         return
@@ -101,14 +101,14 @@ def begins(run: Run) -> Iterator[Finding]:
         yield Finding("bad", text + "Look at the initial weights, and at whether the targets are shifted by one.")
 
 
-def learns(run: Run) -> Iterator[Finding]:
+def _learns(run: Run) -> Iterator[Finding]:
     steps, losses = run.series("loss", "step")
     if len(steps) and steps[-1] >= LEARNT[0] and np.median(losses[-5:]) > LN_VOCABULARY - LEARNT[1]:
         text = f"It hardly learns: a training loss of {losses[-1]:.2f} after {steps[-1]:,.0f} steps. "
         yield Finding("bad", text + "Look at learning_rate and warmup_steps, and at the data.")
 
 
-def skips(run: Run) -> Iterator[Finding]:
+def _skips(run: Run) -> Iterator[Finding]:
     """fp16's loss scaling skips some steps at the start and one now and then."""
     skipped, done = run.last("skipped_steps"), run.records[-1]["step"]
     if skipped > 0:
@@ -119,7 +119,7 @@ def skips(run: Run) -> Iterator[Finding]:
             yield Finding("note", text)
 
 
-def rises(run: Run) -> Iterator[Finding]:
+def _rises(run: Run) -> Iterator[Finding]:
     """Overfitting, or a divergence: the validation loss above its own lowest."""
     x, val = run.series("val_loss")
     if len(x) < 3 or val[-1] - val.min() <= RISE:
@@ -135,7 +135,7 @@ def rises(run: Run) -> Iterator[Finding]:
     yield Finding("bad", text)
 
 
-def spikes(run: Run) -> Iterator[Finding]:
+def _spikes(run: Run) -> Iterator[Finding]:
     """Points of the training loss far above the ten before them, in units of a spread that spikes do not widen."""
     x, loss = run.series("loss")
     if len(loss) < 20:
@@ -156,7 +156,7 @@ def spikes(run: Run) -> Iterator[Finding]:
     yield Finding("note" if recovered else "bad", text)
 
 
-def speed(run: Run) -> Iterator[Finding]:
+def _speed(run: Run) -> Iterator[Finding]:
     rates = run.series("tokens_per_second")[1][2:]  # the first lines compile and warm up
     if len(rates) >= 16:
         quarter = len(rates) // 4
@@ -173,13 +173,13 @@ def speed(run: Run) -> Iterator[Finding]:
         yield Finding("note", text + "a larger save_steps or a faster disk would help.")
 
 
-def goes_on(run: Run) -> Iterator[Finding]:
+def _goes_on(run: Run) -> Iterator[Finding]:
     done, planned = run.records[-1]["step"], run.config.get("max_steps", 0)
     if done < planned:
         yield Finding("note", f"It is at step {done:,} of {planned:,}.")
 
 
-CHECKS: list[Callable[[Run], Iterator[Finding]]] = [begins, learns, skips, rises, spikes, speed, goes_on]
+CHECKS: list[Callable[[Run], Iterator[Finding]]] = [_begins, _learns, _skips, _rises, _spikes, _speed, _goes_on]
 
 
 def tokens(n: float) -> str:

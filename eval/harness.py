@@ -30,6 +30,7 @@ TASKS = {"hellaswag": ("hellaswag", "validation", {"training_split": None}), "la
 
 
 def require() -> None:
+    """Raises UserError where lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise common.UserError("lm-eval is not installed: pip install -e '.[eval]' (make eval-lm does)")
 
@@ -112,6 +113,7 @@ def summary(results: dict) -> dict:
 
 
 def main() -> None:
+    """Runs the tasks on one model, prints lm-eval's table and writes the results. Raises UserError."""
     parser = common.parser("lm-evaluation-harness's tasks.", batch_size=8, batch_unit="requests")
     parser.add_argument("--tasks", default="hellaswag", help="names, with commas between (default: hellaswag)")
     parser.add_argument("--rows", type=Path, help="of lambada_openai, JSON lines (default: from the Hub)")

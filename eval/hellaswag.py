@@ -198,6 +198,7 @@ def comparison(differences: dict, ours: str, theirs: str) -> str:
 
 
 def main() -> None:
+    """Scores one model, or two on the same rows, prints and writes the accuracies. Raises UserError."""
     parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows (of 8 endings)")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
     parser.add_argument("--compare", metavar="DIR_OR_ID", help="a second model, on the same rows")

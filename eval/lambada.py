@@ -63,6 +63,7 @@ def load_texts(path: Path | None) -> tuple[list[str], str]:
 
 
 def digest(texts: list[str]) -> str:
+    """SHA-256 of the texts, by which a copy of the data set is recognized."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
@@ -117,6 +118,7 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
+    """Scores one model, prints and writes accuracy and perplexity. Raises UserError."""
     parser = common.parser("LAMBADA, as lm-evaluation-harness scores it.", batch_size=16, batch_unit="rows")
     parser.add_argument("--rows", type=Path, help=f'JSON lines with "text" (default: the Hub\'s {DATA_SET})')
     parser.add_argument("--limit", type=common.positive_int, help=f"the first N rows only (default: all {N_ROWS:,})")

@@ -76,7 +76,7 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[Window], dict[s
     windows = [window for path in paths for window in cut(read_shard(path), sequence_length)]
     if not windows:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
-    return windows, {path.name: file_digest(path) for path in paths}
+    return windows, {path.name: _file_digest(path) for path in paths}
 
 
 def text_windows(
@@ -92,10 +92,10 @@ def text_windows(
         raise common.UserError(f"--text {path}: empty")
     windows = cut(tokens, sequence_length)
     tail = tokens[len(windows) * sequence_length :]
-    return windows + [Window(tail, len(tail) - 1)] * (len(tail) > 1), {path.name: file_digest(path)}
+    return windows + [Window(tail, len(tail) - 1)] * (len(tail) > 1), {path.name: _file_digest(path)}
 
 
-def file_digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -166,6 +166,7 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
 
 
 def main() -> None:
+    """Evaluates one model on shards or text, prints and writes the loss. Raises UserError."""
     parser = common.parser("Loss, perplexity and bits per byte.", batch_size=8, batch_unit="windows")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")

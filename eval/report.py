@@ -28,6 +28,7 @@ WORDS = {"good": "ok", "bad": "look", "note": "note"}
 
 
 def main() -> None:
+    """Writes the report of one run or several and prints the findings. Raises UserError."""
     parser = argparse.ArgumentParser(description="Pictures and a page of one training run or several.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")

@@ -75,6 +75,7 @@ def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The parser of this command's flags."""
     parser = common.parser("Text from a model.")
     parser.add_argument("--prompt", help='default "The"; "" starts from <|endoftext|>')
     parser.add_argument("--interactive", action="store_true", help="continue what you type, or what is piped in")
@@ -88,6 +89,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    """Prints and writes samples, or starts the interactive loop. Raises UserError."""
     args = arguments().parse_args()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise common.UserError("--temperature and --top_k must not be negative, --top_p lies in (0, 1]")

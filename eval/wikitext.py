@@ -118,6 +118,7 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
+    """Evaluates one model on WikiText-2, prints and writes the perplexity. Raises UserError."""
     parser = common.parser("Perplexity on WikiText-2 in sliding windows.", batch_size=8, batch_unit="windows")
     parser.add_argument("--text", type=Path, help="the joined rows (default: the Hub's Salesforce/wikitext)")
     parser.add_argument(

@@ -25,6 +25,7 @@ class Sequences(int):
     """
 
     def __new__(cls, word: str) -> int:
+        """The plain int that `word` means. Raises argparse's ArgumentTypeError."""
         if word == "auto":
             return AUTO
         if not (word.isascii() and word.isdecimal() and int(word) > 0):
@@ -66,6 +67,7 @@ class Parser(HfArgumentParser):
     """Of a word that it does not know it says the name, not the value: that may be a secret in the wrong place."""
 
     def error(self, message: str):
+        """Raises UserError with argparse's message, without the value."""
         raise UserError(re.sub(r"(ignored explicit argument) .*", r"\1", message))
 
     def parse(self, argv: list[str], origin: str = "") -> tuple:

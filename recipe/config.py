@@ -31,6 +31,8 @@ def _opt(default, help: str):
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The model's architecture, with GPT-2 124M as the default."""
+
     _argument_group_name = "Model"  # of --help
 
     n_layer: int = _opt(12, "transformer blocks")
@@ -43,6 +45,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
+    """The text or shards to train on, and how shards are made of text."""
+
     _argument_group_name = "Data"  # of --help
 
     dataset_name: str = _opt(
@@ -77,6 +81,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """The batch, the optimizer, its schedule and the spike filter."""
+
     _argument_group_name = "Optimizer"  # of --help
 
     max_steps: int = _opt(1000, "optimizer steps in the whole run")
@@ -120,6 +126,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
+    """Where and how the run computes, and what it logs, evaluates, saves and uploads."""
+
     _argument_group_name = "Run"  # of --help
 
     config: str = _opt(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")
@@ -162,6 +170,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """The configuration of a run; `parse_config` makes one and checks it."""
+
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig

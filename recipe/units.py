@@ -2,6 +2,7 @@
 
 
 def plural(n: int, noun: str, ending: str = "s") -> str:
+    """1 step, 2 steps."""
     return f"{n} {noun}{ending if n != 1 else ''}"
 
 

@@ -144,6 +144,7 @@ class Retention:
     decay_start: int = 0
 
     def names(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is kept for its step alone, however old it is."""
         return step == self.decay_start or (self.milestone_steps > 0 and step % self.milestone_steps == 0)
 
 

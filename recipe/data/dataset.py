@@ -44,6 +44,7 @@ class TokenDataset:
 
     @property
     def tokens(self) -> int:
+        """Tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     def epochs(self, step: int) -> float:

@@ -43,6 +43,7 @@ class Retries:
         self._failures, self._since = 0, time.monotonic()
 
     def success(self) -> None:
+        """To be called when the Hub has answered: forgets the failures before."""
         self.worked = True
         self._failures, self._since = 0, time.monotonic()
 
@@ -160,6 +161,7 @@ class HubShards(_Repository):
         self.retries = Retries(f"dataset_name {uri}")
 
     def identity(self) -> dict:
+        """What the manifest records of where the shards come from."""
         return {"uri": self.uri}
 
     def entries(self, commit: str) -> list[dict]:

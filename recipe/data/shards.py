@@ -34,6 +34,8 @@ _CHUNK = 1 << 24  # tokens counted together, so that their widened copies stay s
 
 @dataclass(frozen=True)
 class Shard:
+    """A file of token ids, and how many it has."""
+
     path: Path
     tokens: int
     sha256: str | None  # of the whole file; None where no manifest has it
@@ -106,6 +108,7 @@ class OpenShard:
         return self
 
     def append(self, tokens: np.ndarray) -> None:
+        """Writes tokens (n,) behind those so far."""
         self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)
 
@@ -162,6 +165,7 @@ class Manifest:
             raise UserError(f"shard {away[0]!r} is not the name of a file in its directory")
 
     def save(self, directory: Path) -> None:
+        """Writes the manifest into `directory`, replacing the one there as a whole."""
         replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=1).encode() + b"\n")
 
     @classmethod
@@ -184,6 +188,7 @@ class Manifest:
         return manifest
 
     def tokens(self, split: str) -> int:
+        """Tokens in the shards of a split."""
         return sum(shard["tokens"] for shard in self.of(split))
 
     def of(self, split: str) -> list[dict]:
@@ -191,6 +196,7 @@ class Manifest:
         return [shard for shard in self.shards if shard["split"] == split]
 
     def shards_in(self, directory: Path, split: str) -> list[Shard]:
+        """The shards of a split, as files of `directory`."""
         return [Shard(directory / e["file"], e["tokens"], e["sha256"]) for e in self.of(split)]
 
 

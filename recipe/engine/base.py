@@ -101,6 +101,7 @@ class Engine:
 
     @property
     def name(self) -> str:
+        """The device and how processes share the work, for the run's summary."""
         return self._device_name() + ("" if self.world == 1 else f", DDP over {self.world} processes")
 
     def _device_name(self) -> str:
@@ -237,6 +238,7 @@ class Engine:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler else {}
 
     def load_state_dict(self, state: dict) -> None:
+        """Sets what `state_dict` returned, from this engine or another."""
         if state and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state)
 

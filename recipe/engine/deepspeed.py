@@ -91,6 +91,7 @@ class ZeroEngine(Engine):
 
     @property
     def name(self) -> str:
+        """As Engine's, with the ZeRO stage."""
         processes = f"{self.world} process{'es' if self.world > 1 else ''}"
         return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
@@ -134,21 +135,25 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
+        """Tells DeepSpeed whether this micro-step ends the step."""
         model.set_gradient_accumulation_boundary(last)
         yield
         if not last:
             model.step()  # counts the micro-step; the boundary's one is `optimizer_step`
 
     def backward(self, loss: torch.Tensor) -> None:
+        """As Engine's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
         return self._zero.step(judge)
 
     def autocast(self):
+        """bf16 as in training; for fp16 DeepSpeed itself casts the model."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """As Engine's, gathered tensor by tensor. A collective call."""
         weights, moments = {}, {}
         if optimizer.state:  # there is none before the first step
             self._zero.link()
@@ -163,6 +168,7 @@ class ZeroEngine(Engine):
     def load_optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
     ) -> None:
+        """As Engine's; each process keeps its shard."""
         if tensors:
             self._zero.make_state(steps)
             for name, p in model.named_parameters():
@@ -170,11 +176,13 @@ class ZeroEngine(Engine):
                     self._zero.set(p, tensors[f"{key}.{name}"], key)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        """As Engine's: gathered under ZeRO-3, else None. A collective call."""
         if self.zero_stage < 3:
             return None
         return {name: self._zero.get(p) for name, p in model.named_parameters()}
 
     def state_dict(self) -> dict:
+        """As Engine's, of DeepSpeed's own loss scale."""
         if self.precision != "fp16":
             return {}
         scaler = self._zero.optimizer.loss_scaler
@@ -187,6 +195,7 @@ class ZeroEngine(Engine):
         }
 
     def load_state_dict(self, state: dict) -> None:
+        """As Engine's."""
         if state and self.precision == "fp16":
             scaler = self._zero.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1

@@ -25,22 +25,23 @@ _LOST_PEER = re.compile(
 )
 
 
-def is_on(name: str, default: str = "") -> bool:
+def _is_on(name: str, default: str = "") -> bool:
     return os.environ.get(name, default).lower() in ("1", "true", "yes")
 
 
 def wants_cpu() -> bool:
     """Whether to use the CPU even where there is a GPU."""
-    return is_on("ACCELERATE_USE_CPU")
+    return _is_on("ACCELERATE_USE_CPU")
 
 
 def wants_deepspeed() -> bool:
-    return is_on("ACCELERATE_USE_DEEPSPEED")
+    """Whether the launch asks Accelerate for DeepSpeed."""
+    return _is_on("ACCELERATE_USE_DEEPSPEED")
 
 
 def wants_xla() -> bool:
     """Whether Accelerate will use torch_xla, as it does by default where it is installed."""
-    return find_spec("torch_xla") is not None and is_on("USE_TORCH_XLA", "1")
+    return find_spec("torch_xla") is not None and _is_on("USE_TORCH_XLA", "1")
 
 
 def speaks() -> bool:
@@ -103,7 +104,7 @@ def check_launch() -> None:
             "this TPU's PyTorch has no torch_xla, so each process would train its own copy: pip install -e '.[tpu]'"
         )
     asked = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
-    if asked and not installed and is_on("USE_TORCH_XLA", "1"):
+    if asked and not installed and _is_on("USE_TORCH_XLA", "1"):
         raise UserError(
             f"{asked[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
             "it to train without"
@@ -113,7 +114,7 @@ def check_launch() -> None:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
-    if restarts()[0] and is_on("TORCHELASTIC_USE_AGENT_STORE"):  # which still holds their old addresses
+    if restarts()[0] and _is_on("TORCHELASTIC_USE_AGENT_STORE"):  # which still holds their old addresses
         raise UserError(
             "--max_restarts alone lets restarted processes look for those that are gone; it needs "
             "--rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of accelerate launch"

@@ -136,9 +136,11 @@ def _end(code: ExitCode) -> None:
 class ReadAhead(Protocol):
     """What Agreement asks of the batches: about the next step (ahead 0) or the one after it (ahead 1)."""
 
-    def ready(self, seconds: float, ahead: int = 0) -> bool: ...
+    def ready(self, seconds: float, ahead: int = 0) -> bool:
+        """Whether that step's data is there, after waiting for it for so many seconds at most."""
 
-    def error(self, ahead: int = 0) -> Exception | None: ...
+    def error(self, ahead: int = 0) -> Exception | None:
+        """Why that step's data cannot be read, if it is known already."""
 
 
 class Agreement:

@@ -117,6 +117,7 @@ class XlaEngine(Engine):
     # Preparing and stepping
 
     def place(self, model: torch.nn.Module, *, compile: str) -> None:
+        """As Engine's, replicated over the devices; XLA compiles every step anyway."""
         parameters = sum(1 for _ in model.parameters())
         model.to(self.device)
         assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"
@@ -150,6 +151,7 @@ class XlaEngine(Engine):
         self.flush()
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Plain, for SPMD averages the gradients in the same program."""
         loss.backward()
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
@@ -165,6 +167,7 @@ class XlaEngine(Engine):
         return grad_norm, skipped
 
     def autocast(self):
+        """torch_xla's own, since Accelerate is told of no mixed precision here."""
         return torch.autocast("xla", torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _seed(self, seed: int) -> None:
@@ -172,6 +175,7 @@ class XlaEngine(Engine):
         torch_xla.manual_seed(seed, str(self.device))
 
     def flush(self) -> None:
+        """Compiles and runs what has been recorded so far."""
         torch_xla.sync()
 
     def _replicate(self, tensors) -> None:
@@ -185,6 +189,7 @@ class XlaEngine(Engine):
     def load_optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
     ) -> None:
+        """As Engine's, replicated over the devices."""
         super().load_optimizer_state(model, optimizer, tensors, steps)
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
         self.flush()
@@ -199,9 +204,11 @@ class XlaEngine(Engine):
     # Talking between hosts. Losses and norms are of the global batch already. On a pod: not tested.
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` itself, since it is of the global batch."""
         return value
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` itself, since it is of the global batch."""
         return value
 
 

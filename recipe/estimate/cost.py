@@ -74,6 +74,7 @@ def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prints time and cost of GPT-2's sizes on several devices; returns the exit code."""
     parser = argparse.ArgumentParser(description="Time and cost of training GPT-2's sizes.", allow_abbrev=False)
     parser.add_argument("--mfu", type=float, default=MFU, help=f"share of a device's peak (default {MFU:g})")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device")

@@ -178,6 +178,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def export_main(argv: list[str]) -> int:
+    """The command that writes a model directory; returns the exit code. Raises UserError."""
     parser = _parser(prog="python -m recipe.hub.export", description=__doc__)
     parser.add_argument("run", nargs="?", type=Path, help="run directory or checkpoint (default: newest run)")
     parser.add_argument("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
@@ -197,6 +198,7 @@ def export_main(argv: list[str]) -> int:
 
 
 def push_main(argv: list[str]) -> int:
+    """The command that uploads a run; returns the exit code, RUN_AGAIN where something is left. Raises UserError."""
     parser = _parser(
         prog="python -m recipe.hub.export push",
         description="Upload a run's milestones to branches and its newest checkpoint to main, each with its model "

@@ -58,6 +58,7 @@ class Score:
     more: dict = field(default_factory=dict)
 
     def row(self) -> tuple[str, str, str, str]:
+        """(data, metric, value, how) of the model card's table."""
         data = ", ".join(filter(None, (self.dataset["name"], self.dataset.get("split"))))
         interval = f" ± {self.half:.4f}" if self.half is not None else ""
         return data, self.name, f"{self.value:.4f}{interval}", self.how

@@ -50,6 +50,7 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
         return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
@@ -61,6 +62,7 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., D) -> (..., D), in the weight's type on a CPU."""
         if x.device.type != "cpu":
             return super().forward(x)
         # The parameters are fp32, except under DeepSpeed's fp16, where what follows expects half precision too.
@@ -69,6 +71,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
+    """Causal self-attention of H heads; `attend` computes it where there is no mask."""
+
     def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
         self.attend = attend
@@ -78,6 +82,7 @@ class Attention(nn.Module):
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D); `mask` is the Transformer's."""
         B, T, D = x.shape
         # split, not unbind: the backward of split is one concatenation.
         q, k, v = self.c_attn(x).split(D, dim=2)
@@ -91,6 +96,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two linear layers with a GELU in between, four times as wide unless n_inner is given."""
+
     def __init__(self, config: GPT2Config):
         super().__init__()
         self.resid_pdrop = config.resid_pdrop
@@ -99,11 +106,14 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(inner, config.n_embd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D)."""
         y = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # transformers' "gelu_new"
         return F.dropout(y, self.resid_pdrop, self.training)
 
 
 class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm and added to the residual stream."""
+
     def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
@@ -112,11 +122,14 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D); `mask` is the Transformer's."""
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
 class Transformer(nn.Module):
+    """Token and position embeddings, the blocks, and the last layer norm."""
+
     def __init__(self, config: GPT2Config, gradient_checkpointing: bool, attend: Callable, checkpoint: Callable):
         super().__init__()
         self.embd_pdrop = config.embd_pdrop

@@ -224,6 +224,7 @@ class RunningLoss:
         return {"sum": mean(self._sum).item(), "count": int(self._count.item())}
 
     def load_state_dict(self, state: dict) -> None:
+        """Sets what `state_dict` returned."""
         self._sum.fill_(state["sum"])
         self._count.fill_(float(state["count"]))
 
@@ -253,6 +254,7 @@ class MetricsLog:
         self.val_losses = {line["step"]: line["val_loss"] for line in kept if line.get("val_loss") is not None}
 
     def write(self, record: dict) -> None:
+        """Appends a line; a number that is not finite becomes null."""
         # JSON has no NaN; a reader of the file must not need a special case for it.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         if clean.get("val_loss") is not None:

@@ -35,6 +35,7 @@ class Muon(torch.optim.AdamW):
         self._dtype, self._rank, self._world = dtype, rank, world
 
     def step(self, closure=None):
+        """Updates the matrices with Muon and the rest with AdamW. A collective call where world > 1."""
         groups = self.param_groups
         self._step_matrices([group for group in groups if group["muon"]])
         try:  # AdamW's own step must not see the others

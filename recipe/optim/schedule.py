@@ -30,6 +30,8 @@ def muon_lr_at(step: int, config: OptimizerConfig) -> float:
 
 
 def muon_momentum_at(step: int, config: OptimizerConfig) -> float:
+    """Momentum of Muon in optimizer step `step`: linear from 0.85 to muon_momentum over 300 steps, as in modded-
+    nanogpt."""
     first = min(_FIRST_MOMENTUM, config.muon_momentum)
     return first + (config.muon_momentum - first) * min(1.0, step / _MOMENTUM_WARMUP)
 

@@ -40,6 +40,8 @@ Examples:
 
 
 class HellaSwag(evaluate.Metric):
+    """Accuracy of choosing one of four endings; see _DESCRIPTION."""
+
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,

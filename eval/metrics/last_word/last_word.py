@@ -36,6 +36,8 @@ Examples:
 
 
 class LastWord(evaluate.Metric):
+    """Accuracy and perplexity of a text's last word; see _DESCRIPTION."""
+
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,

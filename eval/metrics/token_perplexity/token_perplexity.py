@@ -39,6 +39,8 @@ Examples:
 
 
 class TokenPerplexity(evaluate.Metric):
+    """Loss, perplexity and bits per byte of token log-likelihoods; see _DESCRIPTION."""
+
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,

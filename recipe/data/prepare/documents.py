@@ -39,6 +39,7 @@ class Document:
     stream: dict | None
 
     def digest(self) -> int:
+        """63 bits of a hash of the text, by which documents are chosen for validation."""
         digest = hashlib.blake2b(digest_size=8)
         for chunk in self.chunks():
             digest.update(without_surrogates(chunk).encode())
@@ -101,6 +102,7 @@ class TextFiles:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
 
     def identity(self) -> dict:
+        """What the manifest records of the text, by which a change of it is noticed."""
         return {"files": [_file_identity(path) for path in self.paths], "text_column": self.text_column}
 
     def newest(self) -> dict:
@@ -183,6 +185,7 @@ def _no_column(where: str, column: str, names: Iterable[str]) -> str:
 
 
 def text_chunks(text: str) -> Iterator[str]:
+    """The parts of a document's text, of LONGEST_PIECE characters at most."""
     return (text[lo : lo + LONGEST_PIECE] for lo in range(0, len(text), LONGEST_PIECE))
 
 

@@ -112,6 +112,7 @@ class Run:
 
     @property
     def position(self) -> dict:
+        """Where in the text the run begins, as the manifest records it."""
         return {"document": self.document, "tokens": self.start, "stream": self.stream}
 
 

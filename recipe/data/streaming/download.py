@@ -18,6 +18,7 @@ class HubProducer:
         check_own_directory(out)
 
     def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
+        """As TextProducer's. Raises UserError."""
         identity = self.shards.identity()
         self.manifest = continued(self.out, earlier, identity)
         if self.manifest is None:
@@ -29,17 +30,21 @@ class HubProducer:
         return self.manifest
 
     def bytes_of(self, number: int) -> int:
+        """The size of training shard `number`."""
         return HEADER_BYTES + self.manifest.of("train")[number]["tokens"] * DTYPE.itemsize
 
     @property
     def largest(self) -> int:
+        """The size in bytes of the largest training shard."""
         return max(self.bytes_of(i) for i in range(len(self.manifest.of("train"))))
 
     def make_validation(self) -> Iterator[int]:
+        """Downloads the validation shards that are not here."""
         for number in range(len(self.manifest.of("val"))):
             yield from self.make("val", number)
 
     def make(self, split: str, number: int) -> Iterator[int]:
+        """Downloads a shard unless it is here. Yields 0: it makes no tokens. Raises UserError."""
         entry = self.manifest.of(split)[number]
         yield 0
         if not (self.out / entry["file"]).exists():

@@ -58,6 +58,7 @@ class BuilderProcess:
             write_json(self.out / STATUS, {"error": error})
 
     def close(self) -> None:
+        """Ends the builder, after ten seconds by killing it."""
         self._closing = True
         self._process.stdin.close()
         try:
@@ -154,4 +155,5 @@ class StreamedDataset(TokenDataset):
         return {"shards": shards, "complete": self.manifest.complete, "manifest": dataclasses.asdict(self.manifest)}
 
     def close(self) -> None:
+        """Lets whoever waits for a shard return."""
         self._waiting.closed = True
