@@ -41,6 +41,11 @@ SHORTER = {
 }
 
 
+def by_hand() -> dict[str, str]:
+    """Variables of a command that is typed, and not started by `make test`."""
+    return {k: v for k, v in environment().items() if not k.startswith("MAKE") and k != "ARGS"}
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, shards, whole_run) -> Path:
     """What commands expect to find: the code, the environments of make, a run and the data that the pages name."""
@@ -74,11 +79,10 @@ def started(clone) -> list[list[str]]:
         for kind in ("", "-deepspeed", "-dev", "-eval", "-trackers"):
             (clone / folder / f"installed{kind}").touch()
     (clone / ".venv" / "bin" / "activate").touch()
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k != "ARGS"}  # of `make test`
-    variables |= {"PATH": f"{fakes}:{os.environ['PATH']}", "NOTES": str(clone / "notes")}
+    variables = by_hand() | {"PATH": f"{fakes}:{os.environ['PATH']}", "NOTES": str(clone / "notes")}
     script = "\n".join([*BLOCKS, *LAUNCHES])
     assert {"make train", "make test"} <= {line.split("  ")[0] for line in script.splitlines()}
-    subprocess.run(["bash", "-ec", script], cwd=clone, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=60)
+    subprocess.run(["bash", "-ec", script], cwd=clone, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=300)
     return [line.split("\0")[:-1] for line in dict.fromkeys((clone / "notes").read_text().splitlines())]
 
 
@@ -121,7 +125,7 @@ def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
     result = subprocess.run(
         ["make", "train", "-o", ".venv/installed", f"BIN={bin}", f"ARGS={' '.join(arguments)}"],
         cwd=ROOT,
-        env=environment(dict.fromkeys(("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"), "")),
+        env=by_hand(),
         capture_output=True,
         text=True,
         timeout=600,
