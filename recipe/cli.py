@@ -83,7 +83,7 @@ class Parser(HfArgumentParser):
         if not unknown[0].startswith("--"):
             before = [word.partition("=")[0] for word in argv[: argv.index(unknown[0])] if word.startswith("--")]
             after = f" after {before[-1]}" if before else ""
-            raise UserError(f"{origin}a word{after} that belongs to no field; a field and its value are --NAME VALUE")
+            raise UserError(f"{origin}a word{after} that belongs to no field; write fields as --NAME VALUE")
         name = unknown[0].partition("=")[0]
         fields = {field.name for part in self.dataclass_types for field in dataclasses.fields(part)}
         raise UserError(f"{origin}unknown {name!r}{_nearest(name.lstrip('-'), fields)}")

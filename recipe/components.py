@@ -74,7 +74,7 @@ class Components:
         error = self.batches.error()
         if self.engine.anywhere(error is not None):
             cause = error or "the data of another process cannot be read; its error message has the cause"
-            raise UserError(f"{cause}{'' if saved else '; nor could the last checkpoint be written'}")
+            raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
 
 
 @dataclass

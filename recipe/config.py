@@ -64,17 +64,20 @@ class DataConfig:
         "", "branch, tag or commit of a Hub data set (empty: the newest commit; a run keeps it)"
     )
     text_column: str = _opt("text", "column, or key of the JSON objects, that holds the text")
-    streaming: bool = _opt(False, "make the shards while the model trains, a few ahead, and delete those it has read")
+    streaming: bool = _opt(
+        False, "make the shards while the model trains, a few ahead, and delete those that it has read"
+    )
     disk_budget_gb: float = _opt(10.0, "disk space for streamed shards on each node, in 10^9 bytes")
     val_fraction: float = _opt(
         0.01, "share of local text for validation: documents chosen by their hash, or the end of the text if it has few"
     )
     val_documents: int = _opt(
-        0, "take the first so many documents for validation instead (0: 10,000 of a Hub data set, else val_fraction)"
+        0,
+        "validate on the first documents instead, this many (0: 10,000 of a Hub data set, else val_fraction)",
     )
     shard_tokens: int = _opt(100_000_000, "tokens in a shard")
     first_shard_tokens: int = _opt(
-        10_000_000, "tokens in the first shard; each next one has twice as many, up to shard_tokens"
+        10_000_000, "tokens in the first shard; each one after it has twice as many, up to shard_tokens"
     )
     sequence_length: int = _opt(1024, "tokens in a sequence")
 
@@ -86,35 +89,37 @@ class OptimizerConfig:
     _argument_group_name = "Optimizer"  # of --help
 
     max_steps: int = _opt(1000, "optimizer steps in the whole run")
-    total_batch_tokens: int = _opt(524288, "tokens an optimizer step, over all processes and micro-steps")
+    total_batch_tokens: int = _opt(524288, "tokens per optimizer step, over all processes and micro-steps")
     micro_batch_size: Sequences = field(
         default=8,
         metadata={
-            "help": "sequences a device holds at once, at most (memory); the rest is accumulated. auto: the most that "
-            "fits, found on a GPU by a few trial steps"
+            "help": "most sequences that a device holds at once; the rest of the batch is accumulated. auto: as many "
+            "as fit, found on a GPU with a few trial steps"
         },
     )
     optim: Literal["adamw", "muon"] = _opt("adamw", "muon: for the matrices inside the blocks, AdamW for the rest")
     learning_rate: float = _opt(6e-4, "peak learning rate of AdamW")
     lr_scheduler_type: Literal["cosine", "linear", "wsd"] = _opt(
-        "cosine", "after the warm-up: a cosine, a straight line, or constant (wsd) and a line over the last steps"
+        "cosine", "after the warm-up: a cosine, a straight line, or (wsd) constant and then a straight line"
     )
-    decay_fraction: float = _opt(0.2, "share of the steps, at the end, over which wsd decays")
+    decay_fraction: float = _opt(0.2, "share of the steps over which wsd decays, at the end")
     min_lr_fraction: float = _opt(0.0, "the schedule ends at this fraction of the peak")
-    warmup_steps: int = _opt(0, "optimizer steps of linear warm-up; Muon needs none and has none")
-    weight_decay: float = _opt(0.1, "AdamW's decay, on tensors of two or more dimensions only")
+    warmup_steps: int = _opt(0, "optimizer steps of linear warm-up, of AdamW only: Muon needs none")
+    weight_decay: float = _opt(0.1, "AdamW's weight decay, on tensors of two or more dimensions only")
     adam_beta1: float = _opt(0.9, "AdamW's first-moment decay")
     adam_beta2: float = _opt(0.95, "AdamW's second-moment decay")
     adam_epsilon: float = _opt(1e-8, "AdamW's epsilon")
     muon_learning_rate: float = _opt(0.02, "peak learning rate of Muon")
     muon_momentum: float = _opt(0.95, "Muon's momentum; it rises from 0.85 over the first 300 steps")
-    muon_weight_decay: float = _opt(0.1, "Muon's decay")
+    muon_weight_decay: float = _opt(0.1, "Muon's weight decay")
     max_grad_norm: float = _opt(1.0, "clip the global gradient norm to this (0: measure it, never clip)")
     skip_loss_z: float = _opt(
-        0.0, "leave out steps whose loss is so many standard deviations above the last 128 (0: no limit)"
+        0.0, "skip steps whose loss is this many standard deviations above the last 128 (0: skip none)"
     )
-    skip_grad_z: float = _opt(0.0, "the same of the gradient norm")
-    max_skipped_steps: int = _opt(20, "end after so many steps in a row left out for these or a gradient not finite")
+    skip_grad_z: float = _opt(0.0, "the same for the gradient norm")
+    max_skipped_steps: int = _opt(
+        20, "end the run after this many skipped steps in a row (spikes, or gradients that are not finite)"
+    )
 
     @property
     def decay_start(self) -> int:
@@ -133,39 +138,43 @@ class RunConfig:
     config: str = _opt(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")
     run_name: str = _opt("", "name of the run (empty: the recipe's file name)")
     output_dir: str = _opt("", "directory of the run (empty: runs/<run_name>)")
-    seed: int = _opt(1337, "of the initial weights, the data order and dropout")
+    seed: int = _opt(1337, "seed of the initial weights, the data order and dropout")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _opt(
-        "auto", "arithmetic of the step (weights and moments stay fp32); auto takes the best the device has"
+        "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto takes the best that the device has"
     )
     torch_compile: bool = _opt(False, "torch.compile the model")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = _opt(
         "default",
-        "of torch_compile: the whole step as one graph; one block, used for all (quick to compile); or the whole "
-        "with every kernel tuned (minutes more)",
+        "the whole model as one graph; one block, used for all (quick to compile); or the whole model with every "
+        "kernel tuned (takes minutes more)",
     )
-    gradient_checkpointing: bool = _opt(False, "recompute activations in backward: less memory, about a quarter slower")
+    gradient_checkpointing: bool = _opt(
+        False, "recompute activations in the backward pass: less memory, about a quarter slower"
+    )
     loss_chunk_size: int = _opt(0, "positions whose logits are held at once (0: the whole micro-batch)")
     logging_steps: int = _opt(10, "steps between lines of metrics.jsonl")
     eval_steps: int = _opt(250, "steps between validations (0: at the end only)")
-    eval_tokens: int = _opt(10_485_760, "tokens of a validation, at most (the same ones every time)")
+    eval_tokens: int = _opt(10_485_760, "most tokens in a validation (the same ones every time)")
     save_steps: int = _opt(1000, "steps between checkpoints (0: at the end only)")
-    save_total_limit: int = _opt(2, "newest checkpoints kept, beside the best one and milestones")
+    save_total_limit: int = _opt(2, "newest checkpoints that are kept, besides the best one and milestones")
     milestone_steps: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
     push_to_hub: bool = _opt(False, "upload milestones and the final checkpoint to hub_model_id while the run goes on")
     hub_model_id: str = _opt("", "ORG/NAME of the repository on the Hub for push_to_hub")
     hub_private_repo: bool = _opt(False, "push_to_hub creates a private repository, and uploads to no public one")
-    hub_license: str = _opt("mit", "license of the weights in their model card, by the Hub's name for it, or other")
-    sample_steps: int = _opt(0, "steps between samples printed from the live model (0: never)")
-    sample_prompt: str = _opt("\n", "what a sample during training continues")
+    hub_license: str = _opt("mit", "license of the weights for the model card: the Hub's name for it, or other")
+    sample_steps: int = _opt(0, "steps between printed samples of the live model (0: never)")
+    sample_prompt: str = _opt("\n", "prompt of the samples during training")
     hellaswag_steps: int = _opt(0, "steps between HellaSwag evaluations of the live model (0: never)")
-    hellaswag_limit: int = _opt(0, "rows of such an evaluation (0: all 10,042)")
+    hellaswag_limit: int = _opt(0, "rows of HellaSwag in such an evaluation (0: all 10,042)")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = _opt(
-        "none", "tracker that gets each line of metrics.jsonl too"
+        "none", "tracker that also gets each line of metrics.jsonl"
     )
     fresh: bool = _opt(False, "move an earlier run in output_dir aside and start over")
-    device_memory_gb: float = _opt(0.0, "memory of a device that the run may take, in 10^9 bytes (0: all it has)")
-    price_per_hour: float = _opt(0.0, "dollars an hour of one device, for the price of the run (0: not shown)")
-    dry_run: bool = _opt(False, "print what the run would be, and stop")
+    device_memory_gb: float = _opt(0.0, "memory that the run may take on a device, in 10^9 bytes (0: all of it)")
+    price_per_hour: float = _opt(
+        0.0, "dollars per hour for one device, to estimate the price of the run (0: not shown)"
+    )
+    dry_run: bool = _opt(False, "print what the run would do and take, and stop")
 
 
 @dataclass(frozen=True)
@@ -341,7 +350,7 @@ def _check_architecture_and_schedule(config: Config) -> None:
     )
     _require(
         opt.warmup_steps < opt.max_steps,
-        f"warmup_steps {opt.warmup_steps} leaves nothing of max_steps {opt.max_steps}; shorten the warm-up",
+        f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up",
     )
     for name, choice, value in (
         ("muon_learning_rate", "optim", "muon"),
@@ -351,7 +360,7 @@ def _check_architecture_and_schedule(config: Config) -> None:
     ):
         _require(
             getattr(opt, choice) == value or getattr(opt, name) == FIELDS[name].default,
-            f"{name} is for {choice} {value}, and {choice} is {getattr(opt, choice)}; remove {name}, or set {choice} "
+            f"{name} is for {choice} {value}, but {choice} is {getattr(opt, choice)}; remove {name}, or set {choice} "
             f"to {value}",
         )
     if opt.total_batch_tokens % data.sequence_length:
@@ -428,9 +437,9 @@ def due_at(step: int, config: Config) -> Due:
 
 @dataclass(frozen=True)
 class Batch:
-    """How an optimizer step's sequences are cut: sequences = world x accumulation x micro.
+    """How an optimizer step's sequences are divided: sequences = world x accumulation x micro.
 
-    `micro` is what a process takes at once; it cuts that evenly over its `devices`.
+    `micro` is what a process takes at once; it divides that evenly over its `devices`.
     """
 
     sequences: int
@@ -469,7 +478,9 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
 
 
 def _micro(config: Config, sequences: int, replicas: int) -> int:
-    wanted = config.optimizer.micro_batch_size or 1  # auto, which fit.py has not resolved yet: what 1 divides
+    wanted = (
+        config.optimizer.micro_batch_size or 1
+    )  # auto, which estimate/micro_batch.py has not resolved yet: what 1 divides
     return min(wanted, max(1, sequences // replicas))
 
 

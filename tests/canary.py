@@ -1,4 +1,4 @@
-"""Secrets for tests to put where people put them, and a search for them in all that a program prints and writes."""
+"""Fake secrets for tests, and a search for them in everything that a program prints and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the recipe's programs in processes of their own that need not import torch again.
+"""Runs the recipe's programs in forked processes, which need not import torch again.
 
     run("recipe/train.py", "--max_steps=4")           as `python recipe/train.py --max_steps=4`
     run("-m", "recipe.hub.export", "runs/mine")       as `python -m recipe.hub.export runs/mine`

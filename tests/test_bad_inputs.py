@@ -212,13 +212,13 @@ TABLE = {
     ),
     "16 Muon's rate": (
         lambda at: at.train(muon_learning_rate=0.01),
-        "muon_learning_rate is for optim muon, and optim is adamw; remove muon_learning_rate, or set optim to muon",
+        "muon_learning_rate is for optim muon, but optim is adamw; remove muon_learning_rate, or set optim to muon",
     ),
     "16 wsd's decay": (
         lambda at: at.train(decay_fraction=0.3),
-        "decay_fraction is for lr_scheduler_type wsd, and lr_scheduler_type is cosine; remove decay_fraction, or set",
+        "decay_fraction is for lr_scheduler_type wsd, but lr_scheduler_type is cosine; remove decay_fraction, or set",
     ),
-    "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 leaves nothing of max_steps 6"),
+    "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
     "18 fp16": (lambda at: at.train(precision="fp16"), "precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"),
     "18 tf32": (lambda at: at.train(precision="tf32"), "precision tf32 needs an Ampere", "use auto or fp32"),
     "21 architecture": (

@@ -1,4 +1,4 @@
-"""All nodes of a run are launched alike, or none trains."""
+"""A run whose nodes are launched differently does not train."""
 
 import dataclasses
 from types import SimpleNamespace

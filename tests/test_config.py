@@ -1,4 +1,4 @@
-"""Configuration, batch arithmetic, schedule, plan; every shipped YAML; mistakes and what is said of them."""
+"""Configuration, batch arithmetic, what is due when, every shipped YAML, and the errors for mistakes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says how to add is added, to one copy of the project, and works."""
+"""The worked examples of CONTRIBUTING.md are applied to one copy of the project, and its commands run there."""
 
 import os
 import re

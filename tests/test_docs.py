@@ -1,7 +1,7 @@
 """Every command of README.md and docs/ runs.
 
 The blocks of a page go through bash as they are, in a directory like a clone in which a model has been trained, where
-`python` and `accelerate` only note their arguments. What they noted is then run, long commands shortened.
+`python` and `accelerate` only note their arguments. Those commands are then run, the long ones shortened.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How messages are printed (recipe/log.py), and numbers in them (recipe/units.py)."""
+"""How messages are printed (recipe/log.py), and how numbers are written in them (recipe/units.py)."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The notebooks that ship: their code as it is, with the test's parameters behind their own, in a Python of its own.
+"""The notebooks that ship: their own code, run in a new interpreter, with the test's parameters after theirs.
 
 The outside world is replaced by a clone of this working tree, the tests' Hub, programs named `pip` and `uv` that
 install nothing, and modules with the names of Kaggle's, Colab's and IPython's.

@@ -1,4 +1,4 @@
-"""No secret in what a program prints or writes, and nothing is pickled."""
+"""No program prints or writes a secret, and none pickles anything."""
 
 import json
 import pickle

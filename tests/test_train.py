@@ -1,4 +1,4 @@
-"""Whole runs of recipe/train.py: golden losses, resuming, world sizes, what a run reports and leaves behind."""
+"""Whole runs of recipe/train.py: golden losses, resuming, world sizes, what a run prints and writes."""
 
 import json
 import re

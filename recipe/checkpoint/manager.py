@@ -146,6 +146,6 @@ class CheckpointManager:
         found = checkpoints(self._run_dir)
         newest = f"{found[-1].name} is the newest" if found else "there is no"
         logger.warning(
-            f"step {step}: NOT SAVED: {reason}\nWARNING    training goes on, and the next save is the next attempt; "
+            f"step {step}: NOT SAVED: {reason}\nWARNING    training continues, and the next save tries again; "
             f"until then {newest} checkpoint in {self._run_dir}"
         )

@@ -202,8 +202,8 @@ def check_batch(train: TokenDataset) -> None:
     if train.batch_size > train.windows:
         raise UserError(
             f"total_batch_tokens {train.batch_size * train.sequence_length} takes {train.batch_size} sequences a step, "
-            f"the training data have {train.windows} in all; lower total_batch_tokens (or the number of processes), or "
-            "prepare more text"
+            f"but the training data have only {train.windows}; lower total_batch_tokens (or the number of processes), "
+            "or prepare more text"
         )
 
 

@@ -234,8 +234,8 @@ def find_shards(name: str, split: str) -> list[Shard]:
     for shard in shards:
         if not shard.path.is_file():
             raise UserError(
-                f"{shard.path}: listed in {MANIFEST}, but gone; a streamed run deletes what it has read: pass "
-                f"--streaming true, or delete {name} and prepare it again"
+                f"{shard.path}: listed in {MANIFEST}, but the file is gone; a streamed run deletes what it has read: "
+                f"pass --streaming true, or delete {name} and prepare it again"
             )
     return shards
 

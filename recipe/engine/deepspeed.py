@@ -227,7 +227,7 @@ def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
     for key, value in recipe.items():
         if config.get(key, "auto") not in ("auto", value):
             raise UserError(
-                f'{file}: {key} is {config[key]}, but the recipe makes it {value}; remove it or set it to "auto"'
+                f'{file}: {key} is {config[key]}, but the recipe sets it to {value}; remove it or set it to "auto"'
             )
     # Accelerate adds that it does not print, and the two precisions, off.
     off = {key for key in config if config[key] == {"enabled": False}}

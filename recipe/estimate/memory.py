@@ -121,5 +121,5 @@ def checkpoint_bytes(config: Config) -> int:
 REMEDIES = (
     "What helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), "
     "--loss_chunk_size 1024, or ZeRO on several GPUs (accelerate_configs/zero1.yaml to zero3.yaml); docs/memory.md "
-    "tells by how much, and --dry_run with them what is needed then"
+    "has the figures, and --dry_run shows what a run needs with them"
 )

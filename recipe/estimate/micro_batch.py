@@ -100,8 +100,8 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> t
     size = next((n for n in reversed(sizes) if not engine.anywhere(own < n)), 0)
     if not size:
         raise UserError(
-            f"not even one sequence a device fits {gb(total)} of memory, of which {gb(budget)} may be taken: "
-            f"about {gb(estimate(1))} are needed. {REMEDIES}"
+            f"not even one sequence per device fits: it needs about {gb(estimate(1))}, and {gb(budget)} of the "
+            f"device's {gb(total)} may be used. {REMEDIES}"
         )
     why = f"{gb(peak)} of {gb(total)}, {how}"
     return size, why if own == size else f"all that fit another process ({why} would be those of {own} here)"

@@ -103,8 +103,8 @@ def best_valid(run: Path) -> Path | None:
         logger.warning("skipping %s: %s", path, problems[0])
     if found:
         raise UserError(
-            f"{run}: no whole checkpoint that is kept was evaluated at its step (eval_steps); without --best the "
-            "newest one is taken"
+            f"{run}: none of the whole checkpoints was evaluated at its step (eval_steps); omit --best to take the "
+            "newest one"
         )
     return None
 

@@ -155,7 +155,7 @@ class Uploads:
                 self._thread.join(0.05)
         if missing := self._missing():
             command = f"python -m recipe.hub.export push {shlex.quote(str(self._run))} --repo {self._target.repo}"
-            logger.warning("upload     not on the Hub: %s; %s uploads it", missing, command)
+            logger.warning("upload     not on the Hub: %s; to upload it, run %s", missing, command)
         return not missing
 
     def _begin(self, work: Callable, argument) -> None:
@@ -205,7 +205,7 @@ def open_uploads(config: Config, engine) -> Uploads:
     target = Target(run.hub_model_id, run.hub_private_repo, run.milestone_steps, final)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     if engine.is_main and offline:
-        logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; make push does, later")
+        logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
     elif engine.is_main:
         try:
             check_access(target.repo, target.private, "hub_model_id")

@@ -62,8 +62,8 @@ class SpikeFilter:
         skipped, _, longest = (int(x) for x in self._counts.tolist())
         if longest >= self.config.max_skipped_steps:
             raise UserError(
-                f"{longest} steps in a row, by step {step}, were skipped: their gradient was not finite, or a spike; "
-                f"max_skipped_steps sets the limit. {WAY_OUT}"
+                f"{longest} steps in a row were skipped up to step {step}, for a spike or a gradient that is not "
+                f"finite; max_skipped_steps sets the limit. {WAY_OUT}"
             )
         self._counts[2] = self._counts[1]
         return skipped

@@ -1,4 +1,4 @@
-"""What is timed does the same work: every variant, ours and the peers', takes the same steps."""
+"""Everything that is timed does the same work: each variant, ours and the peers', takes the same steps."""
 
 import json
 from dataclasses import replace

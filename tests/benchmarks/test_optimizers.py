@@ -1,4 +1,4 @@
-"""AdamW beside Muon: the share of tokens by hand, and the command on tiny runs."""
+"""AdamW beside Muon: the share of tokens beside a value computed by hand, and the command on tiny runs."""
 
 import dataclasses
 import json

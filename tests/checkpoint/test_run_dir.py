@@ -1,4 +1,4 @@
-"""A run's directory: one run at a time, whatever happened to the one before; never another program's."""
+"""A run's directory: one run at a time, however the last one ended, and never a directory of another program."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What a person names is what is trained on, or an error."""
+"""A run trains on the data that its flags name, or ends with an error."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""From text to shards: each format, interruptions, what is held out, and what is refused."""
+"""From text to shards: each format, interruptions, validation data, and what is refused."""
 
 import bz2
 import gzip
@@ -275,7 +275,7 @@ def test_patience_ends(monkeypatch):
     ("name", "data", "message"),
     [
         ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not JSON"),
-        ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object a line"),
+        ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object per line"),
         ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, not text"),
         ("d.jsonl", b'{"title": "a", "body": "b"}\n', r"no column 'text'; there are: title, body.*--text_column"),
         ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz: cannot be read .*whole"),
@@ -306,7 +306,7 @@ def test_the_command(reference, tmp_path, capsys):
     assert contents(tmp_path / "out") == reference.contents
     for words, message in (
         ([*command, "--out", str(tmp_path / "out"), "--seed_", "5"], "error: unknown '--seed_'"),
-        ([*command, "--out", str(reference.text)], "is in the way of the shards"),
+        ([*command, "--out", str(reference.text)], "is a file, and the shards need a directory"),
         ([*command, "--out", str(reference.out.parent)], "holds other files"),
         ([*command, "--out", "x", "--shard_tokens", str(2**31)], "shard_tokens 2147483648: a shard's header"),
         (["--dataset_name", "x", "--out", "x"], "train_text is empty"),

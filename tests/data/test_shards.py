@@ -125,7 +125,7 @@ def test_find_with_a_manifest(tmp_path):
     with pytest.raises(UserError, match="without a val split"):
         find_shards(str(tmp_path), "val")
     (tmp_path / "train_000001.bin").unlink()
-    with pytest.raises(UserError, match=r"train_000001\.bin: listed in manifest\.json, but gone"):
+    with pytest.raises(UserError, match=r"train_000001\.bin: listed in manifest\.json, but the file is gone"):
         find_shards(str(tmp_path), "train")
     manifest_of(complete=False)
     with pytest.raises(UserError, match="interrupted; run the same prepare command again"):

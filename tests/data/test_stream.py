@@ -1,4 +1,4 @@
-"""Shards made just in time: the same bytes as prepared ones, within the budget, whatever happens to their builder."""
+"""Streamed shards: the same bytes as prepared ones, within the disk budget, whatever happens to the builder."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Streams from a Hub on this machine that fails now and then: nothing is lost, nothing comes twice."""
+"""Streams from a local Hub that fails now and then: no document is lost or read twice."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
-"""Run by tests in several processes: steps of 10 ms that agree before each, as the loop does; a line of JSON from each.
+"""Run by tests in several processes: steps of 10 ms, before each of which the processes agree, as the loop does.
 
-Rank 1's data are late at step 5, and rank 1 is told to stop during step 20.
+Each process prints a line of JSON. Rank 1's data are late at step 5, and rank 1 is told to stop during step 20.
 """
 
 import json

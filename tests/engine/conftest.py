@@ -1,4 +1,4 @@
-"""The run on one device that the others are compared with."""
+"""The run on one device, with which the other engines are compared."""
 
 import pytest
 

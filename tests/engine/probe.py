@@ -1,4 +1,4 @@
-"""Run by tests on an engine: three steps of a tiny model, then what can only be seen from inside a process, as JSON.
+"""Run by tests on an engine: three steps of a tiny model, then facts that only the process itself can see, as JSON.
 
 probe.py PRECISION eager|compile
 """

@@ -1,4 +1,4 @@
-"""Run by tests: one run after the other on one engine, whose start costs more than they do.
+"""Run by tests: one run after the other on one engine, since starting it takes longer than the runs.
 
 several_runs.py OUTPUT_DIR,OUTPUT_DIR,... flags of recipe/train.py
 """

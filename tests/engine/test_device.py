@@ -1,4 +1,4 @@
-"""What the engine makes of the hardware it finds; the hardware is pretended."""
+"""What the engine chooses for the hardware that it finds; the hardware is faked."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What is refused before a run starts, and what several processes print where one is gone or launched differently."""
+"""Launches that are refused, and what several processes print if one has died or was launched differently."""
 
 import json
 import os
@@ -142,9 +142,9 @@ def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
     [
         (
             {"train_micro_batch_size_per_gpu": 3},
-            "train_micro_batch_size_per_gpu is 3, but the recipe makes it 8; remove it or",
+            "train_micro_batch_size_per_gpu is 3, but the recipe sets it to 8; remove it or",
         ),
-        ({"train_batch_size": 64}, "zero.json: train_batch_size is 64, but the recipe makes it 16"),
+        ({"train_batch_size": 64}, "zero.json: train_batch_size is 64, but the recipe sets it to 16"),
         ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; remove it"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; 1, 2 and 3 are supported"),
     ],

@@ -1,4 +1,4 @@
-"""Signals, heard by a process that may be deep in something, and agreement of several processes to stop."""
+"""Signals: a busy process stops at a step boundary, and several processes agree to stop at the same one."""
 
 import json
 import os

@@ -1,6 +1,7 @@
-"""recipe/train.py on a CPU that is told to be a device with so many bytes: FIT_MEMORY=140e6, or 140e6,90e6 by rank.
+"""recipe/train.py on a CPU that pretends to be a device with little memory.
 
-Trial steps are taken, and measured by PyTorch's profiler in the place of CUDA's allocator; `out` is written for each.
+FIT_MEMORY is its memory in bytes, 140e6, or that of each rank, 140e6,90e6. Trial steps are taken, and measured by
+PyTorch's profiler in the place of CUDA's allocator; `out` is written for each.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The estimated peak of a step beside every allocation of a real one."""
+"""The estimated peak memory of a step, compared with every allocation of a real step."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`micro_batch_size: auto`: the search on devices that are made up, and whole runs on a CPU that plays one."""
+"""`micro_batch_size: auto`: the search on imaginary devices, and whole runs on a CPU that pretends to be one."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_processes_take_what_fits_all_of_them(shards, tmp_path):
 
 def test_what_does_not_fit_at_all_is_refused_with_what_helps(shards, tmp_path):
     result = run(shards, tmp_path / "run", "30e6", code=2, n_layer=12, n_embd=64, sequence_length=64)
-    assert "error: not even one sequence a device fits" in result.stderr
+    assert "error: not even one sequence per device fits" in result.stderr
     assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in result.stderr
 
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, and its absence."""
+"""lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, the error if it is missing."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""HellaSwag: llm.c-style by hand, lm-eval-style against the harness itself, contexts and ranks that share."""
+"""HellaSwag: llm.c-style by hand, lm-eval-style beside the harness, shared contexts, and ranks that share rows."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""LAMBADA: by hand on toy rows, against lm-evaluation-harness itself, and its files of rows."""
+"""LAMBADA: toy rows scored by hand, scores beside lm-evaluation-harness itself, and its files of rows."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`make report`: what it draws is what the log holds, and its verdict is right about runs whose health is known."""
+"""`make report`: it draws what the log holds, and its findings are right for runs whose health is known."""
 
 import hashlib
 import json

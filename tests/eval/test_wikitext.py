@@ -1,4 +1,4 @@
-"""WikiText-2: which tokens the windows score, against transformers' own loss, and the text's words and digest."""
+"""WikiText-2: which tokens the windows score, the loss beside transformers' own, and the text's words and digest."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Makes a process fail at a chosen point, without a word about it in the product.
+"""Makes a process fail at a chosen point; the product knows nothing of it.
 
     RECIPE_FAULT=kill@save.model.safetensors.during
     RECIPE_FAULT=nan@step.loss:3-4/1,enospc@log.write:2

@@ -1,4 +1,4 @@
-"""The table of faults: what is done to a run, where, how often, and what has to come of it.
+"""The table of faults: what is done to a run, where, how often, and how the run must end.
 
 `make test-faults` runs all of it, with the tests of bad inputs, of secrets and of a Hub that fails; `make test` runs
 the cases that are marked as the sample.

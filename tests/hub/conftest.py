@@ -1,4 +1,4 @@
-"""A Hub to upload to, and a run that belongs there."""
+"""A local Hub, and a run to upload to it."""
 
 import hashlib
 import json

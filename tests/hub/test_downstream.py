@@ -1,4 +1,4 @@
-"""What people do with an exported model, with the libraries that they do it with."""
+"""Exported models in the libraries that people use: transformers, TRL and others."""
 
 from importlib.util import find_spec
 from pathlib import Path

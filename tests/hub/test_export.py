@@ -1,4 +1,4 @@
-"""A checkpoint as a directory for others: whole, the right one, and in the way of nothing else."""
+"""Exporting: the right checkpoint is chosen, the directory is complete, and no other files are overwritten."""
 
 import json
 import shutil

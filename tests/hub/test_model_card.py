@@ -1,4 +1,4 @@
-"""The model card: valid, true to what was recorded, and nothing in it that was not recorded or is private."""
+"""The model card is valid, and holds what was recorded: nothing else, and nothing private."""
 
 import json
 import math

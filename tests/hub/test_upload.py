@@ -1,4 +1,4 @@
-"""Checkpoints on the Hub: each on its branch, to the byte, whatever fails; and a training run that is never delayed."""
+"""Uploads: each checkpoint reaches its branch byte for byte, whatever fails, and never delays the training."""
 
 import json
 import logging

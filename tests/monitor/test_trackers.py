@@ -1,4 +1,4 @@
-"""Trackers: what a run leaves at each of them, stopped and resumed, and that none can stop a run."""
+"""Trackers: what each records of a run that is stopped and resumed, and that no tracker can stop a run."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Muon: its arithmetic is torch's, which matrices it moves, and how its work is shared."""
+"""Muon: its arithmetic beside torch's, which matrices it updates, and how processes share its work."""
 
 import pytest
 import torch

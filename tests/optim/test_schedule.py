@@ -1,4 +1,4 @@
-"""Learning rates and momentum by hand."""
+"""Learning rates and momentum, beside values computed by hand."""
 
 import math
 from dataclasses import replace

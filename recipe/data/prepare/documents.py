@@ -140,9 +140,9 @@ class TextFiles:
                     try:
                         row = json.loads(line)
                     except ValueError as error:
-                        raise UserError(f"{where}: not JSON ({error}); expected one object a line") from None
+                        raise UserError(f"{where}: not JSON ({error}); expected one object per line") from None
                     if not isinstance(row, dict):
-                        raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object a line")
+                        raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object per line")
                     yield partial(text_chunks, text_of(row, self.text_column, where))
 
     def _parquet(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:

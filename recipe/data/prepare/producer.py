@@ -87,7 +87,7 @@ def continued(out: Path, earlier: Manifest | None, wanted: dict) -> Manifest | N
 def check_own_directory(out: Path) -> None:
     """Raises UserError where shards would come among files that are not this recipe's."""
     if out.is_file():
-        raise UserError(f"{out} is in the way of the shards; name another directory")
+        raise UserError(f"{out} is a file, and the shards need a directory; name another one")
     if out.is_dir() and not (out / MANIFEST).exists():
         others = sorted(p.name for p in out.iterdir() if not p.name.startswith(".") and p.suffix != ".part")
         if others:
@@ -125,7 +125,7 @@ class TextProducer:
     def __init__(self, data: DataConfig, out: Path, threads: int | None = None):
         """Raises UserError where the text cannot be read, or `out` holds something else."""
         if data.shard_tokens >= 1 << 31:
-            raise UserError(f"shard_tokens {data.shard_tokens}: a shard's header counts to {(1 << 31) - 1}")
+            raise UserError(f"shard_tokens {data.shard_tokens}: a shard holds at most {(1 << 31) - 1} tokens")
         self.text, self.out, self._threads = open_text(data), out, threads
         self.options = options_of(data, self.text)
         self.val_documents, self.val_fraction = self.options["val_documents"], data.val_fraction
@@ -242,7 +242,7 @@ class TextProducer:
         elif (tokens, sha256) != (entries[number]["tokens"], entries[number]["sha256"]):
             path.unlink()
             raise UserError(
-                f"{path}: built again, it is not what it was ({tokens} tokens, {entries[number]['tokens']} before): "
+                f"{path}: built again, it differs ({tokens} tokens, {entries[number]['tokens']} before): "
                 f"the text has changed; delete {self.out} and start over with --fresh"
             )
 

@@ -43,8 +43,8 @@ class Builder:
         self.producer = TextProducer(data, self.out)
         if self.producer.val_documents is None:
             raise UserError(
-                "streaming needs val_documents: the first so many documents are for validation, since a fraction of a "
-                "stream is known at its end only"
+                "streaming needs val_documents, the number of documents at the start that are for validation: a "
+                "fraction of a stream is known only at its end"
             )
 
     def run(self, commit: str | None, earlier: Manifest | None) -> None:
@@ -57,8 +57,9 @@ class Builder:
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
         if (least := val + 2 * self.producer.largest) > budget:
             raise UserError(
-                f"disk_budget_gb {self.data.disk_budget_gb:g}: {budget / 1e9:.3g} GB are too few for the validation "
-                f"shards and two training shards, {least / 1e9:.3g} GB; raise it, free some disk, or lower shard_tokens"
+                f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, and the "
+                f"validation shards and two training shards need {least / 1e9:.3g} GB; raise it, free some "
+                "disk, or lower shard_tokens"
             )
         self._report(opened=True)
         while True:
