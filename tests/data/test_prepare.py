@@ -308,7 +308,7 @@ def test_the_command(reference, tmp_path, capsys):
         ([*command, "--out", str(tmp_path / "out"), "--seed_", "5"], "error: unknown '--seed_'"),
         ([*command, "--out", str(reference.text)], "is a file, and the shards need a directory"),
         ([*command, "--out", str(reference.out.parent)], "holds other files"),
-        ([*command, "--out", "x", "--shard_tokens", str(2**31)], "shard_tokens 2147483648: a shard's header"),
+        ([*command, "--out", "x", "--shard_tokens", str(2**31)], "shard_tokens 2147483648: a shard holds at most"),
         (["--dataset_name", "x", "--out", "x"], "train_text is empty"),
         (["--train_text", "no/data-set", "--out", str(tmp_path / "no")], "no such local file, and the Hub reports"),
     ):
