@@ -164,8 +164,14 @@ class Reference:
     def differences(self, run: Run) -> list[str]:
         """Settings of the run that make its loss another one at equal steps, in words."""
         pairs = {key: (run.config.get(key, math.nan), value) for key, value in self.settings.items()}
-        unlike = {key: pair for key, pair in pairs.items() if not math.isclose(*pair, rel_tol=NEAR)}
-        return [f"{key} {ours:g}, there {theirs:g}" for key, (ours, theirs) in unlike.items()]
+        unlike = {key: pair for key, pair in pairs.items() if not _alike(*pair)}
+        return [f"{key} {ours}, there {theirs}" for key, (ours, theirs) in unlike.items()]
+
+
+def _alike(ours: float | str, theirs: float | str) -> bool:
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return ours == theirs
+    return math.isclose(ours, theirs, rel_tol=NEAR)
 
 
 def load_references() -> list[Reference]:

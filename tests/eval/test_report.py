@@ -270,9 +270,10 @@ def test_a_run_that_came_back_follows_and_the_finding_mentions_it(tmp_path):
     [
         (
             {"max_steps": 60, "warmup_steps": 10},
-            "cannot be compared with .* max_steps 60, there 760; warmup_steps 10, ",
+            "cannot be compared with .* max_steps 60, there 690; warmup_steps 10, ",
         ),
-        ({"learning_rate": 1e-3}, "at equal steps: learning_rate 0.001, there 0.003"),
+        ({"learning_rate": 1e-3}, "at equal steps: learning_rate 0.001, there 0.006"),
+        ({"optim": "adamw"}, "at equal steps: optim adamw, there muon"),
         ({"n_layer": 5}, r"No reference curve ships for tiny Shakespeare and this model \(5 layers of 128\)"),
         ({"init_from": "openai-community/gpt2"}, "starts from other weights"),
         ({"val_data": "elsewhere"}, "No reference curve ships for these data"),
@@ -313,8 +314,8 @@ def diverging(lines):
     [
         (changed("val_loss", 13.0, 0, 1), "bad", "The loss begins at 13.00"),
         (changed("loss", 10.6), "bad", "It hardly learns"),
-        (changed("skipped_steps", 30, 20), "bad", "30 of 760 steps were skipped"),
-        (changed("skipped_steps", 2, 20), "note", "2 of 760 steps were skipped"),
+        (changed("skipped_steps", 30, 20), "bad", "30 of 690 steps were skipped"),
+        (changed("skipped_steps", 2, 20), "note", "2 of 690 steps were skipped"),
         (changed("val_loss", 4.5, 20, 30), "bad", "from 4.50 to 4.97, while the training loss falls"),
         (diverging, "bad", "and the training loss does not fall"),
         (changed("loss", lambda loss: loss + 2, 30, 31), "note", "spikes once, .*, and comes back"),
