@@ -92,6 +92,7 @@ class Runs:
         if optimizer == "muon":
             rates = {"muon_learning_rate": rate, "learning_rate": BESIDE_MUON.get(self.name, 3e-3)}
         fields = {"save_total_limit": 1, "logging_steps": 40, "save_steps": 0, "eval_steps": steps // 12}
+        fields |= {"weight_decay": 0.1}
         fields |= self.size.recipe | OPTIMIZERS[optimizer] | rates
         fields |= {"seed": seed, "max_steps": steps, "warmup_steps": round(steps * self.size.warmup[optimizer])}
         fields |= {"dataset_name": self.dataset_name, "output_dir": run, "run_name": run.name}

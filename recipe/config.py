@@ -214,7 +214,9 @@ def parse_config(argv: list[str] | None = None) -> Config:
         parser.set_defaults(**vars(parser.parse_known_args([*recipe, f"--config={path}"])[0]))
         parser.print_help()
         raise SystemExit(0)
-    recipe = _without_replaced_data(recipe, parser.parse_known_args(recipe)[0], parser.parse_known_args(argv)[0], argv)
+    its, given = parser.parse_known_args(recipe)[0], parser.parse_known_args(argv)[0]
+    recipe = _without_replaced_data(recipe, its, given, argv)
+    recipe = _without_replaced_choices(recipe, its, given, argv)
     parts = parser.parse([*recipe, *argv])
     return _validated(_with_defaults(Config(*parts), path))
 
@@ -242,6 +244,22 @@ def _without_replaced_data(recipe: list[str], its: Namespace, given: Namespace, 
     if not any(replaced):
         return recipe
     return [word for word in recipe if word.partition("=")[0].removeprefix("--") not in _OF_ONE_DATA_SET]
+
+
+# What belongs to one value of a field, and to no other.
+_OF_A_CHOICE = {
+    ("optim", "muon"): ("muon_learning_rate", "muon_momentum", "muon_weight_decay"),
+    ("lr_scheduler_type", "wsd"): ("decay_fraction",),
+}
+
+
+def _without_replaced_choices(recipe: list[str], its: Namespace, given: Namespace, argv: list[str]) -> list[str]:
+    """The recipe's flags without those about an optimizer or a schedule that the command line has replaced."""
+    flags, dropped = {word.partition("=")[0] for word in argv}, []
+    for (choice, value), names in _OF_A_CHOICE.items():
+        if f"--{choice}" in flags and getattr(its, choice) == value != getattr(given, choice):
+            dropped += names
+    return [word for word in recipe if word.partition("=")[0].removeprefix("--") not in dropped]
 
 
 def _resolve(config: str) -> Path:
@@ -352,17 +370,13 @@ def _check_architecture_and_schedule(config: Config) -> None:
         opt.warmup_steps < opt.max_steps,
         f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up",
     )
-    for name, choice, value in (
-        ("muon_learning_rate", "optim", "muon"),
-        ("muon_momentum", "optim", "muon"),
-        ("muon_weight_decay", "optim", "muon"),
-        ("decay_fraction", "lr_scheduler_type", "wsd"),
-    ):
-        _require(
-            getattr(opt, choice) == value or getattr(opt, name) == FIELDS[name].default,
-            f"{name} is for {choice} {value}, but {choice} is {getattr(opt, choice)}; remove {name}, or set {choice} "
-            f"to {value}",
-        )
+    for (choice, value), names in _OF_A_CHOICE.items():
+        for name in names:
+            _require(
+                getattr(opt, choice) == value or getattr(opt, name) == FIELDS[name].default,
+                f"{name} is for {choice} {value}, but {choice} is {getattr(opt, choice)}; remove {name}, or set "
+                f"{choice} to {value}",
+            )
     if opt.total_batch_tokens % data.sequence_length:
         raise UserError(
             f"total_batch_tokens {opt.total_batch_tokens} is not a multiple of sequence_length {data.sequence_length}; "

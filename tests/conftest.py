@@ -40,6 +40,7 @@ TINY = {
     "optim": "adamw",
     "learning_rate": 1e-2,
     "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
     "warmup_steps": 4,
     "precision": "fp32",
     "logging_steps": 1,

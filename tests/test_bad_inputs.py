@@ -312,7 +312,7 @@ def test_bad_input_of_two_processes(place, name):
 def test_11_more_processes_than_windows(place):
     data = place.shard(GOOD[:17], val=GOOD[100:117])  # a window each
     error = refused(place.train(data, total_batch_tokens=32, micro_batch_size=1))
-    assert "takes 2 sequences a step, the training data have 1 in all" in error
+    assert "takes 2 sequences a step, but the training data have only 1" in error
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is installed on Linux only")

@@ -63,7 +63,7 @@ def test_a_run_in_the_home_directory_continues(secrets, caplog):
     assert config.data.dataset_name == "/home/ada/shards"
     saved = json.loads(json.dumps(redacted(config.flat())))
     assert (saved["dataset_name"], saved["output_dir"]) == ("~/shards", "~/run")
-    check_same_run({"config": saved, "data": {}}, redacted(config.flat()), Path("run"))
+    check_same_run({"config": saved, "data": {}, "step": 1}, redacted(config.flat()), Path("run"))
     assert caplog.messages == []
 
 

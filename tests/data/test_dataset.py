@@ -143,7 +143,7 @@ def test_11_a_batch_larger_than_the_data(three, tmp_path):
     (tmp_path / "val").mkdir()
     val = make_shards(tmp_path / "val", 20, start=1000)
     check_data(three, val, T, 23)
-    with pytest.raises(UserError, match="total_batch_tokens 192 takes 24 sequences a step, the training data have 23"):
+    with pytest.raises(UserError, match="takes 24 sequences a step, but the training data have only 23"):
         check_data(three, val, T, 24)
 
 

@@ -194,6 +194,6 @@ def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     producer = TextProducer(at(prepared, tmp_path), tmp_path)
     producer.open(earlier=manifest)
     list(producer.make_validation())
-    with pytest.raises(UserError, match="built again, it is not what"):
+    with pytest.raises(UserError, match="built again, it differs"):
         list(producer.make("train", 3))
     assert list(tmp_path.glob("train*")) == []
