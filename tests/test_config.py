@@ -83,7 +83,7 @@ def test_help_shows_the_recipes_values_in_groups(capsys):
     groups = [default.index(f" {name}: --") for name in ("Model", "Data", "Optimizer", "Run")]
     assert groups == sorted(groups)
     assert "transformer blocks (default: 4)" in default
-    assert "peak learning rate of AdamW (default: 0.006)" in default
+    assert "peak learning rate of AdamW (default: 0.005)" in default
     assert "transformer blocks (default: 12)" in gpt2
     assert "(default: auto)" in gpt2
     assert "(default: )" not in default + gpt2
