@@ -492,9 +492,7 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
 
 
 def _micro(config: Config, sequences: int, replicas: int) -> int:
-    wanted = (
-        config.optimizer.micro_batch_size or 1
-    )  # auto, which estimate/micro_batch.py has not resolved yet: what 1 divides
+    wanted = config.optimizer.micro_batch_size or 1  # auto that estimate/micro_batch.py has not resolved yet
     return min(wanted, max(1, sequences // replicas))
 
 

@@ -142,8 +142,7 @@ class Engine:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: OptimizerConfig
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """The wrapped (model, optimizer) to train with; from now on `spike_filter` is there. A collective call. Raises
-        UserError for an optimizer that the engine cannot shard, and where several processes would train without a
-        wrapper that connects them."""
+        UserError where several processes would train without a wrapper that connects them."""
         self.max_grad_norm, self.spike_filter = config.max_grad_norm, SpikeFilter(self.device, config)
         return self._prepare(model, optimizer, batch)
 
