@@ -51,7 +51,9 @@ class Muon(torch.optim.AdamW):
         for group in groups:
             for p in group["params"]:
                 grad = p.grad if divisor is None else p.grad / divisor
-                old = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+                old = self.state[p]["momentum"]
                 new = old.lerp(grad, 1 - group["momentum"])
                 look_ahead = grad.lerp(new, group["momentum"])
                 old.copy_(new if skipped is None else torch.where(skipped > 0, old, new))
@@ -73,18 +75,24 @@ class Muon(torch.optim.AdamW):
         for indices in alike.values():
             share = -(-len(indices) // self._world)  # the last processes may have fewer to do
             mine = indices[self._rank * share : (self._rank + 1) * share]
-            wide = [u if u.shape[0] < u.shape[1] else u.mT for u in (updates[i] for i in mine)]
             like = updates[indices[0]]
             done = like.new_zeros(share, *sorted(like.shape), dtype=self._dtype)
-            if wide:
-                done[: len(wide)] = orthogonalize(torch.stack(wide).to(self._dtype))
+            if mine:
+                wide = torch.stack([_turned(updates[index], like=updates[index]) for index in mine])
+                done[: len(mine)] = orthogonalize(wide.to(self._dtype))
             if self._world > 1:
                 everyones = [torch.empty_like(done) for _ in range(self._world)]
                 dist.all_gather(everyones, done)
                 done = torch.cat(everyones)
             for index, matrix in zip(indices, done, strict=False):  # the rest of `done` is padding
-                found[index] = (matrix if updates[index].shape[0] < updates[index].shape[1] else matrix.mT).to(like)
+                found[index] = _turned(matrix, like=updates[index]).to(like)
         return found
+
+
+def _turned(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The matrix as it is if `like` is wider than high, else transposed: the product of its rows is the smaller one,
+    and a square is (out, in) as torch's own Muon has it. The same call turns the result back."""
+    return matrix if like.shape[0] < like.shape[1] else matrix.mT
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:

@@ -76,10 +76,12 @@ def load_named_state(
 ) -> None:
     """Sets the state that the optimizer has after `steps` steps from the tensors of `named_state` (KeyError for a
     missing name)."""
+    if not tensors:
+        return
     # A fused or capturable AdamW keeps its step on the parameter's device.
     on_device = any(optimizer.param_groups[0].get(option) for option in ("fused", "capturable"))
-    names = state_names(model, optimizer) if tensors else {}
-    for name, p in model.named_parameters() if tensors else ():
+    names = state_names(model, optimizer)
+    for name, p in model.named_parameters():
         state = {key: tensors[f"{key}.{name}"].to(p.device, p.dtype) for key in names[name]}
         if names[name] == MOMENTS:
             step = torch.tensor(float(steps), dtype=torch.float32, device=p.device if on_device else "cpu")
