@@ -13,6 +13,7 @@ ROWS ?=
 TASKS ?= hellaswag
 FRESH ?=
 PROCESSES ?=
+DEVICE ?=
 ARGS ?=
 # How many processes of pytest-xdist run the tests: by default one for each core, at most four.
 WORKERS ?= logical
@@ -70,8 +71,8 @@ train: $(TRAINING) ## train CONFIG, sample; goes on from its checkpoint
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
-plan: $(TRAINING) ## what the run would be: batch, memory, disk, time, price
-	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(ARGS)
+plan: $(TRAINING) ## batch, memory, disk, time, price of a run (DEVICE=8xh100)
+	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device $(DEVICE)) $(ARGS)
 
 data: .venv/installed ## prepare the shards that CONFIG names, all before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

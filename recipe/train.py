@@ -55,6 +55,8 @@ def run(config: Config, engine: Engine) -> ExitCode:
     announce(config, batch, engine, found)
     if config.run.dry_run:
         return ExitCode.DONE
+    if config.run.max_hours:
+        engine.stop.after(config.run.max_hours)
     with open_run_directory(config, engine) as checkpoint:
         uploads, code = open_uploads(config, engine), ExitCode.DONE
         if not is_complete(config, engine, checkpoint):

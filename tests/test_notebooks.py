@@ -7,6 +7,7 @@ install nothing, and modules with the names of Kaggle's, Colab's and IPython's.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY, by_step, environment
+from tests.conftest import ROOT, TINY, by_step, environment, flags
 from tests.hub import REPO, TOKEN, Hub
 
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "recipe" / "notebooks").glob("*.ipynb"))}
@@ -260,11 +261,21 @@ def launch(tmp_path) -> str:
     return f"sh {tmp_path}/training.sh; exit 3"
 
 
-def test_a_command_is_told_to_stop_in_time_and_waited_for(session, launch, capfd):
-    assert session.run(launch, hours=1 / 3600) is False
+def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_path, capfd):
+    """The launcher makes 1 of the training's exit code 75, which it makes of a failure too."""
+    fields = TINY | {
+        "dataset_name": shards,
+        "output_dir": tmp_path / "run",
+        "max_steps": 100_000,
+        "save_steps": 0,
+        "max_hours": 2e-3,
+    }
+    train = " ".join([sys.executable, "recipe/train.py", *map(shlex.quote, flags(**fields))])
+    assert session.run(f"cd {ROOT} && {{ {train} || exit 1; }}") is False
     lines = capfd.readouterr().out.splitlines()
-    assert lines[1] == "training"
-    assert lines[-2:] == ["saved", "stopped after 0.000278 hours, as planned"]
+    assert "max_hours  0.002 hours are over" in lines
+    assert lines[-1].startswith("stopped    before the end; the same command, without --fresh, continues")
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1
     assert session.FAILED == []
 
 
@@ -279,7 +290,7 @@ def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, launch, 
 
     monkeypatch.setattr(session, "print", write, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        session.run(launch, hours=1)
+        session.run(launch)
     assert lines[-1] == "saved\n"
 
 

@@ -59,6 +59,17 @@ class StopSignal:
         if not self._graceful:
             self._graceful, self._last_boundary = True, time.monotonic()
 
+    def after(self, hours: float) -> None:
+        """This process hears a SIGTERM of its own after so many hours."""
+
+        def stop() -> None:
+            logger.warning("max_hours  %g hours are over", hours)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        timer = threading.Timer(3600 * hours, stop)
+        timer.daemon = True
+        timer.start()
+
     def at_boundary(self) -> None:
         """The loop is at a place where it can stop."""
         now = time.monotonic()

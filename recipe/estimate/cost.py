@@ -5,12 +5,14 @@ python -m recipe.estimate.cost --price_per_hour 1.75
 
 import argparse
 import math
+import re
 import time
 
 import torch
 
 from recipe.config import parse_config
 from recipe.engine.device import PEAK_FLOPS
+from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.units import plural, si
 
@@ -18,7 +20,7 @@ from recipe.units import plural, si
 # step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of eval/references/gpt2-fineweb.json).
 MFU = 0.5
 
-RECIPES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+RECIPES = ("gpt2", "gpt2-fast", "gpt2-medium", "gpt2-large", "gpt2-xl")
 DEVICES = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of PEAK_FLOPS
 
 
@@ -30,6 +32,14 @@ def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float 
 def price(seconds: float, devices: int, per_hour: float) -> float:
     """Dollars: each of the devices costs `per_hour`."""
     return seconds / 3600 * devices * per_hour
+
+
+def named_devices(text: str) -> tuple[int, str]:
+    """ "8xh100", "8 x H100" or "h100" -> how many, and the name in PEAK_FLOPS. Raises UserError for an unknown name."""
+    count, name = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE).groups()
+    if name.upper() not in PEAK_FLOPS:
+        raise UserError(f"plan_device {text!r}: no such GPU is known; there are {', '.join(PEAK_FLOPS)}")
+    return int(count or 1), name.upper()
 
 
 def cpu_flops(precision: str, size: int = 256) -> float:

@@ -9,8 +9,9 @@ from pathlib import Path
 from recipe.config import ROOT, Batch, Config, OptimizerConfig
 from recipe.data.shards import Shard, unigram_loss
 from recipe.engine.base import Engine
+from recipe.engine.device import PEAK_FLOPS
 from recipe.errors import ExitCode
-from recipe.estimate.cost import MFU, cpu_flops, price, training_seconds
+from recipe.estimate.cost import MFU, cpu_flops, named_devices, price, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
     REMEDIES,
@@ -126,10 +127,15 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
     """How long the whole run takes, and what it costs: N devices cost N times what one does."""
     run, opt, devices = config.run, config.optimizer, batch.world * batch.devices
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
+    if run.plan_device:
+        devices, name = named_devices(run.plan_device)
     each = f"{money(run.price_per_hour)} an hour of {'the device' if devices == 1 else f'each of {devices} devices'}"
     # The peaks of GPUs are those of half precision; another precision, unless it is the best the device has, has
     # another peak, which is not known.
-    if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
+    if run.plan_device:
+        peak = devices * PEAK_FLOPS[name]
+        basis = f"on {devices} x {name} at {100 * MFU:.0f} % MFU, an assumption"
+    elif engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
         peak = engine.peak_flops * batch.world
         basis = f"at {100 * MFU:.0f} % MFU, an assumption; the progress shows more"
     elif engine.device.type == "cpu":

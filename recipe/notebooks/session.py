@@ -23,17 +23,16 @@ _ENVIRONMENT = {
 FAILED: list[str] = []  # commands that failed without ending the notebook
 
 
-def run(command: str, hours: float | None = None, essential: bool = True) -> bool:
+def run(command: str, essential: bool = True) -> bool:
     """Runs a shell command and prints its output; returns whether it completed with exit code 0.
 
-    After `hours`, or when the cell is interrupted, it gets SIGTERM, at which a training saves a checkpoint and ends;
-    after ten more minutes it is killed. A command that fails by itself raises RuntimeError or, if it is not
+    A training that has stopped with a checkpoint, at its max_hours or because the cell was interrupted, says so in its
+    output, since its launcher replaces the exit code. A command that fails raises RuntimeError or, if it is not
     `essential`, is only listed by `summary`.
     """
     print(f"$ {command}", flush=True)
-    limit = ["timeout", "--kill-after=10m", f"{hours}h"] if hours is not None else []
     process = subprocess.Popen(
-        [*limit, "sh", "-c", command],
+        ["sh", "-c", command],
         start_new_session=True,  # otherwise an interrupted cell would reach the launcher alone, or every process twice
         env=os.environ | _ENVIRONMENT,
         text=True,
@@ -42,12 +41,13 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    interrupted = False
+    interrupted, stopped = False, False
     while True:
         try:
             # Until the output ends, not the process: a launcher may be gone while its training still saves.
             for line in process.stdout:
                 print(line, end="", flush=True)
+                stopped |= line.startswith("stopped ")
             break
         except KeyboardInterrupt:
             interrupted = True
@@ -55,11 +55,9 @@ def run(command: str, hours: float | None = None, essential: bool = True) -> boo
     code = process.wait()
     if interrupted:
         raise KeyboardInterrupt
-    if limit and code in (124, -signal.SIGKILL):
-        print(f"stopped after {hours:.3g} hours, as planned", flush=True)
-    elif code and essential:
+    if code and essential and not stopped:
         raise RuntimeError(f"exit code {code}; the command's output above names the cause")
-    elif code:
+    if code and not stopped:
         FAILED.append(command)
         print(f"FAILED     exit code {code}; the notebook goes on", flush=True)
     return code == 0
