@@ -97,7 +97,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
             if due.hellaswag:
                 metrics.add(**parts.evaluator.hellaswag())
             if due.sample:
-                parts.evaluator.sample(step)
+                metrics.add(sample=parts.evaluator.sample(step))
             metrics.write(step)
             parts.uploads.start(step)  # a checkpoint goes to the Hub with its evaluations
             if due.last:

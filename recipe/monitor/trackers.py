@@ -24,6 +24,7 @@ PROJECT = "gpt2-recipe"
 _GROUPS = {
     "val_loss": "val/loss",
     "tokens": "tokens",
+    "sample": "sample",
     "tokens_per_second": "speed/tokens_per_second",
     "mfu": "speed/mfu",
     "data_wait": "speed/data_wait",
@@ -40,12 +41,13 @@ def check_tracker(name: str) -> None:
         raise UserError(f"report_to is {name}, which is not installed: pip install -e '.[trackers]'")
 
 
-def metric_names(record: dict) -> dict[str, float]:
-    """The measured values of a line of metrics.jsonl, under the names by which trackers group: train/loss, val/loss."""
+def metric_names(record: dict) -> dict[str, float | str]:
+    """The measured values of a line of metrics.jsonl, and its sample, under the names by which trackers group:
+    train/loss, val/loss."""
     return {
         _GROUPS.get(column) or f"{'val' if column.startswith('hellaswag') else 'train'}/{column}": value
         for column, value in record.items()
-        if isinstance(value, (int, float)) and column != "step"
+        if isinstance(value, (int, float, str)) and column != "step"
     }
 
 

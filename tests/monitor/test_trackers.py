@@ -55,7 +55,8 @@ def track(run: Path, name: str, *steps: int, loss: float = 1.0, after: int = 0, 
     settings = TINY | {"output_dir": run, "report_to": name, "run_name": "mine"} | fields
     with Tracker(parse_config(flags(**settings)), after, run_id, active=True) as tracker:
         for step in steps:
-            tracker.log({"step": step, "tokens": 64 * step, "loss": loss, "val_loss": None, "mfu": None})
+            sample = {"sample": f"Once, at step {step}"} if step == 40 else {}
+            tracker.log({"step": step, "tokens": 64 * step, "loss": loss, "val_loss": None, "mfu": None} | sample)
     return tracker
 
 
@@ -70,6 +71,8 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, said):
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert shown == [(0, 1.0), (10, 1.0), (20, 2.0), (30, 2.0), (40, 2.0)]
+    (sample,) = events.Tensors("sample/text_summary")
+    assert (sample.step, sample.tensor_proto.string_val) == (40, [b"Once, at step 40"])
     assert said() == [f"tracker    tensorboard --logdir {run}"] * 2
 
 
