@@ -158,6 +158,10 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
         source = args.data or config.get("val_data") or config.get("dataset_name")
         if not source:
             raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR or --text FILE")
+        if mixed := common.mixture(source):
+            raise common.UserError(
+                f"the model was trained on {len(mixed)} data sets. Name one: --data {next(iter(mixed))}"
+            )
         windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home
         if not args.data and not limit and "eval_tokens" in config:
             limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training

@@ -84,7 +84,7 @@ def summarize(runs: list[Run]) -> list[list[str]]:
         cells = {
             "run": run.name,
             "parameters": f"{run.parameters / 1e6:,.4g} M" if run.parameters else "",
-            "data": run.dataset or run.config.get("dataset_name", ""),
+            "data": run.dataset or _data(run.config.get("dataset_name", "")),
             "tokens": tokens(run.tokens),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),
@@ -98,6 +98,11 @@ def summarize(runs: list[Run]) -> list[list[str]]:
         }
         columns.append(cells)
     return [[key, *(cells[key] for cells in columns)] for key in columns[0] if any(cells[key] for cells in columns)]
+
+
+def _data(dataset_name: str) -> str:
+    mixed = common.mixture(dataset_name)
+    return ", ".join(f"{share:.1%} {name}" for name, share in mixed.items()) or dataset_name
 
 
 def _fixed(value: float) -> str:

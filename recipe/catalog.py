@@ -7,6 +7,7 @@ import difflib
 import glob
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def _directory_of(text: str, data) -> str:
     path = Path(text).parent if glob.has_magic(Path(text).name) else Path(text)
     stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
     return f"data/{stem}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"
+
+
+def short_name(shards: str) -> str:
+    """What a person calls the data set whose shards lie there: the name of their directory."""
+    path = Path(os.path.abspath(shards))
+    own = path.parent if glob.has_magic(path.name) or path.suffix == ".bin" else path
+    return re.sub(r"-[0-9a-f]{8}$", "", own.name)  # without the hash of `_directory_of`
 
 
 def text_suffix(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,11 +100,19 @@ def yaml_flags(path: Path, fields: Iterable[str]) -> list[str]:
         raise UserError(f"{path}: {where}; expected `key: value` lines") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
+    if isinstance(mixture := values.get("dataset_name"), list):  # one word, as on the command line
+        values["dataset_name"] = json.dumps(mixture, default=str)
+    return flags_of(values, fields, str(path))
+
+
+def flags_of(values: dict, fields: Iterable[str], origin: str) -> list[str]:
+    """A mapping of a YAML as flags. Raises UserError, which begins with `origin`, for a key that is not one of
+    `fields`, and for a list or a mapping as a value."""
     for key, value in values.items():
         if key not in fields:
-            raise UserError(f"{path}: unknown key {key!r}{_nearest(str(key), fields)}")
+            raise UserError(f"{origin}: unknown key {key!r}{_nearest(str(key), fields)}")
         if isinstance(value, (dict, list)):
-            raise UserError(f"{path}: {key} takes one value, found a {type(value).__name__}")
+            raise UserError(f"{origin}: {key} takes one value, found a {type(value).__name__}")
     return [f"--{key}={'' if value is None else value}" for key, value in values.items()]
 
 

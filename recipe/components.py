@@ -16,7 +16,8 @@ from recipe.checkpoint.provenance import about
 from recipe.checkpoint.run_dir import check_same_run, open_run
 from recipe.config import ROOT, Batch, Config
 from recipe.data import tokenizer
-from recipe.data.dataset import TokenDataset, check_same_data
+from recipe.data.dataset import check_same_data
+from recipe.data.mixed import Dataset
 from recipe.data.open import open_datasets
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
@@ -24,6 +25,7 @@ from recipe.engine.launch import restarts
 from recipe.errors import UserError
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
+from recipe.mixture import counts_in
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
@@ -59,8 +61,8 @@ class Components:
     model: torch.nn.Module
     raw_model: GPT2LMHeadModel
     optimizer: torch.optim.Optimizer
-    train_data: TokenDataset
-    val_data: TokenDataset
+    train_data: Dataset
+    val_data: Dataset
     batches: Batches
     metrics: Metrics
     evaluator: Evaluator
@@ -86,7 +88,7 @@ class Checkpoints:
     raw_model: GPT2LMHeadModel
     optimizer: torch.optim.Optimizer
     metrics: Metrics
-    train_data: TokenDataset
+    train_data: Dataset
     tracker: Tracker
     manager: CheckpointManager | None  # None on all processes but the main one
     history: list[dict]  # on which devices, by which code the run was trained so far
@@ -295,6 +297,7 @@ def check_same_launch(config: Config, engine: Engine) -> None:
             f"or move {config.run.output_dir} away"
         )
     mine = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
+    mine["dataset_name's weights"] = counts_in(config.data.dataset_name)
     mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
     theirs = engine.from_main(mine)
     differing = [f"{k} {mine.get(k)!r}, there {theirs.get(k)!r}" for k in mine | theirs if mine.get(k) != theirs.get(k)]

@@ -5,6 +5,7 @@ hardware (processes, machines, sharding) is not here: that is Accelerate's file.
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -17,9 +18,10 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.catalog import DATASETS, license_error, resolve
-from recipe.cli import Help, Parser, Sequences, yaml_flags
+from recipe.catalog import DATASETS, license_error, resolve, short_name
+from recipe.cli import Help, Parser, Sequences, flags_of, yaml_flags
 from recipe.errors import UserError
+from recipe.mixture import BLOCK, counts_of, entries
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
@@ -52,7 +54,8 @@ class DataConfig:
     dataset_name: str = _opt(
         "",
         f"{', '.join(DATASETS)}; a Hub data set of text (ORG/NAME) or of shards (hf://datasets/ORG/NAME/*.bin); a "
-        "file, directory or quoted glob of text; a directory of shards; or .bin files (then give val_data too)",
+        "file, directory or quoted glob of text; a directory of shards; .bin files (then give val_data too); or a list "
+        "of these with weights (docs/data.md)",
     )
     val_data: str = _opt("", "validation shards: directory, file or glob (empty: those of `dataset_name`)")
     train_text: str = _opt(
@@ -250,6 +253,48 @@ def _without_replaced_data(recipe: list[str], its: Namespace, given: Namespace, 
     return [word for word in recipe if word.partition("=")[0].removeprefix("--") not in _OF_ONE_DATA_SET]
 
 
+# What an entry of a mixture may say about its data set; the run's own fields hold where it does not.
+_OF_AN_ENTRY = (*_OF_ONE_DATA_SET[1:], "streaming", "val_fraction", "val_documents")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One of the data sets of a run.
+
+    Attributes:
+        name: short, and like no other of the run; empty where there is no other.
+        count: how many of each 1,000 sequences come from it.
+        data: the run's fields, as they are for this data set.
+    """
+
+    name: str
+    count: int
+    data: DataConfig
+
+
+def data_sets(data: DataConfig) -> list[DataSet]:
+    """The data sets of a mixture in its order, or the only one. Raises UserError for a mixture that cannot be one."""
+    found = entries(data.dataset_name)
+    if found is None:
+        return [DataSet("", BLOCK, data)]
+    sets: list[DataSet] = []
+    for number, (entry, count) in enumerate(zip(found, counts_of(found), strict=True), 1):
+        where = f"dataset_name, entry {number} ({entry['name']})"
+        parser = Parser((DataConfig,))
+        parser.set_defaults(**vars(data))
+        (its,) = parser.parse(_flags_of_entry(entry, where), f"{where}: ")
+        name = short_name(its.dataset_name)
+        unique = f"{name}-{number}" if name in [other.name for other in sets] else name
+        sets.append(DataSet(unique, count, its))
+    return sets
+
+
+def _flags_of_entry(entry: dict, where: str) -> list[str]:
+    words = flags_of(entry, ("name", "weight", *_OF_AN_ENTRY), where)
+    own = [word for word in words if not word.startswith(("--name=", "--weight="))]
+    return [f"--dataset_name={entry['name']}", *own]
+
+
 # What belongs to one value of a field, and to no other.
 _OF_A_CHOICE = {
     ("optim", "muon"): ("muon_learning_rate", "muon_momentum", "muon_weight_decay"),
@@ -279,10 +324,25 @@ def _with_defaults(config: Config, path: Path) -> Config:
     name = config.run.run_name or path.stem
     output_dir = config.run.output_dir or f"runs/{name}"
     run = dataclasses.replace(config.run, run_name=name, output_dir=output_dir, config=str(path))
-    model, data, optimizer, run = map(_with_home, (config.model, config.data, config.optimizer, run))
-    if data.train_text and not Path(data.train_text).exists() and (ROOT / data.train_text).exists():
-        data = dataclasses.replace(data, train_text=str(ROOT / data.train_text))  # text that ships, from anywhere
-    return Config(model, resolve(data), optimizer, run)
+    return Config(_with_home(config.model), _located(config.data), config.optimizer, _with_home(run))
+
+
+def _located(data: DataConfig) -> DataConfig:
+    """The data's configuration with the directories of the shards, in a mixture too, instead of names."""
+    found = entries(data.dataset_name)
+    if found is None:
+        data = _with_home(data)
+        if data.train_text and not Path(data.train_text).exists() and (ROOT / data.train_text).exists():
+            data = dataclasses.replace(data, train_text=str(ROOT / data.train_text))  # text that ships, from anywhere
+        return resolve(data)
+    sets, mixture = data_sets(data), []
+    if len(sets) == 1:
+        return _located(sets[0].data)
+    for entry, its in zip(found, sets, strict=True):
+        its = _located(its.data)
+        own = {field: getattr(its, field) for field in _OF_AN_ENTRY if getattr(its, field) != getattr(data, field)}
+        mixture.append({"name": its.dataset_name, "weight": entry["weight"]} | own)
+    return dataclasses.replace(data, dataset_name=json.dumps(mixture))
 
 
 def _with_home(part):
@@ -335,10 +395,33 @@ def _require(ok: bool, message: str) -> None:
 
 def _validated(config: Config) -> Config:
     """`config` as it is. Raises UserError for a value that no run can have, and for values that exclude each other."""
-    _check_ranges(config)
+    sets = data_sets(config.data)
+    _check_mixture(config.data, sets)
+    each = [dataclasses.replace(config, data=one.data) for one in sets]
+    for its in each:
+        _check_ranges(its)
     _check_architecture_and_schedule(config)
-    _check_names(config)
+    for its in each:
+        _check_names(its)
     return config
+
+
+def _check_mixture(data: DataConfig, sets: list[DataSet]) -> None:
+    if len(sets) < 2:
+        return
+    for name in _OF_ONE_DATA_SET[1:]:
+        _require(
+            getattr(data, name) == FIELDS[name].default,
+            f"{name} is about one data set, and dataset_name lists {len(sets)}; write it into an entry",
+        )
+    seen: set[Path] = set()
+    for one in sets:
+        name = one.data.dataset_name
+        _require(
+            (path := Path(name).resolve()) not in seen,
+            f"dataset_name lists {name} twice; remove one of the two, and give the other their weight",
+        )
+        seen.add(path)
 
 
 def _check_ranges(config: Config) -> None:

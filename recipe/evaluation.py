@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -13,6 +13,7 @@ from eval.loglikelihood import LanguageModel
 from recipe.config import Batch, Config
 from recipe.data import tokenizer
 from recipe.data.dataset import TokenDataset
+from recipe.data.mixed import Dataset
 from recipe.engine.base import Engine
 from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -37,39 +38,52 @@ class Evaluator:
         batch: Batch,
         engine: Engine,
         raw_model: GPT2LMHeadModel,
-        data: TokenDataset,
+        data: Dataset,
         metrics: Metrics,
     ):
         self.config, self.batch, self.engine = config, batch, engine
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
 
-    @torch.no_grad()
     def validate(self, model: torch.nn.Module, step: int) -> float:
         """Mean loss in nats a token over the first eval_tokens of the validation shards, the same ones whatever the
-        number of processes. `model` is the prepared one. Raises UserError if the loss is not finite."""
-        engine, length, micro = self.engine, self.config.data.sequence_length, self.batch.micro
-        windows = min(self.data.windows, max(1, self.config.run.eval_tokens // length))
+        number of processes. Of a mixture, each data set gets an equal part of them, its own column of the metrics, and
+        its share in the mean. `model` is the prepared one. Raises UserError if the loss is not finite."""
+        parts, length = self.data.parts, self.config.data.sequence_length
+        most = max(1, self.config.run.eval_tokens // length // len(parts))
+        model.eval()
+        with self.metrics.paused("validating") as tick:
+            losses = {name: self._loss(model, data, min(data.windows, most), tick) for name, _, data in parts}
+        model.train()
+        val_loss = sum(share * losses[name] for name, share, _ in parts)
+        if not math.isfinite(val_loss):
+            raise UserError(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
+        if len(parts) > 1:
+            self.metrics.add(**{f"val_loss/{name}": loss for name, loss in losses.items()})
+            shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            logger.info("step %d: validation loss %.4f (%s)", step, val_loss, shown)
+        return val_loss
+
+    @torch.no_grad()
+    def _loss(
+        self, model: torch.nn.Module, data: TokenDataset, windows: int, tick: Callable[[int, int], None]
+    ) -> float:
+        """Mean loss in nats a token over the first `windows` of a data set. A collective call."""
+        engine, micro, length = self.engine, self.batch.micro, self.config.data.sequence_length
         batches = -(-windows // (micro * engine.world))
         total = torch.zeros(2, device=engine.device)  # sum of losses, number of sequences
         engine.flush()  # so that a lazy device does not compile the zeros into the first batch's program
-        model.eval()
-        with self.metrics.paused("validating") as tick:
-            for number in range(batches):
-                tick(number, batches)
-                engine.check_stop()
-                rows, targets = self._validation_batch(number * engine.world + engine.rank, windows)
-                weight = ((targets != IGNORE_INDEX).sum().view(1) / length).to(engine.device)  # (1,) sequences
-                loss = model(engine.to_device(rows), engine.to_device(targets))
-                total += torch.stack((loss.float(), torch.ones_like(total[0]))) * weight
-                engine.flush()
-            loss_sum, sequences = engine.sum(total).tolist()
-        model.train()
-        val_loss = loss_sum / sequences
-        if not math.isfinite(val_loss):
-            raise UserError(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
-        return val_loss
+        for number in range(batches):
+            tick(number, batches)
+            engine.check_stop()
+            rows, targets = self._validation_batch(data, number * engine.world + engine.rank, windows)
+            weight = ((targets != IGNORE_INDEX).sum().view(1) / length).to(engine.device)  # (1,) sequences
+            loss = model(engine.to_device(rows), engine.to_device(targets))
+            total += torch.stack((loss.float(), torch.ones_like(total[0]))) * weight
+            engine.flush()
+        loss_sum, sequences = engine.sum(total).tolist()
+        return loss_sum / sequences
 
-    def _validation_batch(self, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _validation_batch(self, data: TokenDataset, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (micro, T), int64, of a batch; rows beyond the last window have ignored targets, so that
         all batches have one shape."""
         micro, length = self.batch.micro, self.config.data.sequence_length
@@ -77,7 +91,7 @@ class Evaluator:
         targets = torch.full((micro, length), IGNORE_INDEX)
         lo = number * micro
         if lo < windows:
-            real = torch.from_numpy(self.data.validation_rows(lo, min(lo + micro, windows)))  # (rows, T + 1)
+            real = torch.from_numpy(data.validation_rows(lo, min(lo + micro, windows)))  # (rows, T + 1)
             rows[: len(real)], targets[: len(real)] = real[:, :-1], real[:, 1:]
         return rows, targets
 

@@ -62,7 +62,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
         if not is_complete(config, engine, checkpoint):
             with open_components(config, batch, engine, checkpoint, uploads) as parts:
                 result = train(config, batch, parts)
-            code = conclude(config, batch, engine, result, parts.train_data.shards, parts.val_data.shards)
+            code = conclude(config, batch, engine, result, parts.train_data, parts.val_data)
         if code == ExitCode.DONE:
             engine.stop.begin()  # from now on Ctrl-C leaves the uploads for later
             uploads.wait(stopped=lambda: engine.stop.requested)

@@ -80,6 +80,9 @@ class Place:
         """Flags of a run on a data set, by default the good shards."""
         return tiny(dataset_name or self.shards, self.run, **fields)
 
+    def mixture(self, entries: str, **fields) -> list[str]:
+        return self.train(f"[{entries}]", **fields)
+
     def resume(self, **fields) -> list[str]:
         """Flags of a run that goes on from a copy of the finished one."""
         shutil.copytree(self.finished, self.run)
@@ -188,8 +191,8 @@ TABLE = {
     "10 script": (lambda at: at.prepare(at.file("texts.py", LOADER)), "texts.py is a program", "run it yourself"),
     "11 few windows": (
         lambda at: at.train(at.shard(GOOD[:50])),
-        "total_batch_tokens 64 takes 4 sequences a step",
-        "lower total_batch_tokens",
+        "total_batch_tokens takes 4 sequences a step",
+        "lower it (or the number of processes)",
     ),
     "12 flag": (
         lambda at: at.prepare(SHAKESPEARE, shard_token=9),
@@ -200,6 +203,57 @@ TABLE = {
         "my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     ),
     "12 not UTF-8": (lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
+    "12 mixture, weight below 0": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: -1}"),
+        "dataset_name, entry 2 (B): weight is -1; it must be a number of at least 0",
+    ),
+    "12 mixture, weight that is no number": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: half}"),
+        "entry 2 (B): weight is 'half'; it must be a number",
+    ),
+    "12 mixture, all weights 0": (
+        lambda at: at.mixture("{name: A, weight: 0}, {name: B, weight: 0.0}"),
+        "all weights are 0; give those that are to be trained on a weight above 0",
+    ),
+    "12 mixture, weight too small": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1e-5}"),
+        "weight 1e-05 of B is not one sequence in 1,000; raise it, or remove the entry",
+    ),
+    "12 mixture, no weight": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B}"),
+        "entry 2 (B) has no weight; add weight: and a number",
+    ),
+    "12 mixture, no name": (lambda at: at.mixture("{name: A, weight: 1}, {weight: 1}"), "entry 2: name must be that"),
+    "12 mixture, twice": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
+        "dataset_name lists ./A twice; remove one of the two",
+    ),
+    "12 mixture, unknown key": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1, text_colum: x}"),
+        "entry 2 (B): unknown key 'text_colum'; did you mean 'text_column'?",
+    ),
+    "12 mixture, list in a list": (
+        lambda at: ["--config", at.file("my.yaml", "dataset_name:\n- [A, B]\n- {name: B, weight: 1}\n")],
+        "dataset_name, entry 1, is a list and no mapping; write a mixture as [{name: A, weight: 0.7}, ",
+    ),
+    "12 mixture, list as a value": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1, val_data: [x]}"),
+        "entry 2 (B): val_data takes one value, found a list",
+    ),
+    "12 mixture, empty": (lambda at: at.mixture(""), "dataset_name is an empty list; write a mixture as"),
+    "12 mixture, not YAML": (lambda at: at.train("[{name: A, weight: 1}, {name: B"), "is not valid YAML; write a"),
+    "12 mixture, one val_data": (
+        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
+        "val_data is about one data set, and dataset_name lists 2; write it into an entry",
+    ),
+    "12 mixture, streamed shards": (
+        lambda at: at.mixture("{name: fineweb, weight: 1}, {name: data/x, weight: 1}", streaming="true"),
+        "streaming needs text, and dataset_name data/x is not text",
+    ),
+    "12 mixture, one directory": (
+        lambda at: flags(dataset_name="[{name: fineweb, weight: 1}, {name: B, weight: 1}]", out="data/x"),
+        "--out is one directory, and dataset_name lists 2 data sets; remove --out",
+    ),
     "13 batch": (lambda at: at.train(total_batch_tokens=9 * 16), "nearest valid: 64, 128, 192"),
     "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
     "15 heads": (lambda at: at.train(n_embd=33), "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30"),

@@ -10,11 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import recipe
-from recipe.config import ROOT, Config
+from recipe.config import ROOT, Config, DataConfig, data_sets
 from recipe.data.shards import Manifest
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.errors import UserError
+from recipe.mixture import BLOCK
 from recipe.redaction import redact, redacted
 
 _FILES = 10  # of a local text's files, whose names are kept
@@ -36,7 +37,7 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
         "packages": _versions(),
         "recipe": recipe.__version__,
         "commit": _commit(),
-        "data": _data(config),
+        "data": _data(config.data),
     }
     parts = list(earlier or [])
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(now):
@@ -71,16 +72,20 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _data(config: Config) -> dict:
+def _data(data: DataConfig) -> dict:
     """The text and the options that the shards were made from, by their manifest. Without one of this recipe's,
-    {"shards": the name of their directory}: the configuration may name another text."""
-    data = config.data.dataset_name
+    {"shards": the name of their directory}: the configuration may name another text. Of a mixture,
+    {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
+    sets = data_sets(data)
+    if len(sets) > 1:
+        return {"mixture": [{"name": one.name, "share": one.count / BLOCK} | _data(one.data) for one in sets]}
+    name = data.dataset_name
     try:
-        manifest = None if glob.has_magic(data) else Manifest.load(Path(data))
+        manifest = None if glob.has_magic(name) else Manifest.load(Path(name))
     except (UserError, OSError):
         manifest = None
     if manifest is None or not manifest.source:
-        return {"shards": Path(redact(data)).name}
+        return {"shards": Path(redact(name)).name}
     files = manifest.source.get("files", [])
     some = {"files": files[:_FILES], "of": len(files)} if files else {}
     return manifest.source | some | {"options": manifest.options}

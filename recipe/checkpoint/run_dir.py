@@ -13,8 +13,9 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 from recipe.checkpoint.format import checkpoints, newest_valid, sweep
-from recipe.config import Config, OptimizerConfig
+from recipe.config import Config, OptimizerConfig, data_sets
 from recipe.errors import UserError
+from recipe.mixture import counts_in
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,9 @@ def check_same_run(state: dict, config: dict, run_dir: Path) -> None:
     def differing(names: Iterable[str]) -> list[str]:
         return [f"{k} {before[k]!r} -> {config[k]!r}" for k in names if k in before and before[k] != config[k]]
 
-    if changed := differing(_IDENTITY):
+    then, today = (counts_in(c.get("dataset_name", "")) for c in (before, config))
+    weights = [f"dataset_name's weights, of 1,000, {then} -> {today}"] if then != today else []
+    if changed := differing(_IDENTITY) + weights:
         raise UserError(
             f"{run_dir} holds a run with other settings: {', '.join(changed)}. Put those back, choose another "
             "output_dir, or start over with --fresh (make train FRESH=1)"
@@ -181,8 +184,12 @@ def refusal(config: Config) -> str:
         return f"output_dir {directory} is a file; choose another output_dir"
     if not directory.is_dir() or checkpoints(directory) or (directory / "metrics.jsonl").exists():
         return ""
-    data = config.data
-    own = [Path(name).resolve() for name in (data.dataset_name, data.val_data, data.train_text) if name]
+    names = [
+        name
+        for one in data_sets(config.data)
+        for name in (one.data.dataset_name, one.data.val_data, one.data.train_text)
+    ]
+    own = [Path(name).resolve() for name in names if name]
     others = sorted(path for path in directory.iterdir() if not _may_stay(path, own))
     if pickles := [path for path in others if path.suffix in _PICKLES]:
         return (

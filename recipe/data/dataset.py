@@ -38,6 +38,11 @@ class TokenDataset:
         self._starts = np.cumsum([0] + [(shard.tokens - 1) // self.sequence_length for shard in shards])
 
     @property
+    def parts(self) -> list[tuple[str, float, TokenDataset]]:
+        """(name, share, dataset) of each data set: this is the only one, and needs no name."""
+        return [("", 1.0, self)]
+
+    @property
     def windows(self) -> int:
         """Windows in one epoch."""
         return int(self._starts[-1])
@@ -53,10 +58,10 @@ class TokenDataset:
 
     def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
-        return self._windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))
+        return self.windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))
 
-    def _windows_at(self, g: np.ndarray) -> np.ndarray:
-        """Windows by their number since the run's start, (N,) -> (N, T + 1)."""
+    def windows_at(self, g: np.ndarray) -> np.ndarray:
+        """Windows by their number since the run's start, (N,) -> (N, T + 1), int64."""
         n = max(1, self.windows)
         return self._gather(g // n, g % n, permuted=True)
 
@@ -168,6 +173,10 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
 
     A stream that has not come to its end knows its first shards only; those must be the same.
     """
+    if "mixture" in now:
+        for then, today in zip(saved["mixture"], now["mixture"], strict=True):
+            check_same_data(then, today, today["name"])
+        return
     then, today = saved["shards"], now["shards"]
     changed = [a[0] for a, b in zip(then, today, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
     more, fewer = len(today) > len(then) and saved["complete"], len(today) < len(then) and now["complete"]
@@ -201,9 +210,8 @@ def check_batch(train: TokenDataset) -> None:
     """Raises UserError for fewer training windows than one optimizer step takes."""
     if train.batch_size > train.windows:
         raise UserError(
-            f"total_batch_tokens {train.batch_size * train.sequence_length} takes {train.batch_size} sequences a step, "
-            f"but the training data have only {train.windows}; lower total_batch_tokens (or the number of processes), "
-            "or prepare more text"
+            f"{train.shards[0].path.parent}: total_batch_tokens takes {train.batch_size} sequences a step, but the "
+            f"training data have only {train.windows}; lower it (or the number of processes), or prepare more text"
         )
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from recipe.config import Batch, Config, DataConfig
+from recipe.config import Batch, Config, DataConfig, data_sets
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
+from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
 from recipe.data.prepare.pipeline import prepare_for_training
 from recipe.data.prepare.producer import check_same
 from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
 from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.errors import UserError
+from recipe.mixture import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -22,27 +25,32 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def open_datasets(
     config: Config, batch: Batch, engine, step: int = 0, state: dict | None = None
-) -> Iterator[tuple[TokenDataset, TokenDataset]]:
+) -> Iterator[tuple[Dataset, Dataset]]:
     """The training and validation data. A collective call: local text is prepared by the main process first.
 
     `engine` has rank information, main_first(), from_main() and anywhere(). The run continues at `step`, and `state` is
     what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
     """
-    data = config.data
+    sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
+    streamed = [_is_streamed(one.data) for one in sets]
+    firsts = windows_before(step * batch.sequences, counts_of(sets), run.seed)
+    opened: list[tuple[TokenDataset, TokenDataset]] = []
     with ExitStack() as closing:
-        if _is_streamed(data):
-            train, val_shards = _open_stream(config, batch, engine, step, state, closing)
-        else:
-            _prepare(data, engine)
-            train_shards, val_shards = find_shards(data.dataset_name, "train"), _validation_shards(data)
-            check_data(train_shards, val_shards, data.sequence_length, batch.sequences)
-            train = TokenDataset(train_shards, data.sequence_length, batch.sequences, config.run.seed)
-            found = describe_shards(train_shards), describe_shards(val_shards)
-            logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
-        closing.callback(train.close)
-        validation = TokenDataset(val_shards, data.sequence_length, batch.sequences, config.run.seed)
-        closing.callback(validation.close)
-        yield train, validation
+        for one, is_stream, first, its_state in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
+            data = replace(one.data, disk_budget_gb=one.data.disk_budget_gb / max(1, sum(streamed)))
+            shape = data.sequence_length, -(-batch.sequences * one.count // BLOCK), run.seed
+            if is_stream:
+                opened.append(_open_stream(data, shape, engine, first, its_state, closing))
+            else:
+                opened.append(_open_prepared(data, shape, engine))
+            for dataset in opened[-1]:
+                closing.callback(dataset.close)
+        if len(sets) == 1:
+            yield opened[0]
+            return
+        trains, validations = map(list, zip(*opened, strict=True))
+        check_disjoint([s for train in trains for s in train.shards], [s for val in validations for s in val.shards])
+        yield tuple(MixedDataset(sets, these, batch.sequences, run.seed) for these in (trains, validations))
 
 
 def _is_streamed(data: DataConfig) -> bool:
@@ -70,6 +78,16 @@ def _prepare(data: DataConfig, engine) -> None:
         raise UserError(error or "the data could not be prepared on another process; its error message has the cause")
 
 
+def _open_prepared(data: DataConfig, shape: tuple[int, int, int], engine) -> tuple[TokenDataset, TokenDataset]:
+    """Prepares local text where that was not done before; `shape` is a TokenDataset's length, batch size and seed."""
+    _prepare(data, engine)
+    train, val = find_shards(data.dataset_name, "train"), _validation_shards(data)
+    check_data(train, val, *shape[:2])
+    found = describe_shards(train), describe_shards(val)
+    logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
+    return TokenDataset(train, *shape), TokenDataset(val, *shape)
+
+
 def _validation_shards(data: DataConfig) -> list[Shard]:
     name = data.dataset_name
     if not data.val_data and not Path(name).is_dir():
@@ -84,10 +102,10 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
 
 
 def _open_stream(
-    config: Config, batch: Batch, engine, step: int, state: dict | None, closing: ExitStack
-) -> tuple[StreamedDataset, list[Shard]]:
-    """Starts this node's builder and waits for its first shards."""
-    data, out = config.data, Path(config.data.dataset_name)
+    data: DataConfig, shape: tuple[int, int, int], engine, first: int, state: dict | None, closing: ExitStack
+) -> tuple[StreamedDataset, TokenDataset]:
+    """Starts this node's builder and waits for its first shards; the run reads from window `first` on."""
+    out = Path(data.dataset_name)
     waiting, error, commit = Waiting(out), "", None
 
     def start(commit: str | None) -> str | None:
@@ -117,14 +135,7 @@ def _open_stream(
         val_shards = find_shards(data.val_data, "val")
     elif not (val_shards := Manifest.load(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
-    train = StreamedDataset(
-        out,
-        data.sequence_length,
-        batch.sequences,
-        config.run.seed,
-        rank=engine.local_rank,
-        first=step * batch.sequences,
-    )
+    train = StreamedDataset(out, *shape, rank=engine.local_rank, first=first)
     check_disjoint(train.shards, val_shards)
     check_length(val_shards, data.sequence_length)
-    return train, val_shards
+    return train, TokenDataset(val_shards, *shape)

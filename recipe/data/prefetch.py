@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from recipe.config import Batch
-from recipe.data.dataset import TokenDataset
+from recipe.data.mixed import Dataset
 from recipe.errors import UserError
 
 
@@ -22,7 +22,7 @@ class Batches:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Dataset,
         batch: Batch,
         rank: int,
         start: int,

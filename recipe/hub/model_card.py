@@ -54,26 +54,26 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
     did not write, OSError, and ValueError for other damaged files.
     """
     state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
-    config, step, parts, text = state["config"], state["step"], state["about"], data_set(state)
+    config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
     lines = [n for n in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if n["step"] <= step]
-    found = _scores(checkpoint, lines, state, text)
+    found = _scores(checkpoint, lines, state, texts)
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
     whole = [score for score in found if score.whole]
     data = ModelCardData(
-        language="en" if text.get("id") in _ENGLISH else None,
+        language="en" if {text.get("id") for text in texts} <= _ENGLISH else None,
         license=license or config["hub_license"],
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gpt2", "causal-lm", "pretraining"],
-        datasets=[text["id"]] if "id" in text else None,
+        datasets=list(dict.fromkeys(text["id"] for text in texts if "id" in text)) or None,
         metrics=sorted({score.type for score in whole} & {"accuracy", "perplexity"}) or None,
         base_model=init if init and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init) else None,
         model_name=name if whole else None,
         eval_results=[score.entry() for score in whole] or None,
     )
-    tables = [("Data", _data(state, text)), ("Training", _training(state, lines)), ("Code", _code(config, parts))]
-    link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else None
+    data_tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
+    tables = [*data_tables, ("Training", _training(state, lines)), ("Code", _code(config, parts))]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -81,7 +81,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         shape=_shape(config),
         start="from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}",
         tokens=f"{state['tokens']:,}",
-        dataset_link=link or plain(text.get("name")),
+        dataset_link=_listed([_link(text, mixed=len(texts) > 1) for text in texts]),
         step=f"{step:,}",
         whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
@@ -93,12 +93,21 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
     return card.content.rstrip() + "\n"
 
 
-def _scores(checkpoint: Path, lines: list[dict], state: dict, text: dict) -> list[Score]:
+def _link(text: dict, mixed: bool) -> str:
+    link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
+    return f"{link} ({text['share']:.1%})" if mixed else link
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _scores(checkpoint: Path, lines: list[dict], state: dict, texts: list[dict]) -> list[Score]:
     path = checkpoint / "results.json"
     line = next((line for line in reversed(lines) if line["step"] == state["step"]), {})
     try:
         results = redacted(json.loads(path.read_text())) if path.is_file() else {}
-        return all_scores(line, results, state["config"], text)
+        return all_scores(line, results, state["config"], texts)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not what eval/ writes ({error}); move it away and evaluate again") from None
 
@@ -109,23 +118,36 @@ def plain(value) -> str:
     return re.sub(r"([\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 
-def data_set(state: dict) -> dict:
-    """What a trainer_state.json says of the training data.
+def data_sets(state: dict) -> list[dict]:
+    """What a trainer_state.json says of the training data, of each data set:
 
     Returns:
-        {"id", "commit", "subset", "split"} of a data set on the Hub, {"name", "files"} of local text, or {"name"} of
-        shards whose origin nobody wrote down. Never the configured `train_text`, since shards that were there before
-        the run are used whatever they were made from.
+        {"text", "name", "share", "state"}: what it is made of, what the run calls it, its share of the mixture, and the
+        state by which its shards are known; with {"id", "commit", "subset", "split"} of a data set on the Hub, or
+        {"files"} of local text. Never the configured `train_text`, since shards that were there before the run are
+        used whatever they were made from.
     """
-    source = state["about"][-1]["data"]
-    hub = source.get("source") or source.get("uri", "").removeprefix("hf://datasets/")
+    source, saved = state["about"][-1]["data"], state["data"]
+    if "mixture" not in source:
+        own = _text(source) or {"text": Path(state["config"]["dataset_name"]).name}
+        return [own | {"name": own["text"], "share": 1.0, "state": saved}]
+    both = zip(source["mixture"], saved["mixture"], strict=True)
+    return [
+        {"text": its["name"]} | _text(its) | {"name": its["name"], "share": its["share"], "state": shards}
+        for its, shards in both
+    ]
+
+
+def _text(source: dict) -> dict:
+    hub = source.get("train_text") or source.get("uri", "").removeprefix("hf://datasets/")
     if hub and source.get("commit"):
-        repo = "/".join(hub.split("@")[0].split("/")[:2])
-        return {"id": repo, "commit": source["commit"], "subset": source.get("name"), "split": source.get("split")}
+        subset, split = source.get("dataset_config"), source.get("dataset_split")
+        repository = "/".join(hub.split("@")[0].split("/")[:2])
+        return {"text": repository, "id": repository, "commit": source["commit"], "subset": subset, "split": split}
     if files := source.get("files"):
         more = source["of"] - 1
-        return {"name": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
-    return {"name": source.get("shards") or Path(state["config"]["dataset_name"]).name}
+        return {"text": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
+    return {"text": source["shards"]} if source.get("shards") else {}
 
 
 def _shape(config: dict) -> str:
@@ -137,16 +159,17 @@ def _shape(config: dict) -> str:
 
 
 def _data(state: dict, text: dict) -> Iterator[tuple]:
-    shards, complete = state["data"]["shards"], state["data"]["complete"]
+    shards, complete = text["state"]["shards"], text["state"]["complete"]
     tokens = sum(count for _, count, _ in shards)
-    yield "text", text.get("id") or text["name"]
+    yield "text", text["text"]
+    yield "share", f"{text['share']:.1%} of every 1,000 sequences" if text["share"] < 1 else None
     yield "subset, split", ", ".join(filter(None, (text.get("subset"), text.get("split"))))
     yield "commit of the data set", text.get("commit")
     if len(files := text.get("files", [])) == 1:
         yield "SHA-256 of the text", files[0]["sha256"]
     yield "shards", f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far")
     if complete:
-        yield "epochs", f"{state['tokens'] / tokens:.3g}"
+        yield "epochs", f"{text['share'] * state['tokens'] / tokens:.3g}"
     if len(shards) == 1:
         yield "SHA-256 of the shard", shards[0][2]
     yield "tokenizer", "GPT-2's byte-level BPE, 50,257 tokens"

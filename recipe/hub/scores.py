@@ -75,17 +75,17 @@ class Score:
         )
 
 
-def all_scores(line: dict, results: dict, config: dict, text: dict) -> list[Score]:
+def all_scores(line: dict, results: dict, config: dict, texts: list[dict]) -> list[Score]:
     """What was measured of a checkpoint, where it is finite.
 
     `line` is the checkpoint's of metrics.jsonl and `results` its results.json, each {} where there is none; `config` is
-    the run's; `text` is what it was trained on, from model_card.data_set.
+    the run's; `texts` are what it was trained on, from model_card.data_sets.
     """
     own, wikitext = results.get("perplexity", {}), results.get("wikitext2", {})
     found = [
-        *_of_run(line, config, text),
+        *_of_run(line, config, texts),
         *_hellaswag(results.get("hellaswag", {})),
-        *_losses(_held_out(own.get("data"), config, text), own, ("loss", "perplexity", "bits_per_byte")),
+        *_losses(_held_out(own.get("data"), config, texts), own, ("loss", "perplexity", "bits_per_byte")),
         *_losses(_named(wikitext), wikitext, ("perplexity", "word_perplexity", "bits_per_byte")),
         *_lambada(results.get("lambada", {})),
         *_lm_eval(results.get("lm_eval", {})),
@@ -93,11 +93,15 @@ def all_scores(line: dict, results: dict, config: dict, text: dict) -> list[Scor
     return [score for score in found if score.value is not None and math.isfinite(score.value)]
 
 
-def _of_run(line: dict, config: dict, text: dict) -> Iterator[Score]:
+def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[Score]:
     tokens = config.get("eval_tokens")
     how = "by the run, in its precision" + (f", at most {tokens:,} tokens" if tokens else "")
-    data = _held_out(config.get("val_data") or config.get("dataset_name"), config, text)
-    yield Score(data, "loss", "validation loss, nats per token", line.get("val_loss"), how)
+    name = "validation loss, nats per token"
+    data = _held_out(config.get("val_data") or config.get("dataset_name"), config, texts)
+    weighted = ", weighted by the shares" if len(texts) > 1 else ""
+    yield Score(data, "loss", name, line.get("val_loss"), how + weighted)
+    for text in texts if weighted else []:
+        yield Score(_local(f"{text['name']}, held out"), "loss", name, line.get(f"val_loss/{text['name']}"), how)
     rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
     how = f"by the run, in its precision, {_rows(rows, HELLASWAG_ROWS)}"
     for key, style in _STYLES.items():
@@ -151,14 +155,17 @@ def _lm_eval(found: dict) -> Iterator[Score]:
             yield Score({"type": task, "name": task}, type, name, value, how, half, whole=not limit, more=_HARNESS)
 
 
-def _held_out(data: str | None, config: dict, text: dict) -> dict:
+def _held_out(data: str | None, config: dict, texts: list[dict]) -> dict:
     """The shards or text of a loss: the part of the training text that was held out, where the run has no other
     validation data and `data` is its own."""
     own = config.get("dataset_name")
     if not (data and own) or config.get("val_data") or os.path.normpath(data) != os.path.normpath(own):
         return _local(data)
+    if len(texts) > 1:
+        return _local(f"{' + '.join(text['name'] for text in texts)}, held out")
+    text = texts[0]
     if "id" not in text:
-        return _local(f"{text.get('name') or 'own data'}, held out")
+        return _local(f"{text['name'] or 'own data'}, held out")
     of_hub = {"config": text.get("subset"), "revision": text.get("commit")}
     return {"type": text["id"], "name": f"{text['id']}, held out"} | of_hub
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.config import ROOT, Batch, Config, OptimizerConfig
-from recipe.data.shards import Shard, unigram_loss
+from recipe.config import ROOT, Batch, Config, OptimizerConfig, data_sets
+from recipe.data.mixed import Dataset
+from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
 from recipe.engine.device import PEAK_FLOPS
 from recipe.errors import ExitCode
@@ -21,6 +22,7 @@ from recipe.estimate.memory import (
     parameter_count,
 )
 from recipe.estimate.micro_batch import engine_kind, memory_of
+from recipe.mixture import BLOCK
 from recipe.monitor.metrics import read_metrics
 from recipe.units import duration, gb, money, plural, si
 
@@ -47,9 +49,13 @@ class Result:
 def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
     """Logs the opening panel; `found` is the line about an automatic micro-batch, or empty."""
     logger.info("run        %s (%s)", config.run.run_name, config.run.config)
-    if config.run.dry_run:  # a run says more about its data when it has opened them
-        text = " ".join(filter(None, (config.data.train_text, config.data.dataset_config)))
-        logger.info("data       %s%s", f"{text}, as shards in " if text else "", config.data.dataset_name)
+    sets = data_sets(config.data)
+    if len(sets) > 1:
+        shares = ", ".join(f"{100 * one.count / BLOCK:g} % {one.name}" for one in sets)
+        logger.info("mixture    %s, exact in every %s sequences", shares, f"{BLOCK:,}")
+    for one in sets if config.run.dry_run else []:  # a run says more about its data when it has opened them
+        text = " ".join(filter(None, (one.data.train_text, one.data.dataset_config)))
+        logger.info("data       %s%s", f"{text}, as shards in " if text else "", one.data.dataset_name)
     for line in describe(config, batch, engine, found):
         logger.info(line)
     if engine.idle_gpus:
@@ -113,7 +119,7 @@ def _disk(config: Config) -> str:
     milestones = steps // run.milestone_steps if run.milestone_steps else 0
     # Two more are that of the best validation loss and that before wsd's decay.
     checkpoints = run.save_total_limit + 1 + milestones + (config.optimizer.decay_start > 0)
-    if data.streaming or data.train_text.startswith("hf://"):
+    if any(one.data.streaming or one.data.train_text.startswith("hf://") for one in data_sets(data)):
         shards = f"{si(1e9 * data.disk_budget_gb)}B of shards"
     else:
         shards = f"{si(2 * steps * config.optimizer.total_batch_tokens)}B for every token once"
@@ -152,9 +158,7 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
     return lines
 
 
-def conclude(
-    config: Config, batch: Batch, engine: Engine, result: Result, train_shards: list[Shard], val_shards: list[Shard]
-) -> ExitCode:
+def conclude(config: Config, batch: Batch, engine: Engine, result: Result, train: Dataset, val: Dataset) -> ExitCode:
     """Logs how the run has ended, with commands to copy, and returns the exit code that says so too."""
     run_dir = Path(config.run.output_dir)
     if not result.saved:
@@ -167,7 +171,8 @@ def conclude(
     if result.val_loss is None:
         logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
         return ExitCode.RUN_AGAIN
-    baseline = unigram_loss(train_shards, val_shards)
+    both = zip(train.parts, val.parts, strict=True)
+    baseline = sum(share * unigram_loss(its.shards, held_out.shards) for (_, share, its), (_, _, held_out) in both)
     for line in outcome(config, batch, result, baseline, read_metrics(run_dir / "metrics.jsonl"), engine.peak_flops):
         logger.info(line)
     final = run_dir / f"step_{config.optimizer.max_steps:08d}"

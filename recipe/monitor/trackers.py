@@ -45,10 +45,16 @@ def metric_names(record: dict) -> dict[str, float | str]:
     """The measured values of a line of metrics.jsonl, and its sample, under the names by which trackers group:
     train/loss, val/loss."""
     return {
-        _GROUPS.get(column) or f"{'val' if column.startswith('hellaswag') else 'train'}/{column}": value
+        _grouped(column): value
         for column, value in record.items()
         if isinstance(value, (int, float, str)) and column != "step"
     }
+
+
+def _grouped(column: str) -> str:
+    whole, slash, data_set = column.partition("/")  # val_loss/NAME is a data set's
+    group = _GROUPS.get(whole) or f"{'val' if whole.startswith('hellaswag') else 'train'}/{whole}"
+    return group + slash + data_set
 
 
 class Tracker:

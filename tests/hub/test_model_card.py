@@ -10,19 +10,15 @@ import pytest
 from huggingface_hub import EvalResult, ModelCard
 
 from eval import harness, wikitext
-from recipe.config import parse_config
+from recipe.config import DataConfig, parse_config
+from recipe.data.hub import HubText
 from recipe.errors import UserError
 from recipe.hub.model_card import model_card
 from tests import canary
 from tests.conftest import ROOT
 
-HUB_DATA = {
-    "source": "HuggingFaceFW/fineweb-edu",
-    "name": "sample-10BT",
-    "split": "train",
-    "revision": None,
-    "text_column": "text",
-    "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
+HUB_DATA = HubText(DataConfig(train_text="HuggingFaceFW/fineweb-edu", dataset_config="sample-10BT")).identity() | {
+    "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 }
 PART = {
     "from_step": 0,

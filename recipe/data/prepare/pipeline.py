@@ -22,7 +22,7 @@ import filelock
 from tqdm import tqdm
 
 from recipe.catalog import TEXT_SUFFIXES
-from recipe.config import DataConfig, parse_config
+from recipe.config import DataConfig, data_sets, parse_config
 from recipe.data.prepare.documents import TextFiles
 from recipe.data.prepare.producer import TextProducer
 from recipe.data.shards import Manifest
@@ -47,11 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     asked, flags = parser.parse_known_args(argv)
     set_up_logging()
     try:
-        data = parse_config(flags).data
-        if not data.train_text:
+        sets = [one.data for one in data_sets(parse_config(flags).data)]
+        if not any(data.train_text for data in sets):
             kinds = ", ".join(TEXT_SUFFIXES)
             raise UserError(f"train_text is empty; give a Hub data set, or a file, quoted glob or directory of {kinds}")
-        prepare(dataclasses.replace(data, dataset_name=asked.out or data.dataset_name))
+        if asked.out and len(sets) > 1:
+            raise UserError(f"--out is one directory, and dataset_name lists {len(sets)} data sets; remove --out")
+        for data in sets:
+            if data.train_text:  # else they are shards
+                prepare(dataclasses.replace(data, dataset_name=asked.out or data.dataset_name))
     except (UserError, OSError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return ExitCode.USER_ERROR

@@ -112,14 +112,13 @@ class StreamedDataset(TokenDataset):
         self._set_shards(self.manifest.shards_in(self.out, "train"))
         return True
 
-    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
-        """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64; waits for shards."""
-        wanted = step * self.batch_size + np.arange(lo, hi, dtype=np.int64)  # (N,) windows since the run's start
-        parts = []
+    def windows_at(self, g: np.ndarray) -> np.ndarray:
+        """Windows by their number since the run's start, (N,) ascending -> (N, T + 1), int64; waits for shards."""
+        wanted, parts = g, []
         while True:
             # Each shard is read before the next is waited for: the builder may delete those that are passed.
             known = wanted if self.manifest.complete else wanted[wanted < self.windows]
-            parts.append(self._windows_at(known))
+            parts.append(super().windows_at(known))
             wanted = wanted[len(known) :]
             if not len(wanted):
                 return np.concatenate(parts)

@@ -1,0 +1,96 @@
+"""Which data set of a mixture each sequence comes from: a pure function of (seed, window)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from recipe.config import DataSet
+from recipe.data.dataset import TokenDataset, permutation
+from recipe.mixture import BLOCK
+
+# Shapes: N windows asked for, K data sets.
+
+
+class MixedDataset:
+    """Datasets read as one: of each 1,000 windows of the run every dataset gives its count, in an order of their own.
+
+    A dataset's windows are taken one after the other, so that each keeps its own epochs and permutation.
+    """
+
+    def __init__(self, sets: list[DataSet], datasets: list[TokenDataset], batch_size: int, seed: int):
+        """`sets` and `datasets` belong together, in the mixture's order; `batch_size` is TokenDataset's."""
+        self._names, self._counts = [one.name for one in sets], counts_of(sets)
+        self._datasets, self._batch_size, self._seed = datasets, batch_size, seed
+
+    @property
+    def parts(self) -> list[tuple[str, float, TokenDataset]]:
+        """(name, share, dataset) of each data set; the shares add up to 1."""
+        shares = [count / BLOCK for count in self._counts]
+        return list(zip(self._names, shares, self._datasets, strict=True))
+
+    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
+        """As TokenDataset's; waits for streams."""
+        return self.windows_at(step * self._batch_size + np.arange(lo, hi, dtype=np.int64))
+
+    def windows_at(self, g: np.ndarray) -> np.ndarray:
+        """As TokenDataset's, of ascending numbers; waits for streams."""
+        dataset, window = dealt(g, self._counts, self._seed)
+        out = np.empty((len(g), self._datasets[0].sequence_length + 1), np.int64)
+        for k, its in enumerate(self._datasets):
+            mine = dataset == k
+            if mine.any():
+                out[mine] = its.windows_at(window[mine])
+        return out
+
+    def state(self) -> dict:
+        """What a checkpoint keeps: {"mixture": [{"name", "share"} and the dataset's own state, ...]}"""
+        return {"mixture": [{"name": name, "share": share} | its.state() for name, share, its in self.parts]}
+
+    def close(self) -> None:
+        """Ends a read that waits for a stream."""
+        for its in self._datasets:
+            its.close()
+
+
+Dataset = TokenDataset | MixedDataset  # what a run reads
+
+
+def counts_of(sets: list[DataSet]) -> tuple[int, ...]:
+    """How many of each 1,000 windows each data set gives, (K,)."""
+    return tuple(one.count for one in sets)
+
+
+def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """For windows of the run, (N,), which dataset gives them, and which of its own windows they are: (N,), int64 each.
+
+    A permutation keyed (seed, block) deals the places of each block of 1,000 windows to the datasets, `counts` of them
+    to each; a dataset fills its places in order.
+    """
+    block, place = g // BLOCK, g % BLOCK
+    dataset, window = np.empty_like(g), np.empty_like(g)
+    for b in np.unique(block):
+        here = block == b
+        which, before = _places(int(b), counts, seed)
+        dataset[here] = which[place[here]]
+        window[here] = b * np.array(counts)[dataset[here]] + before[place[here]]
+    return dataset, window
+
+
+def windows_before(g: int, counts: tuple[int, ...], seed: int) -> list[int]:
+    """How many windows each dataset has given before window `g` of the run."""
+    block, place = divmod(g, BLOCK)
+    which, _ = _places(block, counts, seed)
+    return [block * count + int((which[:place] == k).sum()) for k, count in enumerate(counts)]
+
+
+@lru_cache(maxsize=4)
+def _places(block: int, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The dataset at each place of a block, and how many places before it are that dataset's: (1000,), int64 each."""
+    order = permutation(np.arange(BLOCK), BLOCK, (seed, block))
+    which = np.searchsorted(np.cumsum(counts), order, side="right")
+    before = np.empty(BLOCK, np.int64)
+    for k, count in enumerate(counts):
+        before[which == k] = np.arange(count)
+    return which, before

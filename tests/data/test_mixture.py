@@ -1,0 +1,216 @@
+"""Mixtures: exact shares, the same sequences whoever reads them, and runs that record what they were mixed of."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from eval.curves import read_run
+from eval.report import summarize, write_report
+from recipe.config import DataSet, data_sets, parse_config
+from recipe.data.dataset import TokenDataset
+from recipe.data.mixed import MixedDataset, dealt, windows_before
+from recipe.data.prepare.pipeline import main as prepare
+from recipe.data.shards import Shard
+from recipe.hub.model_card import model_card
+from tests import processes
+from tests.conftest import ROOT, TINY, by_step, environment
+from tests.data import DOCUMENTS, TEXT, write_jsonl, write_shard
+
+T, BATCH = 8, 32
+COUNTS = (700, 295, 5)
+GOLDEN_ORDER = "0000011001001010011000010000001000101101"
+
+
+@pytest.fixture
+def datasets(tmp_path):
+    """Three data sets of 60, 37 and 11 windows, each with tokens of its own."""
+    shards = []
+    for k, windows in enumerate((60, 37, 11)):
+        tokens = 1000 * k + np.arange(T * windows + 1)
+        shards.append(Shard(tmp_path / f"{k}.bin", len(tokens), write_shard(tmp_path / f"{k}.bin", tokens)))
+    return lambda: [TokenDataset([shard], T, 1, seed=3) for shard in shards]
+
+
+def mixed(datasets, counts=COUNTS, seed=3):
+    sets = [DataSet(str(k), count, None) for k, count in enumerate(counts)]
+    return MixedDataset(sets, datasets, BATCH, seed)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (1000,), (0, 1000), (333, 333, 334), (1, 999)])
+def test_shares_are_exact_in_every_thousand_sequences(counts):
+    g = np.arange(7_000, dtype=np.int64)
+    dataset, window = dealt(g, counts, seed=1337)
+    for block in dataset.reshape(7, 1000):
+        assert np.bincount(block, minlength=len(counts)).tolist() == list(counts)
+    for k, count in enumerate(counts):  # each data set gives its own windows one after the other
+        assert window[dataset == k].tolist() == list(range(7 * count))
+    for at in (0, 1, 999, 1000, 4321):
+        assert windows_before(at, counts, 1337) == [(dataset[:at] == k).sum() for k in range(len(counts))]
+
+
+def test_the_order_is_mixed_and_this_one_for_ever():
+    """Another order would give every resumed run other batches."""
+    first = dealt(np.arange(2000), (700, 300), 1337)[0]
+    assert "".join(map(str, first[:40])) == GOLDEN_ORDER
+    assert (first[:1000] != first[1000:]).any()
+    assert (first != dealt(np.arange(2000), (700, 300), 1338)[0]).any()
+    hundreds = first.reshape(20, 100).sum(1)  # 30 each on the average, with a standard deviation of 4.3
+    assert 14 < hundreds.min() < hundreds.max() < 46
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro", [2, 8])
+def test_rows_do_not_depend_on_who_reads_them(datasets, world, micro):
+    """Each data set's own, in its own epochs: its windows of the run are those that it would give alone."""
+    alone, given = datasets(), [0, 0, 0]
+    readers = [mixed(datasets()) for _ in range(world)]
+    for step in range(40):  # 1,280 sequences: beyond the first thousand, and epochs of all three
+        rows = np.concatenate(
+            [readers[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, BATCH, micro)]
+        )
+        for row in rows:
+            k = int(row[0]) // 1000
+            assert row.tolist() == alone[k].windows_at(np.array([given[k]]))[0].tolist()
+            given[k] += 1
+    dataset, _ = dealt(np.arange(1280), COUNTS, 3)
+    assert given == np.bincount(dataset, minlength=3).tolist()
+
+
+def recipe(streaming=False, **fields) -> str:
+    """a and c are texts of their own, and b a directory of which the recipe says the text."""
+    mixture = [
+        {"name": "a.txt", "weight": 5},
+        {"name": "data/b", "weight": 1, "train_text": "b.txt"},
+        {"name": "c.jsonl", "weight": 4, "text_column": "text", "val_documents": 10, "streaming": streaming},
+    ]
+    sizes = {"val_fraction": 0.1, "shard_tokens": 2000, "first_shard_tokens": 100, "disk_budget_gb": 1e-4}
+    return yaml.safe_dump(TINY | sizes | fields, sort_keys=False) + (yaml.safe_dump({"dataset_name": mixture}))
+
+
+def write_texts(directory):
+    (directory / "a.txt").write_text(TEXT[:30_000])
+    (directory / "b.txt").write_text(TEXT[300_000:330_000])
+    write_jsonl(directory / "c.jsonl", [text.replace("the", "THE") for text in DOCUMENTS[:100]])
+
+
+def train(at, *words):
+    result = processes.run(ROOT / "recipe/train.py", "--config=mixed.yaml", *words, env=environment(), cwd=at)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def prepared(once):
+    """A directory with the texts, their prepared shards, the recipe, and its run of 20 steps."""
+
+    def make(at):
+        at.mkdir()
+        write_texts(at)
+        (at / "mixed.yaml").write_text(recipe())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(at)
+            assert prepare(["--config=mixed.yaml"]) == 0
+        return train(at)
+
+    return once("mixture", make)
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    shutil.copytree(prepared[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+COLUMNS = ("tokens", "loss", "val_loss", "val_loss/a", "val_loss/b", "val_loss/c", "grad_norm")
+
+
+def assert_same_run(run, expected):
+    lines, others = by_step(run), by_step(expected)
+    assert list(lines) == list(others) == list(range(21))
+    for step in lines:
+        for column in COLUMNS:
+            assert lines[step].get(column) == others[step].get(column), (step, column)
+
+
+def test_resumed_and_streamed_is_the_same_run(prepared, copy):
+    """Stopped after 10 steps, and then with one of the three streamed, to the bit."""
+    shutil.rmtree(copy / "runs" / "mixed" / "step_00000020")
+    (copy / "mixed.yaml").write_text(recipe(streaming=True))
+    (streamed,) = (copy / "data").glob("c-*")
+    shutil.rmtree(streamed)
+    output = train(copy)
+    assert "data       streaming c.jsonl" in output
+    assert "from step 10" in output
+    assert_same_run(copy / "runs" / "mixed", prepared[0] / "runs" / "mixed")
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_where_the_checkpoint_was(prepared, copy):
+    """On an emptied disk."""
+    (copy / "mixed.yaml").write_text(recipe(streaming=True))
+    for step in (10, 20):  # first streamed from the beginning to the end, and then from step 10
+        shutil.rmtree(copy / "runs" / "mixed" / "step_00000020")
+        if step == 10:
+            shutil.rmtree(copy / "runs")
+        shutil.rmtree(next((copy / "data").glob("c-*")))
+        train(copy)
+        assert_same_run(copy / "runs" / "mixed", prepared[0] / "runs" / "mixed")
+    made = sorted(path.name for path in next((copy / "data").glob("c-*")).glob("train*.bin"))
+    assert made[0] != "train_000000.bin"
+
+
+def test_what_the_run_records(prepared, tmp_path):
+    """The loss of each data set and in all, by shares; the shares in the card, the panel and the report."""
+    at, output = prepared
+    run = at / "runs" / "mixed"
+    assert "mixture    50 % a, 10 % b, 40 % c, exact in every 1,000 sequences" in output
+    for line in by_step(run).values():
+        if line["val_loss"] is not None:
+            each = [line[f"val_loss/{name}"] for name in "abc"]
+            assert line["val_loss"] == pytest.approx(np.dot([0.5, 0.1, 0.4], each), rel=1e-12)
+            assert len(set(each)) == 3
+    assert "val_loss/a" not in by_step(run)[5]
+    last = by_step(run)[20]
+    assert f"validation loss {last['val_loss']:.4f} (a {last['val_loss/a']:.4f}, b {last['val_loss/b']:.4f}" in output
+
+    card = ModelCard(model_card(run / "step_00000020"))
+    text = " ".join(card.text.split())
+    assert "on 1,280 tokens of a (50.0%), b (10.0%) and c (40.0%)" in text
+    for line in ("## Data: a", "| text | c.jsonl |", "| share | 10.0% of every 1,000 sequences |"):
+        assert line in card.text
+    figures = {(e.dataset_name, e.metric_name): e.metric_value for e in card.data.eval_results}
+    name = "validation loss, nats per token"
+    assert figures["a + b + c, held out", name] == pytest.approx(last["val_loss"], abs=1e-6)
+    assert figures["b, held out", name] == pytest.approx(last["val_loss/b"], abs=1e-6)
+
+    (findings,) = write_report([read_run(run)], tmp_path)
+    assert "No reference curve ships for these data" in findings[0].text
+    assert "50.0% data/a-" in dict(summarize([read_run(run)]))["data"]
+
+
+def test_other_weights_are_another_run(copy):
+    (copy / "mixed.yaml").write_text(recipe().replace("weight: 5", "weight: 4"))
+    result = processes.run(ROOT / "recipe/train.py", "--config=mixed.yaml", env=environment(), cwd=copy)
+    assert result.returncode == 2
+    assert "holds a run with other settings: dataset_name's weights, of 1,000, [500, 100, 400] -> [445, 111, 444]" in (
+        result.stderr
+    )
+
+
+def test_a_mixture_on_the_command_line(tmp_path, monkeypatch):
+    """Replaces the recipe's data; entries have their own subset, and the weights any scale."""
+    monkeypatch.chdir(tmp_path)
+    words = "[{name: fineweb-edu, weight: 2}, {name: fineweb-edu, weight: 1e0, dataset_config: CC-MAIN-2024-10}]"
+    config = parse_config(["--config=gpt2-large", f"--dataset_name={words}", "--streaming=true"])
+    sets = data_sets(config.data)
+    assert [one.count for one in sets] == [667, 333]
+    assert [one.name for one in sets] == ["fineweb-edu-sample-10BT", "fineweb-edu-CC-MAIN-2024-10"]
+    assert [one.data.train_text for one in sets] == ["HuggingFaceFW/fineweb-edu"] * 2
+    assert all(one.data.streaming for one in sets)
+    assert parse_config([f"--dataset_name={json.dumps([{'name': 'tinystories', 'weight': 3}])}"]).data.dataset_name == (
+        "data/TinyStories"  # a list of one is that one
+    )
