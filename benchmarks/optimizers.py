@@ -2,9 +2,10 @@
 
     python -m benchmarks optimizers --dataset_name 'books/*.jsonl'
 
-AdamW has a cosine, as published; Muon has wsd. Both learning rates are swept with one seed; the best of each runs again
-with the other seeds, and Muon also with half the steps. Each run is recipe/train.py itself in a directory of its own
-under --runs, so that a command that was interrupted goes on where it was. Writes optimizers.json and optimizers.png.
+AdamW has a cosine, as published; Muon has wsd. Both learning rates are swept with one seed, on until the best is not
+the lowest or the highest that was tried; the best runs again with the other seeds, and that of Muon also with half the
+steps. Each run is recipe/train.py itself in a directory of its own under --runs, so that a command that was interrupted
+goes on where it was. Writes optimizers.json and optimizers.png.
 """
 
 from __future__ import annotations
@@ -121,11 +122,25 @@ def tokens_to_reach(curve: dict[int, float], loss: float) -> float | None:
     return None
 
 
+def sweep(runs: Runs, optimizer: str) -> dict[float, dict[int, float]]:
+    """Learning rate -> curve with the first seed: of the size's rates and, where those are three or more, of twice the
+    highest or half the lowest one as long as that is the best."""
+    rates, seed = runs.size.rates[optimizer], runs.size.seeds[0]
+    tried = {rate: runs.curve(optimizer, rate, seed) for rate in rates}
+    while len(rates) > 2:
+        best = min(tried, key=lambda rate: final(tried[rate]))
+        if min(tried) < best < max(tried):
+            break
+        further = best * 2 if best == max(tried) else best / 2
+        tried[further] = runs.curve(optimizer, further, seed)
+    return dict(sorted(tried.items()))
+
+
 def compare(runs: Runs) -> dict:
     """Sweeps both learning rates, repeats the best with every seed, and compares each pair of seeds."""
     seeds, best, swept, curves = runs.size.seeds, {}, [], {}
-    for optimizer, rates in runs.size.rates.items():
-        tried = {rate: runs.curve(optimizer, rate, seeds[0]) for rate in rates}
+    for optimizer in runs.size.rates:
+        tried = sweep(runs, optimizer)
         ends = {rate: final(curve) for rate, curve in tried.items()}
         best[optimizer] = min(ends, key=ends.get)
         swept += [{"optimizer": optimizer, "learning_rate": rate, "val_loss": end} for rate, end in ends.items()]

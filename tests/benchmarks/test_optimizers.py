@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,16 @@ def test_the_tokens_to_reach_a_loss_lie_between_two_validations():
     curve = {0: 10.0, 100: 6.0, 200: 5.0, 300: 4.0}
     assert optimizers.tokens_to_reach(curve, 5.5) == pytest.approx(150)
     assert optimizers.tokens_to_reach(curve, 3.9) is None
+
+
+def test_a_sweep_goes_on_until_the_best_rate_is_not_at_its_edge():
+    def curve(optimizer: str, rate: float, seed: int) -> dict[int, float]:
+        return {100: abs(rate - 0.04)}
+
+    swept = {"adamw": (0.005, 0.01, 0.02), "muon": (0.1, 0.2, 0.4)}
+    runs = SimpleNamespace(size=SimpleNamespace(rates=swept, seeds=(1,)), curve=curve)
+    assert list(optimizers.sweep(runs, "adamw")) == [0.005, 0.01, 0.02, 0.04, 0.08]
+    assert list(optimizers.sweep(runs, "muon")) == [0.025, 0.05, 0.1, 0.2, 0.4]
 
 
 @pytest.mark.slow
