@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import huggingface_hub
@@ -25,6 +26,10 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
         yield hub
+    for thread in threading.enumerate():  # an upload that a test has left would go to the next test's Hub
+        if thread.name == "upload":
+            thread.join(30)
+            assert not thread.is_alive()
     huggingface_hub.set_client_factory(default_client_factory)
 
 

@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,9 +30,8 @@ def target_of(run: Path, **changes) -> Target:
     return Target(**{"repo": REPO, "milestone_steps": 10, "final": run / "step_00000020"} | changes)
 
 
-def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES, *, repeated: bool = False) -> None:
-    """Each checkpoint is on its branch, in one commit (or, if one was `repeated`, the same one twice), byte by byte,
-    with a card that has its validation loss."""
+def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES) -> None:
+    """Each checkpoint is on its branch, in one commit, byte by byte, with a card that has its validation loss."""
     repository, recorded = hub.models[REPO], by_step(run)
     assert set(repository.branches) == {"main", *branches}
     for branch, step in branches.items():
@@ -42,8 +40,7 @@ def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES, *, repe
         losses = [e.metric_value for e in card.data.eval_results if e.metric_name.startswith("validation loss")]
         assert losses == [round(recorded[step]["val_loss"], 6)]
         assert found == {p.name: p.read_bytes() for p in model_only(run / f"step_{step:08d}")}
-        messages = [c.message for c in repository.branches[branch]]
-        assert (list(dict.fromkeys(messages)) if repeated else messages) == ["initial", f"Step {step}"]
+        assert [c.message for c in repository.branches[branch]] == ["initial", f"Step {step}"]
 
 
 def push(run: Path, *more: str, repo: str = REPO) -> int:
@@ -169,6 +166,7 @@ def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, cap
 
 def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub, run, monkeypatch):
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
+    monkeypatch.setattr(upload, "_PAUSES", ())
     hub.faults.append(Fault(path="/api/*", kind="stall", times=ALWAYS))
     uploads = Uploads(run, target_of(run))
     start = time.monotonic()
@@ -214,18 +212,18 @@ def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
     sync(run, target_of(run), known, up_to=10)
     assert hub.models[REPO].branches.keys() == {"main", "step-000010"}
     hub.faults.append(Fault(path="*/commit/*", kind="reset", after=None))  # the answer is lost, not the commit
-    with suppress(Exception):  # unless the client sends it again by itself
+    with pytest.raises(Exception, match=r"disconnected|reset|closed"):
         sync(run, target_of(run), known)
     (run / "step_00000020" / "notes.txt").write_text("of mine")
     sync(run, target_of(run), known)
-    on_the_hub(hub, run, repeated=True)  # a client may send again what had no answer
+    on_the_hub(hub, run)
     before = len(hub.requests)
     sync(run, target_of(run), {})
     assert not [r for r in hub.requests[before:] if "/preupload/" in r.path]
     change(run / "step_00000010", weights=b"another seed")
     sync(run, target_of(run), {})
     assert hub.files(REPO, "step-000010")["model.safetensors"] == b"another seed"
-    assert len(hub.models[REPO].branches["main"]) in (2, 3)
+    assert len(hub.models[REPO].branches["main"]) == 2
 
 
 def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog, capsys):
@@ -258,8 +256,7 @@ def test_a_card_is_renewed_unless_it_is_to_stay(hub, run, capsys):
     assert 0.25 in [e.metric_value for e in card.data.eval_results]
     assert card.data.license == "cc-by-4.0"
     assert b"license: cc-by-4.0" in hub.files(REPO, "step-000010")["README.md"]
-    # On a busy machine the client has been seen to send the same commit twice.
-    assert len({tuple(sorted(commit.files.items())) for commit in main}) == 3
+    assert len(main) == 3
     assert capsys.readouterr().out.endswith("upload     everything is on the Hub\n")
 
 
