@@ -128,7 +128,7 @@ def faults(name: str) -> list[Fault]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["403", "503", "stall"])
 def test_training_is_not_affected_by_a_fault(shards, whole_run, tmp_path, fault):
     run = tmp_path / "run"
     with Hub(tmp_path / "hub", TOKEN) as hub:
@@ -139,7 +139,7 @@ def test_training_is_not_affected_by_a_fault(shards, whole_run, tmp_path, fault)
         assert "Traceback" not in output
         assert losses(run) == losses(whole_run[0])
         if fault in LASTING:
-            assert "not on the Hub: step-000010, step-000020, main; python -m recipe.hub.export push" in output
+            assert "not on the Hub: step-000010, step-000020, main; to upload it, run python -m recipe.hub" in output
             hub.faults.clear()
             assert train(hub, shards, run).returncode == 0  # the whole run is there, and is uploaded
         assert not hub.faults
