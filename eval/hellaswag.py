@@ -96,7 +96,7 @@ def count_correct(
     """How many rows of this rank's share are right, to be summed over ranks: {"rows": n, "A_acc": ..., "A_acc_norm":
     ..., "B_acc": ..., "B_acc_norm": ...}. For a trainer's live module.
 
-    Every rank calls the model equally often, because under ZeRO-3 a forward pass is collective.
+    Every rank calls the model equally often, because a forward pass of sharded weights is collective.
     """
     counts = {"rows": 0} | {f"{way}_{kind}": 0 for way in WAYS for kind in ("acc", "acc_norm")}
     mine, share = share_of(rows, rank, world)

@@ -161,8 +161,8 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 
 @contextmanager
 def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Iterator[GPT2LMHeadModel]:
-    """The live model, uncompiled and in evaluation mode; under ZeRO-3 one assembled from its shards. A collective
-    call."""
+    """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
+    collective call."""
     weights = engine.whole_weights(model)
     if weights is None:
         live = model

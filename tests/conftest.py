@@ -194,6 +194,9 @@ def launch(
             "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
         }
+    if path.stem == "fsdp":
+        asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+        variables = asked | variables
     return programs.run_ranks(processes, *command, env=LAUNCHED | variables, timeout=timeout)
 
 

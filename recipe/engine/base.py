@@ -1,12 +1,12 @@
-"""Engine: one device or DDP through Accelerate. deepspeed.py and xla.py override what differs there.
+"""Engine: one device or DDP through Accelerate. deepspeed.py, fsdp.py and xla.py override what differs.
 
 Accelerate decides which device and how many processes; the recipe decides everything else. What Accelerate would do
 silently and wrongly (processes that are not connected, a model without its wrapper) is refused with the command to run
 instead. No other package imports Accelerate's Accelerator.
 
-Engines agree: the same recipe gives the same losses on one device, DDP, ZeRO-1, 2 and 3 and XLA, in fp32 within 1e-4
-over the first 50 steps of the shipped schedules. A learning rate high enough to amplify rounding widens that on any
-engine, and dropout breaks it: its masks depend on the process and the micro-batch.
+Engines agree: the same recipe gives the same losses on one device, DDP, ZeRO-1, 2 and 3, FSDP and XLA, in fp32 within
+1e-4 over the first 50 steps of the shipped schedules. A learning rate high enough to amplify rounding widens that on
+any engine, and dropout breaks it: its masks depend on the process and the micro-batch.
 """
 
 import os
@@ -57,7 +57,7 @@ class Engine:
     adamw_options = MappingProxyType({"fused": True})
     attention = checkpoint = None  # functions that replace the model's own where the device has better ones
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
-    zero_stage = 0
+    sharding = ""  # what the memory estimate asks: zero1, zero2, zero3, fsdp, or nothing
     sum_dtype = torch.float64  # for sums over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are padded to these
 
@@ -229,7 +229,7 @@ class Engine:
         optimizers.load_named_state(model, optimizer, tensors, steps)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        """All weights, on every process, where the live model is sharded (ZeRO-3); else None. A collective call."""
+        """All weights, on every process, where the live model is sharded; else None. A collective call."""
         return None
 
     def state_dict(self) -> dict:

@@ -75,6 +75,7 @@ class ZeroEngine(Engine):
         check_files(os.environ.get(_CONFIG_FILE, ""), os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""))
         super().__init__(precision)
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
+        self.sharding = f"zero{self.zero_stage}"
         # A copy of what the file holds: Accelerate and `prepare` write into the original.
         self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.zero_stage == 3:

@@ -3,15 +3,17 @@
 import os
 
 from recipe.engine.base import Engine
-from recipe.engine.launch import check_launch, wants_deepspeed, wants_xla
+from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp, wants_xla
 
 
 def open_engine(precision: str = "auto") -> Engine:
-    """The engine of this process: XLA or DeepSpeed where the launch chose it, else one device or DDP. A collective
-    call. Raises UserError for a launch that would not train what the recipe describes."""
+    """The engine of this process: XLA, DeepSpeed or FSDP where the launch chose it, else one device or DDP. A
+    collective call. Raises UserError for a launch that would not train what the recipe describes."""
     check_launch()
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroEngine as engine
+    elif wants_fsdp():
+        from recipe.engine.fsdp import FsdpEngine as engine
     elif wants_xla():
         if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":  # of Kaggle's images; libtpu takes it for a host's name
             del os.environ["TPU_PROCESS_ADDRESSES"]

@@ -39,6 +39,11 @@ def wants_deepspeed() -> bool:
     return _is_on("ACCELERATE_USE_DEEPSPEED")
 
 
+def wants_fsdp() -> bool:
+    """Whether the launch asks for FSDP."""
+    return _is_on("ACCELERATE_USE_FSDP")
+
+
 def wants_xla() -> bool:
     """Whether Accelerate will use torch_xla, as it does by default where it is installed."""
     return find_spec("torch_xla") is not None and _is_on("USE_TORCH_XLA", "1")
@@ -109,8 +114,9 @@ def check_launch() -> None:
             f"{asked[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
             "it to train without"
         )
-    if wants_deepspeed() and wants_xla():
-        raise UserError("torch_xla is installed and would take DeepSpeed's place; set USE_TORCH_XLA=0 for DeepSpeed")
+    sharded = "DeepSpeed" if wants_deepspeed() else "FSDP" if wants_fsdp() else ""
+    if sharded and wants_xla():
+        raise UserError(f"torch_xla is installed and would take {sharded}'s place; set USE_TORCH_XLA=0 for {sharded}")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")

@@ -24,7 +24,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
 
 
-def state_bytes(config: Config, world: int = 1, zero_stage: int = 0, precision: str = "bf16") -> int:
+def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: str = "bf16") -> int:
     """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
     20 N. Muon has one moment instead of two for the matrices that it moves.
 
@@ -32,13 +32,20 @@ def state_bytes(config: Config, world: int = 1, zero_stage: int = 0, precision: 
     gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
     gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
     (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
+
+    FSDP shards all 16 N, and gathers the embeddings, the block that runs and the next one, or with `fsdp_gathered` all
+    weights. Measured with two processes on a CPU.
     """
     model, N = config.model, parameter_count(config.model)
-    if not zero_stage:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
+    if sharding.startswith("fsdp"):
+        root, block = (VOCAB_SIZE + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
+        gathered = N if sharding == "fsdp_gathered" else root + 2 * block
+        return 16 * N // world + (2 if precision == "bf16" else 4) * gathered
+    if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
         return (16 if world == 1 else 20) * N - 4 * _moved_by_muon(config)
     w = 2 if precision == "fp16" else 4
-    whole = w * (3 - zero_stage) * N  # weights and gradients, weights, nothing
-    if zero_stage == 3:  # the gathered ones, the largest a second time; a bucket for each type of gradient
+    whole = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
+    if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
         beside = w * (min(N, _ZERO3_LIVE) + VOCAB_SIZE * model.n_embd) + _ZERO_BUCKET * (
             6 if precision == "bf16" else w
         )
@@ -52,9 +59,7 @@ def _moved_by_muon(config: Config) -> int:
     return config.optimizer.optim == "muon" and 12 * config.model.n_layer * config.model.n_embd**2
 
 
-def memory_estimate(
-    config: Config, batch: Batch, *, precision: str, zero_stage: int = 0, compiled: bool = False
-) -> int:
+def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: str = "", compiled: bool = False) -> int:
     """Bytes that the allocator of a device holds at the peak of a step, to within a tenth.
 
     The largest of three moments, each beside `state_bytes` (n tokens, D wide, V the vocabulary, w bytes a number):
@@ -76,7 +81,8 @@ def memory_estimate(
     N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, VOCAB_SIZE
     n = batch.micro // batch.devices * config.data.sequence_length
     half = precision in ("bf16", "fp16")
-    native = zero_stage > 0 and precision == "fp16"  # DeepSpeed's own, without autocast
+    native = half and sharding.startswith("fsdp" if precision == "bf16" else "zero")  # without autocast
+    compiled = compiled and not sharding.startswith("fsdp")  # which compiles blocks, whose tensors are counted alike
     w = 2 if half else 4
     stream = 2 if precision == "bf16" or native else 4  # of the residual stream
     casts = 2 * (N - (V + model.n_positions) * D) if half and not native else 0
@@ -103,11 +109,11 @@ def memory_estimate(
     in_block = 18 * n * D * w // 2 + (block + casts // L if run.gradient_checkpointing else 0)
     backward = held_casts + in_block + 4 * V * D
     end = (4 + (w if compiled else 4)) * V * D + in_block - kept
-    if compiled and (batch.world == 1 or zero_stage):
+    if compiled and (batch.world == 1 or sharding):
         end += (2 if native else 4) * N
 
-    state = state_bytes(config, batch.world, zero_stage, precision)
-    if batch.world == batch.accumulation == 1 and not zero_stage:  # gradients come one by one, as backward goes on
+    state = state_bytes(config, batch.world, sharding, precision)
+    if batch.world == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
         loss, backward = loss - 4 * N, backward - 4 * N
         end -= 4 * V * D + 4 * N * compiled
     return state + kept + max(loss, backward, end)
@@ -120,6 +126,6 @@ def checkpoint_bytes(config: Config) -> int:
 
 REMEDIES = (
     "What helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), "
-    "--loss_chunk_size 1024, or ZeRO on several GPUs (accelerate_configs/zero1.yaml to zero3.yaml); docs/memory.md "
-    "has the figures, and --dry_run shows what a run needs with them"
+    "--loss_chunk_size 1024, or FSDP or ZeRO on several GPUs (accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml); "
+    "docs/memory.md has the figures, and --dry_run shows what a run needs with them"
 )

@@ -55,8 +55,8 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     """`config` with a number in place of `auto`, the same on every process, and the line that explains it.
 
     The number is that of the run's newest checkpoint if the run is the same on the same devices; else that of trial
-    steps, or of the estimate in a dry run and under ZeRO-2 and 3; or UNMEASURED where the device's memory is not known.
-    A collective call. Raises UserError where not even a micro-batch of 1 fits.
+    steps, or of the estimate in a dry run and under ZeRO-2, 3 and FSDP; or UNMEASURED where the device's memory is not
+    known. A collective call. Raises UserError where not even a micro-batch of 1 fits.
     """
     if config.optimizer.micro_batch_size != AUTO:
         return config, ""
@@ -86,8 +86,8 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> t
     def estimate(size: int) -> int:
         return memory_estimate(config, _of_size(ones, size), **kind)
 
-    # DeepSpeed shards the model itself, or halves it first.
-    can_try = free and engine.zero_stage < 2 and not (engine.zero_stage and engine.precision == "fp16")
+    # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
+    can_try = free and engine.sharding in ("", "zero1") and not (engine.sharding and engine.precision == "fp16")
     if dry or not can_try:
         best = largest(sizes, budget, estimate, estimate)
         how = "an estimate; the run itself tries it" if can_try else "an estimate"
@@ -116,7 +116,7 @@ def engine_kind(config: Config, engine: Engine) -> dict:
     """The arguments of memory_estimate that the engine decides."""
     return {
         "precision": engine.precision,
-        "zero_stage": engine.zero_stage,
+        "sharding": engine.sharding,
         "compiled": config.run.torch_compile and not engine.no_compile,
     }
 
@@ -130,7 +130,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         model.train()
         # The trial holds whole fp32 weights and gradients: add what else the run will hold, or subtract what it shards.
-        later = state_bytes(config, engine.world, engine.zero_stage, engine.precision)
+        later = state_bytes(config, engine.world, engine.sharding, engine.precision)
         later -= 2 * sum(p.nbytes for p in model.parameters())
 
         def step(micro: int) -> None:

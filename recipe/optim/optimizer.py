@@ -50,9 +50,11 @@ def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) 
     0), computed as torch's clip_grad_norm_ does; both () on the device.
 
     A fused AdamW takes the divisor as its `grad_scale` and divides while it reads the gradients, where clip_grad_norm_
-    would read and write all of them once more.
+    would read and write all of them once more. A collective call where the gradients are sharded.
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # a DTensor, of sharded gradients; importing the class takes a second
+        norm = norm.full_tensor()
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
     return norm, divisor
 

@@ -12,6 +12,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config
 
 from recipe.config import Batch, OptimizerConfig
@@ -35,10 +36,10 @@ model = GPT2LMHeadModel(
     seed=1,
     gradient_checkpointing=mode == "compile",
 )
+initial = {k: v.clone() for k, v in model.state_dict().items()}
 engine.place(model, compile="default" if mode == "compile" else "")
 optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
 batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
-initial = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
 wrapped, optimizer = engine.prepare(model, optimizer, batch, OptimizerConfig())
 
 restored, _ = engine.snapshot(model, optimizer)
@@ -75,6 +76,10 @@ def everything() -> dict:
     return weights | state | {"steps": torch.tensor(steps_taken(optimizer))}
 
 
+def own(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def changes(before: dict) -> int:
     return sum(not torch.equal(before[k], v) for k, v in everything().items())
 
@@ -84,7 +89,7 @@ state = optimizer.state
 result |= {
     "steps": steps_taken(optimizer),
     "norm": norms[-1],
-    "state_bytes": sum(t.numel() * t.element_size() for s in state.values() for t in s.values() if t.dim() > 0),
+    "state_bytes": sum(own(t).nbytes for s in state.values() for t in s.values() if t.dim() > 0),
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     "scaler": engine.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),

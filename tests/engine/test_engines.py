@@ -1,7 +1,8 @@
 """One recipe on every engine: the same losses, the same data, checkpoints that move between all of them.
 
 The files of accelerate_configs/ are those that a machine with eight GPUs uses, here on CPU processes with gloo. XLA's
-part is in tests/xla/ (make test-xla). Without `slow`: one device, ZeRO-3, and checkpoints that move between them.
+part is in tests/xla/ (make test-xla). Without `slow`: one device, ZeRO-3, FSDP and
+checkpoints that move between them.
 """
 
 import hashlib
@@ -10,11 +11,17 @@ import math
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from recipe.data import tokenizer
+from recipe.evaluation import continuation
+from recipe.model.gpt2 import GPT2LMHeadModel
 from tests.conftest import EQUAL, by_step, launch
 from tests.engine.conftest import assert_same_losses, settings
 
-OTHERS = ["ddp", "zero1", "zero2", "zero3"]
+NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
+OTHERS = list(NAMES)
 
 
 def slow_but(names, fast: str) -> list:
@@ -49,14 +56,14 @@ def test_losses_in_fp32_are_those_of_one_device(engine_run, one_device, engine):
     directory, output = engine_run(engine)
     lines, expected = by_step(directory / "whole"), one_device[1]
     assert list(lines) == list(range(51))
-    assert_same_losses(lines, expected)
+    assert_same_losses(lines, expected, within=1e-5 if engine == "fsdp" else 1e-4)
     assert lines[50]["val_loss"] == pytest.approx(expected[50]["val_loss"], abs=1e-4)
     for step in range(1, 51):
         assert lines[step]["learning_rate"] == expected[step]["learning_rate"]
         # torch's fp32 norm on a CPU is off by up to 3e-4 for sparse gradients; DeepSpeed's is taken in fp64
         assert lines[step]["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-3)
     assert "2 processes x 2 micro-steps x 2 sequences" in output
-    assert engine == "ddp" or f"ZeRO-{engine[-1]} over 2 processes" in output
+    assert f"{NAMES[engine]} over 2 processes" in output
     assert "_op built" not in output  # DeepSpeed has compiled nothing
 
 
@@ -81,7 +88,44 @@ def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run,
         assert_same_losses(by_step(tmp_path / engine), by_step(directory), first=41)
 
 
-@pytest.mark.parametrize(("engine", "processes"), [("single", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)])
+def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
+    """Ten steps, after which all that it has gathered, a checkpoint and a sample, is what one device has."""
+    run, fields = tmp_path / "run", {"sample_steps": 50, "sample_prompt": "The"}
+    forget_last(one_device[0], run)
+    result = launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run, **fields))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FSDP over 2 processes" in result.stdout
+    assert "from step 40" in result.stdout
+    lines = by_step(run)
+    assert_same_losses(lines, one_device[1], first=41, within=1e-5)
+    for step in range(41, 51):
+        assert lines[step]["grad_norm"] == pytest.approx(one_device[1][step]["grad_norm"], rel=1e-3)
+    for file in ("model", "optimizer"):
+        found, expected = (load_file(at / "step_00000050" / f"{file}.safetensors") for at in (run, one_device[0]))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    saved = GPT2LMHeadModel.from_pretrained(str(run / "step_00000050")).eval()
+    with torch.no_grad():
+        tokens = continuation(saved, tokenizer.encoding().encode_ordinary("The"), seed=1337)
+    assert lines[50]["sample"] == tokenizer.encoding().decode(tokens)
+
+
+@pytest.mark.slow
+def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp_path):
+    """Also where the resumed run keeps weights gathered between forward and backward."""
+    whole = engine_run("fsdp")[0] / "whole"
+    forget_last(whole, tmp_path / "run")
+    arguments, env = settings(shards, output_dir=tmp_path / "run"), {"FSDP_RESHARD_AFTER_FORWARD": "false"}
+    result = launch("fsdp", 2, "recipe/train.py", *arguments, env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for file in ("model", "optimizer"):
+        found, expected = (load_file(at / "step_00000050" / f"{file}.safetensors") for at in (tmp_path / "run", whole))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes"),
+    [("single", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("zero3", "fsdp"))],
+)
 def test_bf16_follows_fp32(shards, one_device, tmp_path, engine, processes):
     arguments = settings(shards, output_dir=tmp_path / "run", precision="bf16")
     result = launch(engine, processes, "recipe/train.py", *arguments)
@@ -144,12 +188,14 @@ def probe(once):
         ("ddp", 2, "fp32", "compile"),
         ("zero1", 2, "fp32", "compile"),
         ("zero3", 3, "fp32", "eager"),
+        ("fsdp", 2, "fp32", "compile"),
+        ("fsdp", 3, "fp32", "eager"),
         ("zero1", 2, "fp16", "eager"),
         ("zero3", 2, "fp16", "eager"),
     ],
 )
 def test_an_engine_from_inside(probe, config, processes, precision, mode):
-    """ZeRO shards the optimizer state and puts it together again, also where nothing divides by the number of
+    """ZeRO and FSDP shard the optimizer state and put it together again, also where nothing divides by the number of
     processes; its fp16 keeps fp32 weights, bit for bit. Fails where a new version of DeepSpeed moves the private names
     that the engine uses."""
     whole = probe("ddp", 2, "fp32", "compile")[0]

@@ -138,6 +138,27 @@ def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, "the Accelerate file sets fsdp_version 1; set fsdp_version: 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "sets fsdp_offload_params, but it is not supported; remove it"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "but the recipe's gradient_checkpointing decides that; remove it"),
+        (
+            {"FSDP_RESHARD_AFTER_FORWARD": "full_shard"},
+            "after_forward full_shard; true and false are supported",
+        ),
+        ({}, "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml"),
+    ],
+)
+def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, asked, message):
+    monkeypatch.setattr("recipe.engine.device.resolve_precision", lambda precision, cpu: precision)  # as on a GPU
+    for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | asked).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        factory.open_engine("fp16")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (

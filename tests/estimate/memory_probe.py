@@ -34,7 +34,7 @@ from recipe.engine.factory import open_engine
 from recipe.estimate.memory import memory_estimate, state_bytes
 from recipe.model import loss
 from recipe.model.build import build_model
-from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.model.gpt2 import GPT2LMHeadModel, LayerNorm
 from recipe.optim import optimizer as optim
 
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
@@ -42,7 +42,7 @@ OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision
 
 def cudas_layer_norm(self, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
-        x = x.float() if x.dtype == torch.bfloat16 else x
+        x = x.to(self.weight.dtype)  # fp32, except under FSDP
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -107,7 +107,7 @@ def measure(words: str, fake: bool) -> dict:
     engine = open_engine(config.run.precision)
     batch = batch_arithmetic(config, engine.world)
     type(engine).pad_vocab_to = 128
-    torch.nn.LayerNorm.forward = cudas_layer_norm
+    LayerNorm.forward = cudas_layer_norm
     opt, shape = config.optimizer, (batch.micro, config.data.sequence_length + 1)
 
     # The CPU's own attention keeps probabilities, which a GPU's does not.
@@ -145,12 +145,12 @@ def measure(words: str, fake: bool) -> dict:
             micro_steps()
             update()
             peak = alive() + profiled(lambda: (micro_steps(), update()))
-    kind = {"precision": engine.precision, "zero_stage": engine.zero_stage}
+    kind = {"precision": engine.precision, "sharding": engine.sharding}
     return {
         "options": words,
         "measured": peak,
         "estimate": memory_estimate(config, batch, compiled=config.run.torch_compile, **kind),
-        "state": state_bytes(config, engine.world, engine.zero_stage, engine.precision),
+        "state": state_bytes(config, engine.world, engine.sharding, engine.precision),
     }
 
 

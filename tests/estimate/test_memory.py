@@ -57,20 +57,22 @@ def test_the_estimate_is_within_a_tenth_of_what_is_allocated(measured, options):
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "precision", "fits"),
+    ("sharding", "world", "precision", "fits"),
     [
-        (0, 8, "bf16", False),
-        (1, 64, "bf16", False),
-        (2, 4, "bf16", False),
-        (2, 8, "bf16", True),
-        (3, 8, "bf16", True),
-        (1, 2, "fp16", False),
-        (1, 4, "fp16", True),  # DeepSpeed's own fp16 halves weights and gradients
+        ("", 8, "bf16", False),
+        ("zero1", 64, "bf16", False),
+        ("zero2", 4, "bf16", False),
+        ("zero2", 8, "bf16", True),
+        ("zero3", 8, "bf16", True),
+        ("zero1", 2, "fp16", False),
+        ("fsdp", 2, "bf16", True),
+        ("fsdp_gathered", 2, "bf16", False),
+        ("zero1", 4, "fp16", True),  # DeepSpeed's own fp16 halves weights and gradients
     ],
 )
-def test_what_xl_takes_on_16_gb(stage, world, precision, fits):
+def test_what_xl_takes_on_16_gb(sharding, world, precision, fits):
     config = parse_config(["--config=gpt2-xl", "--micro_batch_size=1", "--torch_compile=false"])
-    needed = memory_estimate(config, batch_arithmetic(config, world), precision=precision, zero_stage=stage)
+    needed = memory_estimate(config, batch_arithmetic(config, world), precision=precision, sharding=sharding)
     assert (needed <= HEADROOM * 16e9) == fits
 
 

@@ -19,7 +19,7 @@ A100 = "NVIDIA A100-SXM4-80GB"
 
 def engine(**changes) -> SimpleNamespace:
     """What the panel asks of an engine."""
-    known = {"name": "GPU", "precision": "bf16", "peak_flops": 312e12, "zero_stage": 0, "no_compile": "", "world": 1}
+    known = {"name": "GPU", "precision": "bf16", "peak_flops": 312e12, "sharding": "", "no_compile": "", "world": 1}
     return SimpleNamespace(**known | {"local_world": 1, "devices": 1, "device": torch.device("meta")} | changes)
 
 

@@ -1,0 +1,127 @@
+"""FSDP2: weights, gradients and optimizer state sharded across processes by torch itself, on GPUs or on CPU processes.
+
+`accelerate launch` reads the file with `distributed_type: FSDP`. Accelerate's own FSDP wants GPUs, so what the file
+asks for is taken out of the environment before Accelerate starts, and `place` calls torch's fully_shard.
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from recipe.config import Batch
+from recipe.engine import device as hardware
+from recipe.engine.base import Engine
+from recipe.errors import UserError
+from recipe.optim.optimizer import named_state
+
+# What a file may also ask for, by the variable that the launch makes of it, and what to do instead.
+_NOT_HERE = {
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "it is not supported"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
+        "fsdp_activation_checkpointing",
+        "the recipe's gradient_checkpointing decides that",
+    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "weights are sharded over all processes"),
+}
+
+
+class FsdpEngine(Engine):
+    """Each block is gathered while it runs, in bf16 where that is the precision; the sharded weights, gradients and
+    optimizer state are fp32.
+
+    Gradients are reduced in every micro-step: kept whole until the last one, they would take as much memory as the
+    weights before sharding.
+    """
+
+    optimizers = ("adamw",)  # Muon needs whole matrices
+
+    def __init__(self, precision: str):
+        self.sharding = "fsdp" if _take_settings() else "fsdp_gathered"
+        super().__init__(precision)
+
+    def _resolve_precision(self, precision: str) -> str:
+        resolved = super()._resolve_precision(precision)
+        if resolved == "fp16":
+            raise UserError(
+                "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
+                "or choose --precision fp32"
+            )
+        return resolved
+
+    @property
+    def name(self) -> str:
+        """As Engine's, with FSDP."""
+        return f"{self._device_name()}, FSDP over {self.world} process{'es' if self.world > 1 else ''}"
+
+    def place(self, model: torch.nn.Module, *, compile: str) -> None:
+        """As Engine's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since weights
+        are gathered between them. A collective call."""
+        for block in model.transformer.h if compile else ():
+            hardware.compile_model(block, "default" if compile == "regional" else compile)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self.precision == "bf16" else None, reduce_dtype=torch.float32
+        )
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        # The rest, which is embeddings and the last layer norm, is the root's: the head, too, reads the embedding.
+        for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.sharding == "fsdp")
+
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
+        return model, self.accelerator.prepare(optimizer)
+
+    def micro_step(self, model: torch.nn.Module, *, last: bool):
+        """Nothing to set. A collective call in every micro-step."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """As Engine's, gathered tensor by tensor. A collective call."""
+        whole = {}, {}
+        for shards, into in zip((_shards(model), named_state(model, optimizer)), whole, strict=True):
+            for name, shard in shards.items():  # one whole tensor at a time is on the device
+                tensor = shard.full_tensor()
+                if self.is_main:
+                    into[name] = tensor.to("cpu", copy=True)
+        return whole
+
+    def load_optimizer_state(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
+    ) -> None:
+        """As Engine's; each process keeps its shard."""
+        shards, parts = _shards(model), {}
+        for key, tensor in tensors.items():
+            p = shards[key.partition(".")[2]]
+            parts[key] = distribute_tensor(tensor.to(self.device), p.device_mesh, p.placements, src_data_rank=None)
+        super().load_optimizer_state(model, optimizer, parts, steps)
+
+    @torch.no_grad()
+    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """As Engine's. A collective call."""
+        return {name: p.full_tensor() for name, p in _shards(model).items()}
+
+
+def _shards(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """This process's part of each parameter, by name. A forward pass without a backward may have left whole ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def _take_settings() -> bool:
+    """Takes the launch's settings of FSDP out of the environment, and returns whether blocks are freed between forward
+    and backward. Raises UserError where the file asks for what is not supported."""
+    del os.environ["ACCELERATE_USE_FSDP"]
+    if (version := os.environ.get("FSDP_VERSION")) != "2":
+        raise UserError(f"the Accelerate file sets fsdp_version {version}; set fsdp_version: 2, as fsdp.yaml does")
+    for variable, (field, reason) in _NOT_HERE.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UserError(f"the Accelerate file sets {field}, but {reason}; remove it")
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+    if reshard not in ("true", "false"):
+        raise UserError(f"the Accelerate file sets fsdp_reshard_after_forward {reshard}; true and false are supported")
+    return reshard == "true"
