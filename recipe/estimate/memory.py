@@ -72,6 +72,8 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
     - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
       compiles bucket by bucket.
 
+    Under FSDP HellaSwag or a sample, which hold the whole weights, may take more than a step.
+
     Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
     allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
     GPU holds beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses, for which
@@ -116,7 +118,9 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
     if batch.world == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
         loss, backward = loss - 4 * N, backward - 4 * N
         end -= 4 * V * D + 4 * N * compiled
-    return state + kept + max(loss, backward, end)
+    evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
+    whole = 4 * (N - N // batch.world) if evaluates else 0  # the weights, while there are no gradients
+    return state + max(kept + max(loss, backward, end), whole)
 
 
 def checkpoint_bytes(config: Config) -> int:

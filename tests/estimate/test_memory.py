@@ -76,6 +76,13 @@ def test_what_xl_takes_on_16_gb(sharding, world, precision, fits):
     assert (needed <= HEADROOM * 16e9) == fits
 
 
+def test_samples_hold_whole_weights_under_fsdp():
+    for more, fits in ((), True), (("--sample_steps=100",), False), (("--hellaswag_steps=100",), False):
+        config = parse_config(["--config=gpt2-xl", "--micro_batch_size=1", *more])
+        needed = memory_estimate(config, batch_arithmetic(config, 2), precision="bf16", sharding="fsdp")
+        assert (needed <= HEADROOM * 16e9) == fits
+
+
 @pytest.mark.parametrize("world", [1, 8])
 def test_xl_fits_an_80_gb_gpu_as_shipped(world):
     config = parse_config(["--config=gpt2-xl", "--micro_batch_size=4"])
