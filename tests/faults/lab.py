@@ -37,6 +37,7 @@ TINY = {
     "total_batch_tokens": 64,
     "micro_batch_size": 2,
     "max_steps": 6,
+    "lr_scheduler_type": "cosine",  # with wsd another checkpoint is kept
     "learning_rate": 1e-2,
     "warmup_steps": 2,
     "dropout": 0.1,
