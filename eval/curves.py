@@ -70,10 +70,15 @@ class Run:
         return SIZES.get((self.config.get("n_layer"), self.config.get("n_embd")), "")
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary; GPT-2's before the first checkpoint."""
+        return self.config.get("vocab_size", 50257)
+
+    @property
     def parameters(self) -> int:
         """GPT-2's count, with the head tied to the embedding: V d + P d + L (12 d^2 + 13 d) + 2 d; 0 if unknown."""
         layers, d, positions = (self.config.get(key, 0) for key in ("n_layer", "n_embd", "n_positions"))
-        return 50257 * d + positions * d + layers * (12 * d * d + 13 * d) + 2 * d
+        return self.vocab_size * d + positions * d + layers * (12 * d * d + 13 * d) + 2 * d
 
     def hellaswag(self, way: str) -> list[tuple[int, float, int]]:
         """(tokens, acc_norm, rows) in order of tokens: of evaluations during training and of results.json, the one on
@@ -131,12 +136,14 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
-    """Which of DATASETS a run trains and validates on; empty for any other, and for shards without a manifest.
+    """Which of DATASETS a run trains and validates on; empty for any other, for shards without a manifest, and for
+    another tokenizer than GPT-2's, with which a loss a token is another measure.
 
     `about` is trainer_state.json's: for each part of the run, the text that the shards were made from.
     """
     names = {_dataset_of_manifest(part["data"]) for part in about}
-    return names.pop() if len(names) == 1 and not config["val_data"] else ""
+    own = config["val_data"] or config.get("tokenizer", "gpt2") != "gpt2"
+    return names.pop() if len(names) == 1 and not own else ""
 
 
 def _dataset_of_manifest(source: dict) -> str:

@@ -107,12 +107,19 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Bytes of text that each token id stands for, int64 (V,); special tokens stand for none.
 
     A byte-level BPE writes each byte as one character of a 256-letter alphabet (Radford et al. 2019, section 2.2), so
-    a token's length in characters is its length in bytes. Raises UserError for other tokenizers.
+    a token's length in characters is its length in bytes; tokens that were added to it, such as runs of spaces, are
+    text as it is. Raises UserError for other tokenizers.
     """
-    tokens, special = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), set(tokenizer.all_special_ids)
-    if not set("".join(token for i, token in enumerate(tokens) if i not in special)) <= set(ByteLevel.alphabet()):
+    special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
+    own = {i: token for token, i in tokenizer.get_vocab().items() if i not in special and i not in added}
+    if not set("".join(own.values())) <= set(ByteLevel.alphabet()):
         raise common.UserError("bits per byte need a byte-level BPE such as GPT-2's; this model's tokenizer is none")
-    return np.array([0 if i in special else len(token) for i, token in enumerate(tokens)])
+    lengths = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
+    for i, token in own.items():
+        lengths[i] = len(token)
+    for i in added.keys() - special:
+        lengths[i] = len(str(added[i]).encode())
+    return lengths
 
 
 def evaluate_windows(loaded: common.Loaded, windows: list[Window], batch_size: int, desc: str) -> dict:

@@ -90,8 +90,8 @@ def evaluate_text(
     return result | {"word_perplexity": by_word, "stride": stride, "sequence_length": length, "words": words}
 
 
-def table(result: dict) -> str:
-    """The result beside what is published for OpenAI's models."""
+def table(result: dict, published: bool) -> str:
+    """The result, and beside it what is published for OpenAI's models."""
     by_token, by_word = "perplexity per token", "per word"
     length, stride = result["sequence_length"], result["stride"]
     overlap = " (no overlap)" if stride == length else ""
@@ -103,6 +103,8 @@ def table(result: dict) -> str:
         f"{'this model':<40} {result['perplexity']:>20.2f} {result['word_perplexity']:>10.2f}"
         f" {result['bits_per_byte']:>14.4f}",
     ]
+    if not published:
+        return "\n".join([*lines, "", "Other tokenizers' perplexities per token are no comparison; bits per byte are."])
     for their_stride, perplexity in GUIDE:
         lines.append(f"{f'GPT-2 774M, 1,024 tokens every {their_stride:,}':<40} {perplexity:>20.2f}")
     lines.append("   (gpt2-large in transformers' guide, https://huggingface.co/docs/transformers/perplexity)")
@@ -140,7 +142,7 @@ def main() -> None:
     result["data_set"] = DATA_SET[0] if result["sha256"] == SHA256 else Path(source).name
     if args.limit_windows:
         result["limit_windows"] = args.limit_windows
-    print(f"\n{table(result)}\n")
+    print(f"\n{table(result, loaded.has_gpt2_tokens)}\n")
     common.write_results(output, "wikitext2", loaded.describe() | result)
 
 

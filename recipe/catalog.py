@@ -50,13 +50,19 @@ def resolve(data):
 
 def _from_hub(data):
     repository = "".join(data.train_text.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
-    return dataclasses.replace(data, dataset_name="-".join(filter(None, (f"data/{repository}", data.dataset_config))))
+    parts = f"data/{repository}", data.dataset_config, *_own_tokenizer(data)
+    return dataclasses.replace(data, dataset_name="-".join(filter(None, parts)))
+
+
+def _own_tokenizer(data) -> list[str]:
+    return [] if data.tokenizer == "gpt2" else [Path(data.tokenizer).name]
 
 
 def _directory_of(text: str, data) -> str:
     """Where the shards of a text lie: other settings or another path are another directory."""
     where = text if "://" in text else str(Path(text).absolute())
-    made = json.dumps([where, data.dataset_config, *(getattr(data, field) for field in SHARD_FIELDS)])
+    settings = [getattr(data, field) for field in SHARD_FIELDS]
+    made = json.dumps([where, data.dataset_config, *settings, *_own_tokenizer(data)])
     path = Path(text).parent if glob.has_magic(Path(text).name) else Path(text)
     stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
     return f"data/{stem}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"

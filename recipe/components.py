@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,12 +14,12 @@ from recipe.checkpoint.format import Checkpoint, Retention, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import about
 from recipe.checkpoint.run_dir import check_same_run, open_run
-from recipe.config import ROOT, Batch, Config
-from recipe.data import tokenizer
+from recipe.config import ROOT, Batch, Config, ModelConfig
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
 from recipe.data.open import open_datasets
 from recipe.data.prefetch import Batches
+from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
 from recipe.errors import UserError
@@ -96,7 +96,8 @@ class Checkpoints:
     files: dict[str, bytes] = field(init=False)  # what transformers needs beside the weights
 
     def __post_init__(self):
-        self.files = model_files(self.raw_model) if self.manager else {}
+        tokenizer = open_tokenizer(self.config.data.tokenizer)
+        self.files = model_files(self.raw_model, tokenizer) if self.manager else {}
 
     def save(self, step: int) -> None:
         """Begins to write a checkpoint of this step, unless there is one. A collective call."""
@@ -122,6 +123,7 @@ class Checkpoints:
             "grad_scaler": self.engine.state_dict(),
             "spike_filter": self.engine.spike_filter.state_dict(),
             "data": self.train_data.state(),
+            "tokenizer": _description(open_tokenizer(self.config.data.tokenizer)),
             "tracker": self.tracker.run_id,
         } | self.metrics.state_dict()
 
@@ -263,10 +265,27 @@ def _load(config: Config, engine: Engine, path: Path) -> Checkpoint:
     if engine.anywhere(not path.exists()):
         raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
     checkpoint = load_checkpoint(path)
-    check_same_run(checkpoint.state, redacted(config.flat()), Path(config.run.output_dir))
+    run_dir = Path(config.run.output_dir)
+    _check_same_tokenizer(checkpoint.state, open_tokenizer(config.data.tokenizer), run_dir)
+    check_same_run(checkpoint.state, redacted(config.flat()), run_dir)
     if checkpoint.step < config.optimizer.max_steps:
         logger.info("resume     from step %d (%s)", checkpoint.step, path)
     return checkpoint
+
+
+def _description(tokenizer: GPT2Tokenizer) -> dict:
+    """What a checkpoint keeps of its tokenizer."""
+    names = ("name", "digest", "end_of_text", "end_of_text_token")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
+def _check_same_tokenizer(state: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:
+    then = state.get("tokenizer") or _description(GPT2Tokenizer())
+    if then["digest"] != tokenizer.digest:
+        raise UserError(
+            f"{run_dir} was trained with another tokenizer, {then['name']}, and tokenizer is {tokenizer.name} now; set "
+            "it back, choose another output_dir, or start over with --fresh"
+        )
 
 
 def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -> bool:
@@ -281,6 +300,23 @@ def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -
         path = checkpoint.path
         logger.info("complete   %s holds the whole run; --max_steps trains longer, --fresh starts over", path)
     return complete
+
+
+def with_vocabulary(config: Config, engine: Engine) -> Config:
+    """The configuration with the vocabulary of its tokenizer, which each node's first process loads first. A collective
+    call. Raises UserError, on all processes."""
+    found, error = None, ""
+    with engine.main_first():
+        try:
+            found = open_tokenizer(config.data.tokenizer)
+        except UserError as e:
+            error = str(e)
+    if engine.anywhere(bool(error)):
+        raise UserError(error or "another process cannot load the tokenizer; its error message has the cause")
+    given, size = config.model.vocab_size, found.vocab_size
+    if given not in (size, ModelConfig.vocab_size):
+        raise UserError(f"vocab_size is {given}, and tokenizer {found.name} has {size} tokens; remove vocab_size")
+    return replace(config, model=replace(config.model, vocab_size=size))
 
 
 def check_same_launch(config: Config, engine: Engine) -> None:
@@ -317,9 +353,9 @@ def _digest_of_code() -> str:
     return digest.hexdigest()[:8]
 
 
-def model_files(model: GPT2LMHeadModel) -> dict[str, bytes]:
+def model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, bytes]:
     """What transformers needs beside the weights, by file name: configuration and tokenizer."""
     with TemporaryDirectory() as directory:
         model.save_config(Path(directory))
-        tokenizer.save_tokenizer(Path(directory), model.config.n_positions)
+        tokenizer.save(Path(directory), model.config.n_positions)
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}

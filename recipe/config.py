@@ -41,6 +41,7 @@ class ModelConfig:
     n_head: int = _opt(12, "attention heads; must divide n_embd")
     n_embd: int = _opt(768, "width of the residual stream")
     n_positions: int = _opt(1024, "longest sequence the model has position embeddings for, in tokens")
+    vocab_size: int = _opt(50257, "tokens of the vocabulary, as many as `tokenizer` has")
     dropout: float = _opt(0.0, "dropout on embeddings, attention and residual branches (GPT-2 used 0.1)")
     init_from: str = _opt("", "directory or Hub id whose weights start the run (empty: random weights)")
 
@@ -67,6 +68,9 @@ class DataConfig:
         "", "branch, tag or commit of a Hub data set (empty: the newest commit; a run keeps it)"
     )
     text_column: str = _opt("text", "column, or key of the JSON objects, that holds the text")
+    tokenizer: str = _opt(
+        "gpt2", "gpt2, or another byte-level BPE of at most 65,536 tokens: a directory, or ORG/NAME on the Hub"
+    )
     streaming: bool = _opt(
         False, "make the shards while the model trains, a few ahead, and delete those that it has read"
     )
@@ -198,7 +202,7 @@ class Config:
         return {k: v for part in dataclasses.asdict(self).values() for k, v in part.items()}
 
 
-_PATHS = ("dataset_name", "val_data", "train_text", "init_from", "output_dir")
+_PATHS = ("dataset_name", "val_data", "train_text", "tokenizer", "init_from", "output_dir")
 _PARTS = (ModelConfig, DataConfig, OptimizerConfig, RunConfig)
 FIELDS = {f.name: f for part in _PARTS for f in dataclasses.fields(part)}
 
@@ -355,6 +359,7 @@ _POSITIVE = (
     "n_head",
     "n_embd",
     "n_positions",
+    "vocab_size",
     "sequence_length",
     "max_steps",
     "total_batch_tokens",

@@ -11,9 +11,9 @@ import torch
 from eval.hellaswag import count_correct, load_rows
 from eval.loglikelihood import LanguageModel
 from recipe.config import Batch, Config
-from recipe.data import tokenizer
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import Dataset
+from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
 from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -43,6 +43,7 @@ class Evaluator:
     ):
         self.config, self.batch, self.engine = config, batch, engine
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
+        self.tokenizer = open_tokenizer(config.data.tokenizer)
 
     def validate(self, model: torch.nn.Module, step: int) -> float:
         """Mean loss in nats a token over the first eval_tokens of the validation shards, the same ones whatever the
@@ -114,7 +115,7 @@ class Evaluator:
             model = LanguageModel(
                 body=body,
                 head=live.head,
-                encode=tokenizer.encoding().encode_ordinary,
+                encode=self._encode,
                 n_positions=self.config.model.n_positions,
                 device=live.head_weight.device,
                 multiples=engine.eval_multiples,
@@ -128,12 +129,15 @@ class Evaluator:
         logger.info("HellaSwag (%d rows): %s", n_rows, shown)
         return scores
 
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode([text])[0].tolist()
+
     def sample(self, step: int) -> str:
         """Prints and returns a continuation of sample_prompt: the same text for the same seed on every process."""
         run = self.config.run
-        prompt = tokenizer.encoding().encode_ordinary(run.sample_prompt) or [tokenizer.END_OF_TEXT]
+        prompt = self._encode(run.sample_prompt) or [self.tokenizer.end_of_text]
         with self.metrics.paused("sampling"), whole_model(self.engine, self.raw_model) as live:
-            text = tokenizer.encoding().decode(continuation(live, prompt, run.seed))
+            text = self.tokenizer.decode(continuation(live, prompt, run.seed)).decode(errors="replace")
         logger.info("step %d: sample %r", step, text)
         return text
 

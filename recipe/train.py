@@ -13,7 +13,14 @@ if __name__ == "__main__":
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipe.components import Components, check_same_launch, is_complete, open_components, open_run_directory
+from recipe.components import (
+    Components,
+    check_same_launch,
+    is_complete,
+    open_components,
+    open_run_directory,
+    with_vocabulary,
+)
 from recipe.config import Batch, Config, batch_arithmetic, due_at, parse_config
 from recipe.engine.base import Engine
 from recipe.engine.factory import open_engine
@@ -50,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(config: Config, engine: Engine) -> ExitCode:
     """A run from its configuration to its last line."""
     check_same_launch(config, engine)
+    config = with_vocabulary(config, engine)
     config, found = micro_batch(config, engine)
     batch = batch_arithmetic(config, engine.world, engine.devices)
     announce(config, batch, engine, found)

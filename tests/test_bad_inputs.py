@@ -254,6 +254,15 @@ TABLE = {
         lambda at: flags(dataset_name="[{name: fineweb, weight: 1}, {name: B, weight: 1}]", out="data/x"),
         "--out is one directory, and dataset_name lists 2 data sets; remove --out",
     ),
+    "12 tokenizer": (
+        lambda at: at.train(tokenizer="acme/none"),
+        "tokenizer acme/none is no directory here, and the Hub cannot be reached",
+        "give a directory that holds tokenizer.json",
+    ),
+    "12 tokenizer's size": (
+        lambda at: at.train(vocab_size=600),
+        "vocab_size is 600, and tokenizer gpt2 has 50257 tokens; remove vocab_size",
+    ),
     "13 batch": (lambda at: at.train(total_batch_tokens=9 * 16), "nearest valid: 64, 128, 192"),
     "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
     "15 heads": (lambda at: at.train(n_embd=33), "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30"),

@@ -120,7 +120,17 @@ def _unlock(lock: BaseFileLock, run_dir: Path) -> None:
 
 # Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
 # shards may move, or be streamed instead; they are known by their checksums.
-_IDENTITY = ("n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "seed", "optim")
+_IDENTITY = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_positions",
+    "vocab_size",
+    "sequence_length",
+    "total_batch_tokens",
+    "seed",
+    "optim",
+)
 # Fields whose change is not worth a message.
 _HARMLESS = {"config", "output_dir", "run_name", "fresh", "price_per_hour", "max_hours", "dry_run"}
 

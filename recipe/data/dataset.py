@@ -22,11 +22,14 @@ class TokenDataset:
     Shards are read in order, the windows of each in a permutation of its own for (seed, epoch, shard). `batch_size` is
     the number of sequences of one optimizer step over all processes. One shard is open at a time: it is verified when
     it is opened, and its file's size and time are compared at each later read. Reading raises what `open_shard` raises,
-    and UserError for a file that changes, or whose tokens are not GPT-2's.
+    and UserError for a file that changes, or with a token beyond the vocabulary.
     """
 
-    def __init__(self, shards: list[Shard], sequence_length: int, batch_size: int, seed: int):
+    def __init__(
+        self, shards: list[Shard], sequence_length: int, batch_size: int, seed: int, vocab_size: int = VOCAB_SIZE
+    ):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
+        self._vocab_size = vocab_size
         self._opened: tuple[int, int] | None = None  # (epoch, shard), so that each epoch verifies its shards again
         self._windows: np.ndarray | None = None  # of that shard, (windows, T + 1), uint16, mapped
         self._stamp = (0, 0)
@@ -82,10 +85,11 @@ class TokenDataset:
             if permuted:
                 index = permutation(index, int(self._starts[s + 1] - self._starts[s]), (self.seed, e, s))
             rows = self._windows_of(e, s)[index]  # (rows, T + 1)
-            if (largest := rows.max()) >= VOCAB_SIZE:
+            if (largest := rows.max()) >= self._vocab_size:
+                whose = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
                 raise UserError(
-                    f"{self.shards[s].path}: holds token {largest}, GPT-2's vocabulary ends at {VOCAB_SIZE - 1}: "
-                    "another tokenizer, type or byte order"
+                    f"{self.shards[s].path}: holds token {largest}, {whose} ends at {self._vocab_size - 1}: another "
+                    "tokenizer, type or byte order"
                 )
             out[group] = rows
         return out

@@ -13,9 +13,10 @@ from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
 from recipe.data.prepare.pipeline import prepare_for_training
 from recipe.data.prepare.producer import check_same
-from recipe.data.shards import Manifest, Shard, describe_shards, find_shards
+from recipe.data.shards import Manifest, Shard, check_tokenizer, describe_shards, find_shards
 from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.tokenizer import open_tokenizer
 from recipe.errors import UserError
 from recipe.mixture import BLOCK
 
@@ -38,7 +39,8 @@ def open_datasets(
     with ExitStack() as closing:
         for one, is_stream, first, its_state in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
             data = replace(one.data, disk_budget_gb=one.data.disk_budget_gb / max(1, sum(streamed)))
-            shape = data.sequence_length, -(-batch.sequences * one.count // BLOCK), run.seed
+            per_step = -(-batch.sequences * one.count // BLOCK)
+            shape = data.sequence_length, per_step, run.seed, config.model.vocab_size
             if is_stream:
                 opened.append(_open_stream(data, shape, engine, first, its_state, closing))
             else:
@@ -61,7 +63,7 @@ def _is_streamed(data: DataConfig) -> bool:
     out = Path(data.dataset_name)
     manifest = Manifest.load(out)
     if manifest and downloads:
-        check_same(out, manifest, {"uri": data.train_text})
+        check_same(out, manifest, {"uri": data.train_text, "tokenizer": open_tokenizer(data.tokenizer).digest})
     return not (manifest and manifest.complete and all((out / e["file"]).exists() for e in manifest.shards))
 
 
@@ -78,9 +80,10 @@ def _prepare(data: DataConfig, engine) -> None:
         raise UserError(error or "the data could not be prepared on another process; its error message has the cause")
 
 
-def _open_prepared(data: DataConfig, shape: tuple[int, int, int], engine) -> tuple[TokenDataset, TokenDataset]:
-    """Prepares local text where that was not done before; `shape` is a TokenDataset's length, batch size and seed."""
+def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
+    """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
     _prepare(data, engine)
+    check_tokenizer(data.dataset_name, open_tokenizer(data.tokenizer))
     train, val = find_shards(data.dataset_name, "train"), _validation_shards(data)
     check_data(train, val, *shape[:2])
     found = describe_shards(train), describe_shards(val)
@@ -98,11 +101,13 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
             f"--dataset_name '{where}/*train*.bin' --val_data '{where}/*val*.bin', or only the directory: "
             f"--dataset_name {where}"
         )
+    if data.val_data:
+        check_tokenizer(data.val_data, open_tokenizer(data.tokenizer))
     return find_shards(data.val_data or name, "val")
 
 
 def _open_stream(
-    data: DataConfig, shape: tuple[int, int, int], engine, first: int, state: dict | None, closing: ExitStack
+    data: DataConfig, shape: tuple[int, ...], engine, first: int, state: dict | None, closing: ExitStack
 ) -> tuple[StreamedDataset, TokenDataset]:
     """Starts this node's builder and waits for its first shards; the run reads from window `first` on."""
     out = Path(data.dataset_name)
@@ -132,7 +137,7 @@ def _open_stream(
         raise UserError(error or "the stream of another node did not start; its error message has the cause")
     waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
     if data.val_data:
-        val_shards = find_shards(data.val_data, "val")
+        val_shards = _validation_shards(data)
     elif not (val_shards := Manifest.load(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
     train = StreamedDataset(out, *shape, rank=engine.local_rank, first=first)

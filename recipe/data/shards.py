@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.catalog import is_text, unknown_data
-from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE
+from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.errors import UserError
 from recipe.files import fsync_directory, replace_file, sha256_of
 
@@ -154,7 +154,7 @@ class Manifest:
     documents: int = 0
     shards: list[dict] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
-    tokenizer: str = "gpt2"
+    tokenizer: str = GPT2  # its digest
     vocab_size: int = VOCAB_SIZE
     end_of_text: int = END_OF_TEXT
     dtype: str = "uint16"
@@ -180,10 +180,10 @@ class Manifest:
             raise UserError(
                 f"{path}: not a manifest of this recipe ({error}); delete {directory} and prepare again"
             ) from None
-        if (manifest.format_version, manifest.tokenizer) != (FORMAT_VERSION, "gpt2"):
+        if manifest.format_version != FORMAT_VERSION:
             raise UserError(
-                f"{path}: format {manifest.format_version}, tokenizer {manifest.tokenizer!r}; expected "
-                f"{FORMAT_VERSION} and 'gpt2'; delete {directory} and prepare again"
+                f"{path}: format {manifest.format_version}; expected {FORMAT_VERSION}; delete {directory} and prepare "
+                "again"
             )
         return manifest
 
@@ -198,6 +198,23 @@ class Manifest:
     def shards_in(self, directory: Path, split: str) -> list[Shard]:
         """The shards of a split, as files of `directory`."""
         return [Shard(directory / e["file"], e["tokens"], e["sha256"]) for e in self.of(split)]
+
+
+def of_tokenizer(tokenizer: GPT2Tokenizer) -> dict:
+    """What a manifest records of the tokenizer that made its shards."""
+    size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
+    return {"tokenizer": tokenizer.digest, "vocab_size": size, "end_of_text": end_of_text}
+
+
+def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
+    """Raises UserError for a directory whose manifest names another tokenizer."""
+    manifest = Manifest.load(Path(name))
+    if manifest and manifest.tokenizer != tokenizer.digest:
+        theirs = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
+        raise UserError(
+            f"{name} holds shards of {theirs}, and tokenizer is {tokenizer.name}; prepare its text again in another "
+            "directory, or set tokenizer to the one that made them"
+        )
 
 
 def find_shards(name: str, split: str) -> list[Shard]:
@@ -249,23 +266,23 @@ def describe_shards(shards: list[Shard]) -> str:
     return number + (" (nanoGPT's format: uint16 without a header)" if bare else "")
 
 
-def unigram_loss(train_shards: list[Shard], val_shards: list[Shard]) -> float:
+def unigram_loss(train_shards: list[Shard], val_shards: list[Shard], vocab_size: int = VOCAB_SIZE) -> float:
     """Nats a token of the validation data under the training data's token frequencies: what no model should exceed.
 
     Additive smoothing of 0.01 a token; at most the first 100M training and 10M validation tokens are counted.
     """
     train_shards = [shard for shard in train_shards if shard.path.exists()]  # of a stream, those that are left
-    train, val = _counts(train_shards, 100_000_000), _counts(val_shards, 10_000_000)
-    probability = (train + 0.01) / (train.sum() + 0.01 * VOCAB_SIZE)
+    train, val = _counts(train_shards, 100_000_000, vocab_size), _counts(val_shards, 10_000_000, vocab_size)
+    probability = (train + 0.01) / (train.sum() + 0.01 * vocab_size)
     return float(-(val * np.log(probability)).sum() / val.sum())
 
 
-def _counts(shards: list[Shard], limit: int) -> np.ndarray:
-    counts = np.zeros(VOCAB_SIZE, np.int64)
+def _counts(shards: list[Shard], limit: int, vocab_size: int) -> np.ndarray:
+    counts = np.zeros(vocab_size, np.int64)
     for shard in shards:
         tokens = read_shard(shard.path)[: limit - counts.sum()]
         for lo, hi in pairwise([*range(0, len(tokens), _CHUNK), len(tokens)]):
-            counts += np.bincount(tokens[lo:hi], minlength=VOCAB_SIZE)[:VOCAB_SIZE]
+            counts += np.bincount(tokens[lo:hi], minlength=vocab_size)[:vocab_size]
         if counts.sum() >= limit:
             break
     return counts

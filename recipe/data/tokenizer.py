@@ -1,10 +1,14 @@
-"""GPT-2's byte-level BPE from the files bundled beside this module: tiktoken to make shards, transformers to export.
+"""The tokenizer of a run: GPT-2's, from the files bundled beside this module, or another byte-level BPE.
+
+GPT-2's makes shards with tiktoken, and is exported with transformers.
 
 Source: OpenAI, "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; files of the `gpt2` release.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import re
 from functools import lru_cache
@@ -16,9 +20,14 @@ import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-if TYPE_CHECKING:
-    from transformers import GPT2TokenizerFast
+from recipe.download import first_line, on_this_disk
+from recipe.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import GPT2TokenizerFast, PreTrainedTokenizerBase
+
+GPT2 = "gpt2"
+MOST_TOKENS = 1 << 16  # that uint16 has numbers for
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
 CONTEXT_LENGTH = 1024
@@ -99,3 +108,119 @@ def save_tokenizer(directory: Path, max_length: int = CONTEXT_LENGTH) -> None:
     """Write tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(directory)` loads, for a
     model of `max_length` positions."""
     hf_tokenizer(max_length).save_pretrained(directory)
+
+
+class GPT2Tokenizer:
+    """GPT-2's tokenizer.
+
+    Attributes:
+        name: for people; a directory is private, and is known by its last part.
+        digest: the same for tokenizers that give the same tokens.
+        vocab_size: how many numbers there are for tokens.
+        end_of_text: the number of the token that stands before each document; `end_of_text_token` is its text.
+    """
+
+    name = digest = GPT2
+    vocab_size = VOCAB_SIZE
+    end_of_text, end_of_text_token = END_OF_TEXT, "<|endoftext|>"
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The tokens of each text, (tokens,), uint16. What looks like a special token is ordinary text."""
+        return [encode(text) for text in texts]
+
+    def decode(self, ids: list[int]) -> bytes:
+        """The text of some tokens, in UTF-8 if they are whole characters."""
+        return encoding().decode_bytes(ids)
+
+    def save(self, directory: Path, max_length: int) -> None:
+        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for so many positions."""
+        save_tokenizer(directory, max_length)
+
+
+class OwnTokenizer(GPT2Tokenizer):
+    """A byte-level BPE of a directory or of the Hub, as transformers loads it."""
+
+    def __init__(self, name: str):
+        """Raises UserError for what cannot be loaded, or cannot make shards."""
+        self._tokenizer = _loaded(name)
+        self.name = Path(name).resolve().name if Path(name).exists() else name
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_text, self.end_of_text_token = self._tokenizer.eos_token_id, self._tokenizer.eos_token
+        _check_usable(name, self._tokenizer, self.vocab_size)
+        self._bpe = copy.deepcopy(self._tokenizer.backend_tokenizer)
+        self._bpe.encode_special_tokens = True
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
+        # By what it does: the text of tokenizer.json changes with the version of the library that writes it.
+        (probe,) = self.encode([_PROBE])
+        known = json.dumps([sorted(vocabulary.items()), self.end_of_text, probe.tolist()])
+        self.digest = hashlib.sha256(known.encode()).hexdigest()[:16]
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """As GPT2Tokenizer's."""
+        try:
+            found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):  # a lone surrogate, of which the library speaks as of another type
+            return self.encode([without_surrogates(text) for text in texts])
+        return [np.array(one.ids, np.uint16) for one in found]
+
+    def decode(self, ids: list[int]) -> bytes:
+        """As GPT2Tokenizer's; U+FFFD for what is no whole character."""
+        return self._bpe.decode(ids, skip_special_tokens=False).encode()
+
+    def save(self, directory: Path, max_length: int) -> None:
+        """As GPT2Tokenizer's. End-of-text pads where there is no token of its own for that."""
+        tokenizer = copy.deepcopy(self._tokenizer)
+        tokenizer.model_max_length = max_length
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        tokenizer.save_pretrained(directory)
+
+
+# Spaces, digits, scripts, cases and what looks like a special token: where tokenizers of one vocabulary differ.
+_PROBE = "Hello world's  12345\t\n\n naïve日本語 CamelCase x=y;\r\n<|endoftext|>🙂 the end"
+
+_HUB_FILES = ["*token*.json", "config.json", "vocab.json", "merges.txt"]
+
+
+@lru_cache(maxsize=8)
+def open_tokenizer(name: str) -> GPT2Tokenizer:
+    """The tokenizer that a configuration names. Raises UserError."""
+    return GPT2Tokenizer() if name == GPT2 else OwnTokenizer(name)
+
+
+def _loaded(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    directory = on_this_disk(name, "tokenizer", _HUB_FILES, "tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # the libraries raise many kinds
+        raise UserError(
+            f"tokenizer {name} cannot be loaded ({first_line(error) or type(error).__name__}); give a directory that "
+            "holds tokenizer.json, ORG/NAME on the Hub, or gpt2"
+        ) from None
+
+
+def _check_usable(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    added, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
+    tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
+    model = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
+    if not (isinstance(model, BPE) and alphabet <= tokens and set("".join(tokens)) <= alphabet):
+        raise UserError(
+            f"tokenizer {name} is no byte-level BPE, in whose tokens every text can be written and its bytes counted; "
+            "choose one, such as GPT-2's kind"
+        )
+    if vocab_size > MOST_TOKENS:
+        raise UserError(
+            f"tokenizer {name} has {vocab_size:,} tokens, and shards of uint16 have numbers for {MOST_TOKENS:,}; "
+            "choose a smaller one"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"tokenizer {name} has no eos_token, which stands before each document as end-of-text; set one with "
+            "transformers (tokenizer.eos_token = ...), and save it again"
+        )

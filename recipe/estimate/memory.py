@@ -1,7 +1,6 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
 from recipe.config import Batch, Config, ModelConfig
-from recipe.data.tokenizer import VOCAB_SIZE
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
 ACCURACY = 0.1  # of memory_estimate
@@ -11,7 +10,7 @@ HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for w
 def parameter_count(model: ModelConfig) -> int:
     """Trainable parameters of GPT-2 with a tied head: V D + P D + L (12 D^2 + 13 D) + 2 D."""
     D = model.n_embd
-    return VOCAB_SIZE * D + model.n_positions * D + model.n_layer * (12 * D * D + 13 * D) + 2 * D
+    return model.vocab_size * D + model.n_positions * D + model.n_layer * (12 * D * D + 13 * D) + 2 * D
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
@@ -38,7 +37,7 @@ def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: s
     """
     model, N = config.model, parameter_count(config.model)
     if sharding.startswith("fsdp"):
-        root, block = (VOCAB_SIZE + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
+        root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
         gathered = N if sharding == "fsdp_gathered" else root + 2 * block
         return 16 * N // world + (2 if precision == "bf16" else 4) * gathered
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
@@ -46,7 +45,7 @@ def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: s
     w = 2 if precision == "fp16" else 4
     whole = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
     if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
-        beside = w * (min(N, _ZERO3_LIVE) + VOCAB_SIZE * model.n_embd) + _ZERO_BUCKET * (
+        beside = w * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd) + _ZERO_BUCKET * (
             6 if precision == "bf16" else w
         )
     else:  # two for each type
@@ -80,7 +79,7 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
     HEADROOM is; and, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities in recipe/model/attention.py.
     """
     model, run = config.model, config.run
-    N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, VOCAB_SIZE
+    N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, model.vocab_size
     n = batch.micro // batch.devices * config.data.sequence_length
     half = precision in ("bf16", "fp16")
     native = half and sharding.startswith("fsdp" if precision == "bf16" else "zero")  # without autocast

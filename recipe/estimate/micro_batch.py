@@ -18,7 +18,6 @@ import torch
 from recipe.checkpoint.format import checkpoints
 from recipe.cli import AUTO
 from recipe.config import Batch, Config, batch_arithmetic
-from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.errors import UserError
@@ -135,7 +134,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
 
         def step(micro: int) -> None:
             shape = (micro, config.data.sequence_length + 1)
-            rows = (torch.arange(shape[0] * shape[1], device=engine.device) % VOCAB_SIZE).view(shape)
+            rows = (torch.arange(shape[0] * shape[1], device=engine.device) % config.model.vocab_size).view(shape)
             for _ in range(2):  # in the second one gradients are there, as after the first micro-step of a run
                 with engine.autocast():
                     loss = model(rows[:, :-1], rows[:, 1:])

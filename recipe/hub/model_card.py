@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from recipe.catalog import DATASETS
 from recipe.config import ModelConfig
+from recipe.data.tokenizer import GPT2
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
 from recipe.hub.scores import Score, all_scores
@@ -86,6 +87,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
+        end_of_text=_tokenizer(state),
         scores=[[plain(cell) for cell in score.row()] for score in found],
         dtype=dtype,
         tables=[(title, [(plain(k), plain(v)) for k, v in rows if v not in (None, "")]) for title, rows in tables],
@@ -150,8 +152,17 @@ def _text(source: dict) -> dict:
     return {"text": source["shards"]} if source.get("shards") else {}
 
 
+def _tokenizer(state: dict) -> dict:
+    return state.get("tokenizer") or {"digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"}
+
+
+def _model(config: dict) -> ModelConfig:
+    sizes = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+    return ModelConfig(**{key: config[key] for key in sizes if key in config})
+
+
 def _shape(config: dict) -> str:
-    model = ModelConfig(**{key: config[key] for key in ("n_layer", "n_head", "n_embd", "n_positions")})
+    model = _model(config)
     return (
         f"{si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{model.n_positions:,} positions)"
@@ -172,7 +183,8 @@ def _data(state: dict, text: dict) -> Iterator[tuple]:
         yield "epochs", f"{text['share'] * state['tokens'] / tokens:.3g}"
     if len(shards) == 1:
         yield "SHA-256 of the shard", shards[0][2]
-    yield "tokenizer", "GPT-2's byte-level BPE, 50,257 tokens"
+    whose = "GPT-2's" if _tokenizer(state)["digest"] == GPT2 else f"{_tokenizer(state)['name']}, a"
+    yield "tokenizer", f"{whose} byte-level BPE, {_model(state['config']).vocab_size:,} tokens"
 
 
 def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:

@@ -1,18 +1,17 @@
 """Builds the model that a configuration describes, with its first weights."""
 
 import dataclasses
-from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import GPT2Config
 
 from recipe.config import Config
+from recipe.data.tokenizer import open_tokenizer
+from recipe.download import on_this_disk
 from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel
 
 _FILES = ["config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
-_TIMEOUT = 5.0  # seconds for the Hub's first answer
+_NEEDED = "config.json and model.safetensors"
 
 
 def build_model(config: Config, *, load_init_from: bool = True, **device_options) -> GPT2LMHeadModel:
@@ -23,9 +22,10 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     cannot be loaded or has another architecture.
     """
     model = config.model
-    sizes = {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_")}
+    sizes = {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_") or k == "vocab_size"}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), open_tokenizer(config.data.tokenizer).end_of_text)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    wanted = GPT2Config(**sizes, **dropout)  # the vocabulary is GPT-2's, transformers' default
+    wanted = GPT2Config(**sizes, **special, **dropout)
     built = GPT2LMHeadModel(
         wanted,
         gradient_checkpointing=config.run.gradient_checkpointing,
@@ -34,36 +34,9 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
         **device_options,
     )
     if model.init_from and load_init_from:
-        pretrained = GPT2LMHeadModel.from_pretrained(_on_this_disk(model.init_from))
-        found = {k: getattr(pretrained.config, k) for k in (*sizes, "vocab_size")}
+        pretrained = GPT2LMHeadModel.from_pretrained(on_this_disk(model.init_from, "init_from", _FILES, _NEEDED))
+        found = {k: getattr(pretrained.config, k) for k in sizes}
         if wrong := [f"{k} {v} (recipe: {getattr(wanted, k)})" for k, v in found.items() if v != getattr(wanted, k)]:
             raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
         built.load_weights(pretrained.state_dict(), model.init_from)
     return built
-
-
-def _on_this_disk(name: str) -> str:
-    """The directory `name`, or the Hub's model of that name in its local cache, downloaded if need be.
-
-    Asks the Hub once, with a short timeout: the libraries' own retries take most of a minute without a network.
-    """
-    if Path(name).exists():
-        return name
-    problem = f"init_from {name} is no directory here, and"
-    try:
-        HfApi().model_info(name, timeout=_TIMEOUT)
-        return snapshot_download(name, allow_patterns=_FILES)
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise UserError(f"{problem} there is no model of that name on the Hub ({_first_line(error)})") from None
-    except Exception as error:  # without a network: of httpx or httpx2, going by huggingface_hub's version
-        try:
-            return snapshot_download(name, allow_patterns=_FILES, local_files_only=True)
-        except LocalEntryNotFoundError:
-            raise UserError(
-                f"{problem} the Hub cannot be reached ({_first_line(error)}). Is this machine offline? Connect it, or "
-                "give a directory that holds config.json and model.safetensors"
-            ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

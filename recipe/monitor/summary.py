@@ -172,7 +172,10 @@ def conclude(config: Config, batch: Batch, engine: Engine, result: Result, train
         logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
         return ExitCode.RUN_AGAIN
     both = zip(train.parts, val.parts, strict=True)
-    baseline = sum(share * unigram_loss(its.shards, held_out.shards) for (_, share, its), (_, _, held_out) in both)
+    baseline = sum(
+        share * unigram_loss(its.shards, held_out.shards, config.model.vocab_size)
+        for (_, share, its), (_, _, held_out) in both
+    )
     for line in outcome(config, batch, result, baseline, read_metrics(run_dir / "metrics.jsonl"), engine.peak_flops):
         logger.info(line)
     final = run_dir / f"step_{config.optimizer.max_steps:08d}"

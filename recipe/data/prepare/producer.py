@@ -21,8 +21,8 @@ from recipe.config import DataConfig
 from recipe.data.hub import HubText
 from recipe.data.prepare.documents import TextFiles, as_integer, in_pieces, open_files
 from recipe.data.prepare.tokenize import Piece, tokenized
-from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, read_shard
-from recipe.data.tokenizer import END_OF_TEXT, encoding
+from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, of_tokenizer, read_shard
+from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.errors import UserError
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
@@ -57,7 +57,7 @@ def options_of(data: DataConfig, text: TextFiles | HubText) -> dict:
 
 def _difference(manifest: Manifest, wanted: dict) -> str:
     """What of the text and the settings differs from those that the shards of `manifest` were made from, or nothing."""
-    found = {**manifest.source, **manifest.options}
+    found = {**manifest.source, **manifest.options, "tokenizer": manifest.tokenizer}
     name = next((name for name, value in wanted.items() if found.get(name) != value), "")
     was = f"{name} was {found.get(name)!r}, and is {wanted.get(name)!r} now" if name else ""
     return "the text files differ" if name == "files" else was
@@ -127,7 +127,7 @@ class TextProducer:
         if data.shard_tokens >= 1 << 31:
             raise UserError(f"shard_tokens {data.shard_tokens}: a shard holds at most {(1 << 31) - 1} tokens")
         self.text, self.out, self._threads = open_text(data), out, threads
-        self.options = options_of(data, self.text)
+        self.options, self.tokenizer = options_of(data, self.text), open_tokenizer(data.tokenizer)
         self.val_documents, self.val_fraction = self.options["val_documents"], data.val_fraction
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
@@ -140,20 +140,22 @@ class TextProducer:
         manifest = Manifest.load(self.out)
         if not (manifest and manifest.complete):
             return None
-        check_same(self.out, manifest, {**self.text.identity(), **self.options})
+        check_same(self.out, manifest, self._wanted())
         return None if self._missing(manifest.shards) else manifest
 
     def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
         """The manifest to continue (`continued`), or a new one; it is kept in `self.manifest`. `commit` is the version
         of a data set on the Hub to begin with, None for the newest."""
-        identity = self.text.identity()
-        self.manifest = continued(self.out, earlier, {**identity, **self.options})
+        self.manifest = continued(self.out, earlier, self._wanted())
         if self.manifest is None:
             version = {"commit": commit} if commit else self.text.newest()
-            self.manifest = Manifest({**identity, **version}, self.options)
+            self.manifest = Manifest({**self.text.identity(), **version}, self.options, **of_tokenizer(self.tokenizer))
         self.text.pin(self.manifest)
         self.manifest.save(self.out)
         return self.manifest
+
+    def _wanted(self) -> dict:
+        return {**self.text.identity(), **self.options, "tokenizer": self.tokenizer.digest}
 
     def _missing(self, entries: list[dict]) -> list[int]:
         return [i for i, entry in enumerate(entries) if not (self.out / entry["file"]).exists()]
@@ -257,7 +259,7 @@ class TextProducer:
     def _read(self, split: str, position: dict) -> Iterator[Run]:
         """The tokens of a split from a position on."""
         document, start = position["document"], 0  # a document that is continued is tokenized from its beginning
-        for piece, tokens in tokenized(self._pieces(split, position), self._threads):
+        for piece, tokens in tokenized(self._pieces(split, position), self.tokenizer, self._threads):
             if piece.document != document:
                 document, start = piece.document, 0
             run = Run(document, start, tokens, piece.stream)
@@ -271,7 +273,7 @@ class TextProducer:
         """The documents of a split from the position's on, in pieces; none with the text of a validation document."""
         first, held_out = self.val_documents, set()
         if split == "train" and first:
-            held_out = _digests_of([self.out / entry["file"] for entry in self.manifest.of("val")])
+            held_out = _digests_of([self.out / entry["file"] for entry in self.manifest.of("val")], self.tokenizer)
         for document in self.text.documents(position["stream"]):
             self._documents = document.index + 1
             if document.index < position["document"]:
@@ -316,11 +318,11 @@ class TextProducer:
         self._complete()
 
 
-def _digests_of(paths: list[Path]) -> set[int]:
+def _digests_of(paths: list[Path], tokenizer: GPT2Tokenizer) -> set[int]:
     """The digests of the documents that shards hold."""
     tokens = np.concatenate([read_shard(path) for path in paths]) if paths else np.empty(0, DTYPE)
     found = set()
-    for document in np.split(tokens, np.flatnonzero(tokens == END_OF_TEXT)):
-        text = encoding().decode_bytes(document[1:].tolist())
+    for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_text)):
+        text = tokenizer.decode(document[1:].tolist())
         found.add(as_integer(hashlib.blake2b(text, digest_size=8).digest()))
     return found

@@ -1,4 +1,4 @@
-"""Documents to tokens: on threads, since tiktoken releases the GIL, a few batches ahead and in order."""
+"""Documents to tokens: on threads, since tokenizers release the GIL, a few batches ahead and in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipe.data.shards import DTYPE
-from recipe.data.tokenizer import END_OF_TEXT, encode
+from recipe.data.tokenizer import GPT2Tokenizer
 
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
 
@@ -26,14 +26,16 @@ class Piece:
     stream: dict | None
 
 
-def tokenized(pieces: Iterable[Piece], threads: int | None = None) -> Iterator[tuple[Piece, np.ndarray]]:
+def tokenized(
+    pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int | None = None
+) -> Iterator[tuple[Piece, np.ndarray]]:
     """Each piece with its tokens, shape (tokens,), uint16; end-of-text begins a document. `threads`: a core each."""
     threads = threads or os.cpu_count() or 1
     waiting: deque = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for batch in _batches(pieces):
-                waiting.append((batch, pool.submit(_tokens, batch)))
+                waiting.append((batch, pool.submit(_tokens, batch, tokenizer)))
                 if len(waiting) > 2 * threads:
                     batch, tokens = waiting.popleft()
                     yield from zip(batch, tokens.result(), strict=True)
@@ -54,6 +56,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
-def _tokens(batch: list[Piece]) -> list[np.ndarray]:
-    end_of_text = np.array([END_OF_TEXT], DTYPE)
-    return [np.concatenate([end_of_text, encode(p.text)]) if p.first else encode(p.text) for p in batch]
+def _tokens(batch: list[Piece], tokenizer: GPT2Tokenizer) -> list[np.ndarray]:
+    end_of_text = np.array([tokenizer.end_of_text], DTYPE)
+    encoded = tokenizer.encode([piece.text for piece in batch])
+    pairs = zip(batch, encoded, strict=True)
+    return [np.concatenate([end_of_text, tokens]) if piece.first else tokens for piece, tokens in pairs]

@@ -38,7 +38,7 @@ class Builder:
         """Raises UserError for what cannot be streamed."""
         self.data, self.out, self.readers, self.status = data, Path(data.dataset_name), readers, {}
         if data.train_text.startswith("hf://"):
-            self.producer = HubProducer(data.train_text, self.out)
+            self.producer = HubProducer(data, self.out)
             return
         self.producer = TextProducer(data, self.out)
         if self.producer.val_documents is None:

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipe.config import DataConfig
 from recipe.data.hub import HubShards
 from recipe.data.prepare.producer import check_own_directory, continued
-from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
+from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest, of_tokenizer
+from recipe.data.tokenizer import open_tokenizer
 
 
 class HubProducer:
     """As TextProducer, of hf://datasets/ORG/NAME/PATTERN."""
 
-    def __init__(self, uri: str, out: Path):
-        self.shards, self.out = HubShards(uri), out
+    def __init__(self, data: DataConfig, out: Path):
+        self.shards, self.out, self.tokenizer = HubShards(data.train_text), out, open_tokenizer(data.tokenizer)
         check_own_directory(out)
 
     def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
         """As TextProducer's. Raises UserError."""
         identity = self.shards.identity()
-        self.manifest = continued(self.out, earlier, identity)
+        self.manifest = continued(self.out, earlier, {**identity, "tokenizer": self.tokenizer.digest})
         if self.manifest is None:
             version = {"commit": commit} if commit else self.shards.newest()
-            self.manifest = Manifest({**identity, **version}, {}, complete=True)
+            self.manifest = Manifest({**identity, **version}, {}, complete=True, **of_tokenizer(self.tokenizer))
             self.manifest.shards = self.shards.entries(version["commit"])
         self.shards.pin(self.manifest)
         self.manifest.save(self.out)

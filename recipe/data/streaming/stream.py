@@ -96,11 +96,12 @@ class StreamedDataset(TokenDataset):
     """A TokenDataset over shards that come and go, read in the order of the steps from window `first` of the run on.
     `rank` is this reader's number on its node."""
 
-    def __init__(self, out: Path, sequence_length: int, batch_size: int, seed: int, *, rank: int, first: int):
+    def __init__(self, out: Path, *shape: int, rank: int, first: int):
+        """`shape` is what TokenDataset takes after its shards."""
         self.out, self.rank = out, rank
         self._waiting = Waiting(out)
         self._at: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
-        super().__init__([], sequence_length, batch_size, seed)
+        super().__init__([], *shape)
         self._refresh()
         self._pass_to(self._shard_of(first))
 
