@@ -161,8 +161,9 @@ class OwnTokenizer(GPT2Tokenizer):
         """As GPT2Tokenizer's."""
         try:
             found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError):  # a lone surrogate, of which the library speaks as of another type
-            return self.encode([without_surrogates(text) for text in texts])
+        except (TypeError, UnicodeEncodeError):  # a lone surrogate: the library takes such a text for another type
+            plain = [without_surrogates(text) for text in texts]
+            found = self._bpe.encode_batch_fast(plain, add_special_tokens=False)
         return [np.array(one.ids, np.uint16) for one in found]
 
     def decode(self, ids: list[int]) -> bytes:

@@ -144,5 +144,5 @@ def test_unigram_loss_by_hand(tmp_path, monkeypatch):
     total = 4 + 0.01 * 50257
     expected = -(np.log(3.01 / total) + np.log(0.01 / total)) / 2
     assert unigram_loss([train], [val]) == pytest.approx(expected, abs=1e-12)
-    counts = shards._counts([train, train], 6)  # no more are counted
+    counts = shards._counts([train, train], 6, 50257)  # no more are counted
     assert (counts[0], counts[1], counts.sum()) == (5, 1, 6)
