@@ -117,6 +117,13 @@ def test_single_files_and_globs_of_tokens(here):
             opened(f"--dataset_name={name}")
 
 
+def test_a_directory_of_directories_of_shards_is_no_text(here):
+    write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
+    opened("--dataset_name=d.jsonl")
+    with pytest.raises(UserError, match=r"data holds directories of shards; name one of them, such as data/d-"):
+        opened("--dataset_name=data")
+
+
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(here):
     with pytest.raises(UserError, match=r"dataset_name wikitext: no such .* Known names are fineweb-edu, .*ORG/NAME"):
         opened("--dataset_name=wikitext")
