@@ -7,20 +7,27 @@ The blocks of a page go through bash as they are, in a directory like a clone in
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from huggingface_hub import JobHardware
 
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
+# tests/hub/test_downstream.py runs those of elsewhere.md, which need other programs.
+BLOCKS = re.findall(
+    r"```bash\n(.*?)```", "\n".join(text for page, text in PAGES.items() if page.name != "elsewhere.md"), re.DOTALL
+)
 LAUNCHES = re.findall(r"\| `((?:python|accelerate|sbatch) [^`]+)`", PAGES[ROOT / "README.md"])  # in its table
+JOB = re.search(r"^hf jobs run .*", PAGES[ROOT / "docs" / "hardware.md"], re.MULTILINE)[0]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.search(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)[1].split())
 
@@ -39,6 +46,15 @@ SHORTER = {
     "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "11"],
     "benchmarks": ["--help"],  # tests/benchmarks runs the others
 }
+
+
+def remote() -> list[str]:
+    """What a container, Hugging Face Jobs and SkyPilot run in a clone."""
+    sky = yaml.safe_load((ROOT / "docs" / "skypilot.yaml").read_text())
+    container = json.loads(re.search(r"^CMD (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1])
+    others = [re.search(r" gpt2-recipe (make .*)", block)[1] for block in BLOCKS if "docker run" in block]
+    _, job = shlex.split(JOB)[-1].split(" && cd gpt2-recipe && ")
+    return [shlex.join(container), *others, job, sky["setup"], sky["run"]]
 
 
 def by_hand() -> dict[str, str]:
@@ -72,7 +88,7 @@ def started(clone) -> list[list[str]]:
         for name in ("python", "accelerate"):
             (clone / folder / name).write_text(NOTE)
             (clone / folder / name).chmod(0o755)
-    for name in ("gcloud", "sbatch"):  # Google's and Slurm's; tests/engine/test_nodes.py runs the script
+    for name in ("docker", "gcloud", "hf", "sbatch", "sky"):  # tests/engine/test_nodes.py runs sbatch's script
         (fakes / name).symlink_to("/bin/true")
     for folder in (".venv", ".venv-tpu"):
         (clone / folder / "constraints.txt").touch()
@@ -80,7 +96,7 @@ def started(clone) -> list[list[str]]:
             (clone / folder / f"installed{kind}").touch()
     (clone / ".venv" / "bin" / "activate").touch()
     variables = by_hand() | {"PATH": f"{fakes}:{os.environ['PATH']}", "NOTES": str(clone / "notes")}
-    script = "\n".join([*BLOCKS, *LAUNCHES])
+    script = "\n".join([*BLOCKS, *LAUNCHES, *remote()])
     assert {"make train", "make test"} <= {line.split("  ")[0] for line in script.splitlines()}
     subprocess.run(["bash", "-ec", script], cwd=clone, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=300)
     return [line.split("\0")[:-1] for line in dict.fromkeys((clone / "notes").read_text().splitlines())]
@@ -104,6 +120,15 @@ def test_commands_that_train_print_their_plan(clone, started):
         result = programs.run("recipe/train.py", *words, "--dry_run", cwd=clone, env=environment())
         assert result.returncode == 0, (words, result.stderr)
         assert ("usage:" if "--help" in words else "sequences") in result.stdout, words
+
+
+def test_hugging_face_jobs_takes_the_job():
+    hf, *words = shlex.split(JOB.replace("hf jobs run", "hf jobs run --dry-run", 1))
+    command = [Path(sys.executable).with_name(hf), *words]
+    result = subprocess.run(command, env=by_hand(), capture_output=True, text=True, check=True, timeout=120)
+    job = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line.startswith("  "))
+    assert job["image"] == "python:3.12"  # or an unknown option was taken for it
+    assert job["flavor"] in list(JobHardware)
 
 
 @pytest.mark.slow
