@@ -1,5 +1,14 @@
-"""Exported models in the libraries that people use: transformers, TRL and others."""
+"""Exported models in the programs that people use, by the code of docs/elsewhere.md as it stands there."""
 
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from recipe.hub.export import export
 from recipe.model.gpt2 import GPT2LMHeadModel
-from tests.conftest import SHAKESPEARE
+from tests.conftest import ROOT, SHAKESPEARE, environment
+
+PAGE = re.split(r"^## (.*)$", (ROOT / "docs" / "elsewhere.md").read_text(), flags=re.MULTILINE)
+SECTIONS = dict(zip(PAGE[1::2], PAGE[2::2], strict=True))
+CONVERTER = Path(os.environ.get("LLAMA_CPP", ROOT / "llama.cpp"))
 
 STEPS = {
     "max_steps": 5,
@@ -43,6 +56,46 @@ def exported(whole_run, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def scattered(exported, tmp_path_factory) -> Path:
+    """The model with random weights, so that every token before matters: after 20 steps hardly any does."""
+    out = shutil.copytree(exported, tmp_path_factory.mktemp("scattered") / "model")
+    model, weights = AutoModelForCausalLM.from_pretrained(out), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.3, generator=weights)
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """model -> the working directory becomes one where docs/elsewhere.md's code finds it as my-model."""
+
+    def enter(model: Path) -> Path:
+        (tmp_path / "my-model").symlink_to(model)
+        (tmp_path / "recipe").symlink_to(ROOT / "recipe")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        return tmp_path
+
+    return enter
+
+
+def code(section: str, language: str) -> str:
+    """The code in `language` of a section of docs/elsewhere.md, with this model's positions, STEPS, and less text."""
+    (block,) = re.findall(rf"```{language}\n(.*?)```", SECTIONS[section], re.DOTALL)
+    for long, short in {"128": "64", "max_steps=100": "**STEPS", 'split="train"': 'split="train[:100]"'}.items():
+        block = block.replace(long, short)
+    return block
+
+
+def needs(*modules: str):
+    missing = [name for name in modules if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install -e '.[downstream]'")
+
+
+@pytest.fixture(scope="module")
 def lines() -> list[str]:
     """Speeches that the run did not train on."""
     return [text for text in SHAKESPEARE.read_text()[200_000:].split("\n\n") if len(text) > 200][:20]
@@ -53,6 +106,12 @@ def greedy(model: GPT2LMHeadModel, ids: torch.Tensor, count: int) -> torch.Tenso
     for _ in range(count):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     return ids
+
+
+def test_the_page_on_generating(exported, beside, capsys):
+    beside(exported)
+    exec(code("Generate", "python"), {})
+    assert capsys.readouterr().out.startswith("ROMEO:")
 
 
 def test_a_pipeline_generates_text_with_all_its_defaults(exported):
@@ -71,16 +130,11 @@ def test_a_pipeline_generates_text_with_all_its_defaults(exported):
 
 
 @torch.no_grad()
-def test_generating_with_the_cache_agrees_with_this_projects_own_model_without(exported):
-    theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
-    ours = GPT2LMHeadModel.from_pretrained(str(exported)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+def test_generating_with_the_cache_agrees_with_this_projects_own_model_without(scattered):
+    theirs = AutoModelForCausalLM.from_pretrained(scattered).eval()
+    ours = GPT2LMHeadModel.from_pretrained(str(scattered)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(scattered)
     ids = tokenizer("First Citizen:\nBefore we proceed any further,", return_tensors="pt").input_ids
-    weights = torch.Generator().manual_seed(0)
-    for parameter in ours.parameters():  # so that every token before matters: after 20 steps hardly any does
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, 0.3, generator=weights)
-    theirs.load_state_dict(ours.state_dict(), strict=False)  # the head is tied
     expected = greedy(ours, ids, 24)
     for cache in (True, False):
         options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 50256}
@@ -131,17 +185,97 @@ def test_transformers_trainer_fine_tunes_it(exported, lines, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL: pip install -e '.[trl]'")
-def test_trl_fine_tunes_it(exported, lines, tmp_path):
+@needs("trl")
+def test_trl_fine_tunes_it(exported, beside):
     """With the max_length that the card names; its default is 1,024, whatever the model's positions are."""
-    from trl import SFTConfig, SFTTrainer
-
     assert "SFTConfig(max_length=64)" in (exported / "README.md").read_text()
-    settings = SFTConfig(str(tmp_path / "runs"), max_length=64, bf16=False, **STEPS)
-    rows = datasets.Dataset.from_dict({"text": [*lines, SHAKESPEARE.read_text()[:2_400]]})  # the last of 600 tokens
-    trainer = SFTTrainer(str(exported), args=settings, train_dataset=rows)
-    trainer.train()
-    assert falls(trainer.state.log_history)
-    trainer.save_model(str(tmp_path / "tuned"))
-    assert same(tmp_path / "tuned", trainer.model, exported)
-    assert AutoTokenizer.from_pretrained(tmp_path / "tuned").eos_token_id == 50256
+    at, names = beside(exported), {"STEPS": STEPS}
+    exec(code("Fine-tune with TRL", "python"), names)
+    assert falls(names["trainer"].state.log_history)
+    assert same(at / "my-tuned", names["trainer"].model, exported)
+    assert AutoTokenizer.from_pretrained(at / "my-tuned").eos_token_id == 50256
+
+
+@pytest.mark.slow
+@needs("trl", "peft")
+def test_peft_adapts_it_and_merges_what_it_learned(scattered, beside):
+    from peft import PeftModel
+
+    at, names = beside(scattered), {"STEPS": STEPS}
+    exec(code("Fine-tune with TRL", "python").split("trainer =")[0] + code("LoRA with PEFT", "python"), names)
+    ids = AutoTokenizer.from_pretrained(at / "my-merged")("First Citizen:", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(scattered)
+    merged = GPT2LMHeadModel.from_pretrained(str(at / "my-merged")).eval()
+    with torch.no_grad():
+        before, after = base(ids).logits, merged(ids)
+        adapted = PeftModel.from_pretrained(base, at / "my-lora")(ids).logits
+    torch.testing.assert_close(after, adapted, rtol=0, atol=1e-4)
+    assert (after - before).abs().max() > 0.1  # it has learned something
+
+
+@pytest.mark.slow
+@needs("onnx", "onnxscript", "onnxruntime", "transformers.exporters")
+def test_onnx_runtime_computes_its_logits(scattered, beside):
+    beside(scattered)
+    names = {}
+    exec(code("ONNX", "python"), names)
+    ids = torch.randint(0, 50257, (3, 64), generator=torch.Generator().manual_seed(1))  # another batch and length
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        expected = names["model"](**inputs).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(names["onnx"](**inputs).logits, expected, rtol=1e-5, atol=1e-4)
+
+
+def continuation(model: Path, count: int) -> str:
+    """The likeliest `count` tokens behind "ROMEO:", as text."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    ids = tokenizer("ROMEO:", return_tensors="pt").input_ids
+    out = model.generate(ids, do_sample=False, max_new_tokens=count)[0, ids.shape[1] :]
+    assert len(set(out.tolist())) > 3
+    return tokenizer.decode(out, skip_special_tokens=True)
+
+
+@pytest.mark.slow
+@needs("fastapi", "uvicorn", "openai")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_transformers_serves_it(scattered, beside):
+    at = beside(scattered)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    serve, ask = (shlex.split(line) for line in code("Serve", "bash").replace("8000", str(port)).splitlines())
+    command = [sys.executable, "-m", "transformers.cli.transformers", *serve[1:]]
+    with open(at / "log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+    try:
+        for _ in range(600):
+            answer = subprocess.run(ask, capture_output=True, text=True)
+            if answer.returncode == 0 or server.poll() is not None:
+                break
+            time.sleep(0.2)
+    finally:
+        server.terminate()
+        server.wait(30)
+    assert answer.returncode == 0, (at / "log").read_text()
+    assert json.loads(answer.stdout)["choices"][0]["text"] == continuation(scattered, 30)
+
+
+@pytest.mark.slow
+@needs("xllamacpp")
+@pytest.mark.skipif(not CONVERTER.is_dir(), reason="needs a clone of llama.cpp here, or where LLAMA_CPP is")
+def test_llama_cpp_generates_the_same(scattered, beside):
+    at = beside(scattered)
+    (at / "llama.cpp").symlink_to(CONVERTER)
+    clone, convert = code("GGUF for llama.cpp", "bash").splitlines()
+    assert clone.startswith("git clone ")
+    command = shlex.split(convert, comments=True)
+    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True, env=environment())
+    names = {}
+    exec(code("GGUF for llama.cpp", "python"), names)
+    assert names["answer"]["choices"][0]["text"] == continuation(scattered, 30)
+
+
+def test_each_section_with_code_is_run():
+    sections = {title for title, text in SECTIONS.items() if "```python" in text or "```bash" in text}
+    assert sections == set(re.findall(r'code\("(.*?)"', Path(__file__).read_text()))
