@@ -17,9 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
+from recipe.config import parse_config
 from recipe.hub.export import export
+from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
-from tests.conftest import ROOT, SHAKESPEARE, environment
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
 
 PAGE = re.split(r"^## (.*)$", (ROOT / "docs" / "elsewhere.md").read_text(), flags=re.MULTILINE)
 SECTIONS = dict(zip(PAGE[1::2], PAGE[2::2], strict=True))
@@ -193,6 +195,8 @@ def test_trl_fine_tunes_it(exported, beside):
     exec(code("Fine-tune with TRL", "python"), names)
     assert falls(names["trainer"].state.log_history)
     assert same(at / "my-tuned", names["trainer"].model, exported)
+    started = build_model(parse_config(flags(**TINY, init_from=at / "my-tuned"))).state_dict()
+    assert torch.equal(started["transformer.wte.weight"], names["trainer"].model.transformer.wte.weight)
     assert AutoTokenizer.from_pretrained(at / "my-tuned").eos_token_id == 50256
 
 
