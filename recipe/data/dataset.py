@@ -68,6 +68,9 @@ class TokenDataset:
         n = max(1, self.windows)
         return self._gather(g // n, g % n, permuted=True)
 
+    def pass_to(self, window: int) -> None:
+        """Tells that windows before `window`, counted since the run's start, will not be read any more."""
+
     def validation_rows(self, lo: int, hi: int) -> np.ndarray:
         """Windows [lo, hi) in plain order, shape (hi - lo, T + 1), int64; hi is at most `windows`."""
         window = np.arange(lo, hi, dtype=np.int64)

@@ -32,10 +32,10 @@ class MixedDataset:
 
     def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
         """As TokenDataset's; waits for streams."""
-        return self.windows_at(step * self._batch_size + np.arange(lo, hi, dtype=np.int64))
-
-    def windows_at(self, g: np.ndarray) -> np.ndarray:
-        """As TokenDataset's, of ascending numbers; waits for streams."""
+        first = step * self._batch_size
+        for its, passed in zip(self._datasets, windows_before(first + lo, self._counts, self._seed), strict=True):
+            its.pass_to(passed)
+        g = first + np.arange(lo, hi, dtype=np.int64)
         dataset, window = dealt(g, self._counts, self._seed)
         out = np.empty((len(g), self._datasets[0].sequence_length + 1), np.int64)
         for k, its in enumerate(self._datasets):

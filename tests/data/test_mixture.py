@@ -1,7 +1,9 @@
 """Mixtures: exact shares, the same sequences whoever reads them, and runs that record what they were mixed of."""
 
 import json
+import re
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from recipe.data.shards import Shard
 from recipe.hub.model_card import model_card
 from tests import processes
 from tests.conftest import ROOT, TINY, by_step, environment
-from tests.data import DOCUMENTS, TEXT, write_jsonl, write_shard
+from tests.data import DOCUMENTS, TEXT, streams, write_jsonl, write_shard
 
 T, BATCH = 8, 32
 COUNTS = (700, 295, 5)
@@ -78,6 +80,28 @@ def test_rows_do_not_depend_on_who_reads_them(datasets, world, micro):
             given[k] += 1
     dataset, _ = dealt(np.arange(1280), COUNTS, 3)
     assert given == np.bincount(dataset, minlength=3).tolist()
+
+
+def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_path):
+    """Two readers, room for two shards of the stream: one gets all that comes from it, through seven shards."""
+    text = streams.make_prepared(tmp_path)
+    data = streams.at(text, tmp_path / "s", disk_budget_gb=streams.budget(text, 2))
+    sets, steps, done = [DataSet("local", 500, None), DataSet("stream", 500, None)], 75, threading.Event()
+    dataset, _ = dealt(np.arange(steps * BATCH), (500, 500), 3)
+    local = datasets()[0].shards
+    with streams.streaming(data, readers=2) as s:
+        readers = [
+            MixedDataset(sets, [TokenDataset(local, streams.T, 1, seed=3), stream], BATCH, 3) for stream in s.datasets
+        ]
+
+        def read():
+            for step, row in np.ndindex(steps, BATCH):
+                readers[1 - dataset[step * BATCH + row]].rows(step, row, row + 1)
+            done.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        assert done.wait(60)
+        assert s.datasets[1]._at == 6
 
 
 def recipe(streaming=False, **fields) -> str:
@@ -190,6 +214,20 @@ def test_what_the_run_records(prepared, tmp_path):
     (findings,) = write_report([read_run(run)], tmp_path)
     assert "No reference curve ships for these data" in findings[0].text
     assert "50.0% data/a-" in dict(summarize([read_run(run)]))["data"]
+
+
+def test_validation_by_eval_is_of_one_data_set(prepared):
+    """And gives the loss of that one in the run."""
+    at, _ = prepared
+    ran = processes.run(ROOT / "eval/perplexity.py", "runs/mixed", env=environment(), cwd=at)
+    assert ran.returncode == 2
+    assert re.search(r"the model was trained on 3 data sets\. Name one: --data data/a-\w+", ran.stderr)
+    windows = TINY["eval_tokens"] // TINY["sequence_length"] // 3
+    words = "runs/mixed", "--data=data/b", f"--limit_windows={windows}", f"--output={at}/b.json"
+    ran = processes.run(ROOT / "eval/perplexity.py", *words, env=environment(), cwd=at)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
+    assert found == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
 
 
 def test_other_weights_are_another_run(copy):

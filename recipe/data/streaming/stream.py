@@ -103,7 +103,7 @@ class StreamedDataset(TokenDataset):
         self._at: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
         super().__init__([], *shape)
         self._refresh()
-        self._pass_to(self._shard_of(first))
+        self.pass_to(first)
 
     def _refresh(self) -> bool:
         """Reads the manifest; whether it has changed."""
@@ -129,6 +129,12 @@ class StreamedDataset(TokenDataset):
                 self._waiting.until(self._refresh, f"shard {number}")
             if self.manifest.complete:
                 check_batch(self)
+
+    def pass_to(self, window: int) -> None:
+        """As TokenDataset's: shards of which this reader gets no window must not wait for it."""
+        if window >= self.windows and not self.manifest.complete:
+            self._refresh()
+        self._pass_to(self._shard_of(window))
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
         self._pass_to(epoch * len(self.shards) + s if self.manifest.complete else s)
