@@ -59,6 +59,7 @@ class Evaluator:
         if not math.isfinite(val_loss):
             raise UserError(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
         if len(parts) > 1:
+            self.metrics.add(**{f"share/{name}": share for name, share, _ in parts})
             self.metrics.add(**{f"val_loss/{name}": loss for name, loss in losses.items()})
             shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
             logger.info("step %d: validation loss %.4f (%s)", step, val_loss, shown)

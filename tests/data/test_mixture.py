@@ -197,6 +197,7 @@ def test_what_the_run_records(prepared, tmp_path):
             each = [line[f"val_loss/{name}"] for name in "abc"]
             assert line["val_loss"] == pytest.approx(np.dot([0.5, 0.1, 0.4], each), rel=1e-12)
             assert len(set(each)) == 3
+            assert [line[f"share/{name}"] for name in "abc"] == [0.5, 0.1, 0.4]
     assert "val_loss/a" not in by_step(run)[5]
     last = by_step(run)[20]
     assert f"validation loss {last['val_loss']:.4f} (a {last['val_loss/a']:.4f}, b {last['val_loss/b']:.4f}" in output
