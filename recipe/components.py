@@ -358,4 +358,5 @@ def model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, b
     with TemporaryDirectory() as directory:
         model.save_config(Path(directory))
         tokenizer.save(Path(directory), model.config.n_positions)
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+        # A tokenizer may come with a directory of chat templates, which a model that only continues text does not need.
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
