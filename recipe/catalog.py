@@ -91,15 +91,14 @@ def text_files(name: str) -> list[Path]:
     return [p for p in map(Path, sorted(found)) if p.is_file() and text_suffix(p)]
 
 
-def shards_below(directory: Path) -> list[Path]:
-    """The token files in a directory and in its subdirectories."""
-    return sorted([*directory.glob("*.bin"), *directory.glob("*/*.bin")])
+def _token_files(directory: Path) -> bool:
+    return any(directory.glob("*.bin")) or any(directory.glob("*/*.bin"))
 
 
 def is_text(name: str) -> bool:
     """Whether a path holds text and no shards: a text file, a glob of them, or a directory with such files."""
     path = Path(name)
-    if not name or (path.is_dir() and ((path / "manifest.json").is_file() or shards_below(path))):
+    if not name or (path.is_dir() and ((path / "manifest.json").is_file() or _token_files(path))):
         return False
     return bool(text_files(name))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.catalog import is_text, shards_below, unknown_data
+from recipe.catalog import is_text, unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.errors import UserError
 from recipe.files import fsync_directory, replace_file, sha256_of
@@ -236,7 +236,8 @@ def find_shards(name: str, split: str) -> list[Shard]:
     manifest = Manifest.load(directory)
     if manifest is None:
         paths = sorted(path for path in directory.glob("*.bin") if split in path.name)
-        if not paths and (below := shards_below(directory)):
+        below = sorted(directory.glob("*/*.bin"))
+        if below and not any(directory.glob("*.bin")):
             raise UserError(f"{name} holds directories of shards; name one of them, such as {below[0].parent}")
         if not paths:
             raise UserError(
