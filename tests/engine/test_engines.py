@@ -122,10 +122,8 @@ def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("engine", "processes"),
-    [("single", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("zero3", "fsdp"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "processes"), [("single", 1), ("zero3", 2), ("fsdp", 2)])
 def test_bf16_follows_fp32(shards, one_device, tmp_path, engine, processes):
     arguments = settings(shards, output_dir=tmp_path / "run", precision="bf16")
     result = launch(engine, processes, "recipe/train.py", *arguments)
