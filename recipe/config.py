@@ -496,6 +496,7 @@ def _check_names(config: Config) -> None:
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
     )
     _require(not (error := license_error(run.hub_license)), f"hub_license {error}")
+    _require(run.dry_run or not run.plan_device, "plan_device is for a plan of a run; pass --dry_run too")
     _require(bool(run.hub_model_id) or not run.push_to_hub, "push_to_hub needs hub_model_id, ORG/NAME on the Hub")
     if run.hub_model_id:
         check_repo_name(run.hub_model_id, "hub_model_id")

@@ -266,7 +266,7 @@ def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_p
     fields = TINY | {
         "dataset_name": shards,
         "output_dir": tmp_path / "run",
-        "max_steps": 100_000,
+        "max_steps": 5_000,
         "save_steps": 0,
         "max_hours": 2e-3,
     }

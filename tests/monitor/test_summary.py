@@ -48,12 +48,16 @@ def test_time_and_price_where_the_peak_is_known():
 
 def test_a_plan_for_a_device_that_is_not_here():
     run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288", "--price_per_hour=1.75"]
-    eight = panel(*run, "--plan_device=8xa100", peak_flops=None)
+    eight = panel(*run, "--dry_run", "--plan_device=8xa100", peak_flops=None)
     assert eight["time"] == "about 1 h 53 min on 8 x A100 at 50 % MFU, an assumption"
     assert eight["price"] == "about $26.36: $1.75 an hour of each of 8 devices"
-    assert panel(*run, "--plan_device=rtx 4090")["time"].startswith("about 28 h 27 min on 1 x RTX 4090 at 50 % MFU")
+    assert panel(*run, "--dry_run", "--plan_device=rtx 4090")["time"].startswith(
+        "about 28 h 27 min on 1 x RTX 4090 at 50 % MFU"
+    )
     with pytest.raises(UserError, match=r"plan_device 'h1000': no such GPU is known; there are .*H100"):
-        panel(*run, "--plan_device=h1000")
+        panel(*run, "--dry_run", "--plan_device=h1000")
+    with pytest.raises(UserError, match="plan_device is for a plan of a run; pass --dry_run too"):
+        parse_config(["--plan_device=h100"])
 
 
 def test_a_peak_that_is_not_known_is_said():
