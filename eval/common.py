@@ -1,5 +1,7 @@
 """What the evaluation commands share: finding and loading a model, the Hub, results, errors."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -14,7 +16,6 @@ import torch
 import transformers
 from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from eval.devices import UserError, choose_device, placement
 from eval.loglikelihood import LanguageModel
@@ -148,6 +149,8 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # three seconds, which training spares
+
     # Loading reports and retry notices of the libraries would stand between the user and one clear line.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -4,6 +4,7 @@ tables take longer to read than a tiny run to train."""
 import gc
 
 import datasets  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
 import eval.common  # noqa: F401
