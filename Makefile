@@ -42,10 +42,11 @@ DEV := .[dev,deepspeed,trackers]
 
 # $(call install,CONSTRAINTS,WHAT) installs and shows what pip is doing, on one line of a terminal. The constraints are
 # given in the environment because pip passes them to the isolated builds (setuptools) only from there; since pip 25.3
-# those have a variable of their own. A pipe hides pip's exit code, hence the file.
+# those have a variable of their own. A newer pip also shows setuptools' warning that `-e .` is what it is. A pipe hides
+# pip's exit code, hence the file.
 define install
 @rm -f $@
-@{ PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PYTHONUNBUFFERED=1 $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(2) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
+@{ PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(2) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
 @[ ! -t 2 ] || printf '\r\033[K' >&2
 @test -e $@
 endef
@@ -164,10 +165,11 @@ clean: ## delete environments and caches; data/ and runs/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "data/ and runs/ are kept; delete them by hand"
 
+# The newest pip: the one that comes with Python 3.11 takes a minute longer to choose the versions.
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
 	@echo "making the environment $(@D:/bin=)"
-	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(@D:/bin=); \
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
 	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $(@D:/bin=); \
 	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv"; exit 1; fi
 
