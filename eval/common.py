@@ -149,7 +149,7 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # three seconds, which training spares
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # two seconds to import, which training spares
 
     # Loading reports and retry notices of the libraries would stand between the user and one clear line.
     transformers.logging.set_verbosity_error()
