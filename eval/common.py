@@ -149,7 +149,8 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # two seconds to import, which training spares
+    # Two seconds, which training is spared.
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     # Loading reports and retry notices of the libraries would stand between the user and one clear line.
     transformers.logging.set_verbosity_error()

@@ -92,7 +92,7 @@ def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:
     """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens,
     and truncates there if asked to. It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no
     other special token."""
-    from transformers import GPT2TokenizerFast  # seconds to import, which making shards spares
+    from transformers import GPT2TokenizerFast  # seconds to import, which making shards is spared
 
     vocab = json.loads((_FILES / "encoder.json").read_text(encoding="utf-8"))
     merges = (_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]  # after a version line
