@@ -206,4 +206,4 @@ clean: ## delete environments and caches; data/ and runs/ stay
 # Without libtpu, which the extra `tpu` installs and only a TPU needs.
 .venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
-	$(call install,.venv-xla/constraints.txt,-e '.[deepspeed]' pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*')
+	$(call install,.venv-xla/constraints.txt,-e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*')

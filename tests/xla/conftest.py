@@ -28,20 +28,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs torch_xla and PJRT_DEVICE=CPU: make test-xla"))
 
 
-def launch(config: str | Path, processes: int, *command, devices: int = 1):
+def launch(config: str | Path, *command, devices: int = 1):
     """What a user types: `accelerate launch --config_file ... recipe/train.py ...`, with or without torch_xla."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "XLA_USE_SPMD": "0"}  # not what an engine within this process set
     if "tpu" in str(config):
         env |= {"CPU_NUM_DEVICES": str(devices), "ACCELERATE_USE_CPU": "false"}
     else:
         env["USE_TORCH_XLA"] = "0"
-    return conftest.launch(config, processes, "recipe/train.py", *command, env=env, real=True)
+    return conftest.launch(config, 1, "recipe/train.py", *command, env=env, real=True)
 
 
-def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, processes: int = 1, **fields):
+def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, **fields):
     """A run of EQUAL's settings into `run`; its metrics by step, and its output."""
     settings = EQUAL | {"dataset_name": shards, "output_dir": run} | fields
-    result = launch(config, processes, *flags(**settings), devices=devices)
+    result = launch(config, *flags(**settings), devices=devices)
     assert result.returncode == 0, result.stdout + result.stderr
     return by_step(run), result.stdout
 
