@@ -140,7 +140,7 @@ def _data_wait(directory: Path, steps: int) -> None:
         "dataset_name": directory / "shards",
         "train_text": ROOT / "recipe/data/tiny_shakespeare.txt",
         "max_steps": steps,
-        "warmup_steps": 10,
+        "warmup_steps": 0,
         "eval_steps": 0,
         "eval_tokens": 1024,
         "logging_steps": 10,

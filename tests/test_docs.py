@@ -43,7 +43,7 @@ SHORTER = {
     "eval/wikitext.py": ["--limit_windows", "4", "--text", "recipe/data/tiny_shakespeare.txt"],
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
-    "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "11"],
+    "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "2"],
     "benchmarks": ["--help"],  # tests/benchmarks runs the others
 }
 

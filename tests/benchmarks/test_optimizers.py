@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import optimizers
-from tests.conftest import SHAKESPEARE, TINY
+from tests import processes as programs
+from tests.conftest import SHAKESPEARE, TINY, environment
 
 
 def test_the_tokens_to_reach_a_loss_lie_between_two_validations():
@@ -42,6 +43,8 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
         f"--out={tmp_path}",
     ]
     monkeypatch.chdir(tmp_path)
+    forked = SimpleNamespace(run=lambda command, **_: programs.run(*command[1:], env=environment()), DEVNULL=None)
+    monkeypatch.setattr(optimizers, "subprocess", forked)
     assert optimizers.main(arguments) == 0
     (result,) = json.loads((tmp_path / "optimizers.json").read_text())["sizes"]
     assert result["final"]["muon"][0] < result["final"]["adamw"][0]
