@@ -51,7 +51,7 @@ class BenchConfig:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
         self.out = Path(arguments.out)
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.on_cpu = self.device.type == "cpu"
         self.precision = arguments.precision or hardware.resolve_precision("auto", cpu=self.on_cpu)
         rounds, seconds = (1, 0.3) if arguments.quick else (arguments.rounds, arguments.seconds)

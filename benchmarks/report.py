@@ -19,7 +19,7 @@ KEPT, ASIDE = "#2f6f9f", "#c9d3da"  # bars: those that count, and those shown be
 
 def circumstances() -> dict:
     """What figures need beside them to mean anything."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else str(accelerator).upper()
     return {
         "device": gpu if accelerator else hardware.processor(),

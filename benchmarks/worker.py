@@ -80,7 +80,7 @@ class Gate:
 
 
 def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def synchronize() -> None:
@@ -229,11 +229,11 @@ def _tune(variant: Variant) -> None:
 
 def _rows(variant: Variant, source: TokenDataset, on: torch.device) -> Iterator[torch.Tensor]:
     """Micro-batches in the trainer's order, (micro_batch, T + 1), copied to the device without waiting for it."""
-    pinned = on.type != "cpu"
+    pinned = on.type == "cuda"  # as the trainer
     for step in count():
         for m in range(variant.accumulation):
             rows = torch.from_numpy(source.rows(step, m * variant.micro_batch, (m + 1) * variant.micro_batch))
-            yield rows.pin_memory().to(on, non_blocking=True) if pinned else rows
+            yield rows.pin_memory().to(on, non_blocking=True) if pinned else rows.to(on)
 
 
 def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
