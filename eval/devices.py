@@ -60,6 +60,8 @@ def choose_device(name: str, shared: bool = False) -> torch.device:
         return _state().device
     xla = find_spec("torch_xla") is not None
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "xla": xla}
+    if xla and (shared or name == "xla"):
+        forget_kaggles_address()
     if name == "auto":
         name = "xla" if xla and shared and _on_tpu() else next(device for device, present in there.items() if present)
     if not there[name]:
@@ -73,6 +75,13 @@ def choose_device(name: str, shared: bool = False) -> torch.device:
         torch_xla.backends.set_mat_mul_precision("highest")
         return torch_xla.device()
     return torch.device(name)
+
+
+def forget_kaggles_address() -> None:
+    """Kaggle's images set TPU_PROCESS_ADDRESSES to "local", which libtpu takes for a host's name and waits for; call
+    this before torch_xla starts."""
+    if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
+        del os.environ["TPU_PROCESS_ADDRESSES"]
 
 
 def _on_tpu() -> bool:

@@ -1,7 +1,6 @@
 """Opens the engine that the launch asked for."""
 
-import os
-
+from eval.devices import forget_kaggles_address
 from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp, wants_xla
 
@@ -15,8 +14,7 @@ def open_engine(precision: str = "auto") -> Engine:
     elif wants_fsdp():
         from recipe.engine.fsdp import FsdpEngine as engine
     elif wants_xla():
-        if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":  # of Kaggle's images; libtpu takes it for a host's name
-            del os.environ["TPU_PROCESS_ADDRESSES"]
+        forget_kaggles_address()
         from recipe.engine.xla import XlaEngine as engine
     else:
         engine = Engine
