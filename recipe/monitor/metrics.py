@@ -75,10 +75,12 @@ class Metrics:
         self._record = self._record or {}
         if step <= self._read_at:  # the step that the run began with
             return
-        engine, seconds = self._engine, self.throughput.window()
+        engine = self._engine
+        loss = self.loss.read(engine.mean)  # waits for the steps whose time is read next
+        seconds = self.throughput.window()
         rate = (step - self._read_at) * self._config.optimizer.total_batch_tokens / seconds
         self._record |= {
-            "loss": self.loss.read(engine.mean),
+            "loss": loss,
             "grad_norm": self._grad_norm.item(),
             "learning_rate": lr_at(step - 1, self._config.optimizer),
             "tokens_per_second": rate,
