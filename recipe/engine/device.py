@@ -73,6 +73,13 @@ def idle_gpus(device: torch.device, used: int) -> int:
     return max(0, torch.cuda.device_count() - used) if device.type == "cuda" else 0
 
 
+def has_unusable_gpu() -> bool:
+    """Whether this node has an Nvidia GPU, and PyTorch a CUDA build, that do not work together."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    there = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
+    return there and not hidden and not torch.cuda.is_available()
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: the most that the allocator of a CUDA device has held since the last `reset_peak_memory`; elsewhere the
     process's largest resident set, which cannot be reset."""

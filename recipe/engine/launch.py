@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from recipe.engine import device as hardware
 from recipe.errors import ExitCode, UserError
 from recipe.redaction import redact
 
@@ -117,6 +118,12 @@ def check_launch() -> None:
     sharded = "DeepSpeed" if wants_deepspeed() else "FSDP" if wants_fsdp() else ""
     if sharded and wants_xla():
         raise UserError(f"torch_xla is installed and would take {sharded}'s place; set USE_TORCH_XLA=0 for {sharded}")
+    if hardware.has_unusable_gpu() and not wants_cpu():
+        raise UserError(
+            f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "
+            f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
+            "(docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on the CPU"
+        )
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")

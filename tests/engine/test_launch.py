@@ -3,11 +3,13 @@
 import json
 import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from eval import devices
 from recipe.engine import factory
 from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, fail
@@ -77,6 +79,20 @@ def test_restarts_by_which_the_living_look_for_the_dead_are_refused(monkeypatch)
         check_launch()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     check_launch()
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_no_reason_to_train_on_the_cpu_unnoticed(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"built for CUDA 13\.0; .*driver is too old.*ACCELERATE_USE_CPU=true"):
+        check_launch()
+    for name, value in (("ACCELERATE_USE_CPU", "true"), ("CUDA_VISIBLE_DEVICES", "")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            check_launch()
 
 
 def refused(config, processes: int, *arguments, env: dict | None = None) -> str:
@@ -197,3 +213,12 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
         factory.open_engine()
     assert found == [None, "10.0.0.1:8476"]
+
+
+def test_an_evaluation_drops_kaggles_address_too(monkeypatch):
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)
+    monkeypatch.setattr(devices, "_on_tpu", lambda: found.append(os.environ.get("TPU_PROCESS_ADDRESSES")))
+    found = []
+    monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")
+    devices.choose_device("auto", shared=True)
+    assert found == [None]
