@@ -111,6 +111,12 @@ def is_hub_id(name: str) -> bool:
     return path.parts[0] != "data" and not path.exists()
 
 
+def is_on_hub(name: str) -> bool:
+    """Whether a data set, by its name, is read from the Hub."""
+    known = name in DATASETS and not Path(name).exists()
+    return known or name.startswith("hf://") or (is_hub_id(name) and not Path(Path(name).parts[0]).exists())
+
+
 def unknown_data(name: str) -> UserError:
     """The error for a dataset_name that is neither a path nor a known name."""
     known, suffixes = ", ".join(DATASETS), ", ".join(TEXT_SUFFIXES)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.catalog import DATASETS, license_error, resolve, short_name
+from recipe.catalog import DATASETS, is_on_hub, license_error, resolve, short_name
 from recipe.cli import Help, Parser, Sequences, flags_of, yaml_flags
 from recipe.errors import UserError
 from recipe.mixture import BLOCK, counts_of, entries
@@ -254,7 +254,10 @@ def _without_replaced_data(recipe: list[str], its: Namespace, given: Namespace, 
     ]
     if not any(replaced):
         return recipe
-    return [word for word in recipe if word.partition("=")[0].removeprefix("--") not in _OF_ONE_DATA_SET]
+    dropped = set(_OF_ONE_DATA_SET)
+    if not (name := given.train_text or given.dataset_name).startswith("[") and not is_on_hub(name):
+        dropped.add("streaming")  # what is on this disk is prepared at once
+    return [word for word in recipe if word.partition("=")[0].removeprefix("--") not in dropped]
 
 
 # What an entry of a mixture may say about its data set; the run's own fields hold where it does not.

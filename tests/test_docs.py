@@ -182,8 +182,8 @@ def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path)
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     subprocess.run(["sh", "-n"], input=printed, text=True, check=True)
     asked = {match[2]: match[1] for match in re.finditer(r"PIP_CONSTRAINT=(\S+) .*? -e '?(\.\S*?)'?[ ;]", printed)}
-    assert {".[dev,deepspeed,trackers]", ".[deepspeed]", ".[trackers]"} <= asked.keys()
-    assert (".[tpu]" if hardware == "tpu" else ".") in asked
+    assert {".", ".[dev,deepspeed,trackers]", ".[trackers]"} <= asked.keys()
+    assert {"tpu": ".[tpu]", "zero1": ".[deepspeed]"}[hardware] in asked
     assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
 
 

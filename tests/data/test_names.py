@@ -157,6 +157,20 @@ def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here)
     assert data("--dataset_name=tinystories").train_text == ""  # a directory that is there comes first
 
 
+def test_a_recipe_streams_another_data_set_of_the_hub_too_and_nothing_that_is_here(here):
+    def streams(*words) -> bool:
+        return parse_config(["--config=gpt2", *words]).data.streaming
+
+    (here / "mine.txt").write_text("text")
+    assert streams()
+    assert streams("--dataset_name=tinystories")
+    assert streams("--dataset_name=some/where")
+    assert streams("--dataset_name=local/shards", "--train_text=some/where")
+    assert not streams("--dataset_name=mine.txt")
+    assert not streams("--dataset_name=shards/*.bin", "--val_data=shards")
+    assert streams("--dataset_name=mine.txt", "--streaming=true")
+
+
 def test_a_run_on_a_file_of_text(here):
     """The command as a person types it."""
     (here / "mine.txt").write_text(TEXT[:20_000])

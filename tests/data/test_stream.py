@@ -173,7 +173,7 @@ def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "diary.txt").write_text("mine")
     cases = {
-        "a": (at(prepared, tmp_path / "a", val_documents=0), "streaming needs val_documents"),
+        "a": (at(prepared, tmp_path / "a", val_documents=0), "streaming local text needs val_documents"),
         "b": (at(prepared, tmp_path / "b", disk_budget_gb=1e-5), r"disk_budget_gb 1e-05: .* lower shard_tokens"),
         "c": (at(prepared, tmp_path / "c", val_documents=10_000), "leave none for training; lower val_documents"),
         "d": (at(prepared, tmp_path / "d", text_column="body"), r"no column 'body'; there are: text"),

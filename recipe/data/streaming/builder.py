@@ -43,8 +43,8 @@ class Builder:
         self.producer = TextProducer(data, self.out)
         if self.producer.val_documents is None:
             raise UserError(
-                "streaming needs val_documents, the number of documents at the start that are for validation: a "
-                "fraction of a stream is known only at its end"
+                "streaming local text needs val_documents, the number of documents at its start that are for "
+                "validation, since a fraction of it is known only at its end; or set streaming to false"
             )
 
     def run(self, commit: str | None, earlier: Manifest | None) -> None:
