@@ -113,7 +113,7 @@ export: .venv/installed ## the latest checkpoint of RUN with its model card into
 	$(BIN)/python -m recipe.hub.export $(RUN) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
-	$(BIN)/python -m recipe.hub.export push $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) --repo "$(REPO)" $(ARGS)
+	$(BIN)/python -m recipe.hub.export push $(RUN) --repo "$(REPO)" $(ARGS)
 
 ##@ Measure speed
 

@@ -114,10 +114,11 @@ def push(args: argparse.Namespace) -> bool:
 
     Returns whether everything is on the Hub. Raises UserError.
     """
-    run, repo = args.run, args.repo
+    repo = args.repo
     if not repo:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
     check_repo_name(repo, "--repo")
+    run = args.run or _newest_run()
     if not run.is_dir():
         raise UserError(f"{run}: no such run; name its directory, such as runs/shakespeare")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -205,7 +206,7 @@ def push_main(argv: list[str]) -> int:
         "card.\nWhat is there already is not uploaded again. A README.md that differs is replaced (its history stays),"
         "\nunless --no_card is given.",
     )
-    parser.add_argument("run", type=Path, help="run directory, such as runs/shakespeare")
+    parser.add_argument("run", nargs="?", type=Path, help="run directory (default: the newest run)")
     parser.add_argument("--repo", default="", help="ORG/NAME on the Hub")
     parser.add_argument("--private", action="store_true", help="create a private repository, push to no public one")
     parser.add_argument("--no_card", action="store_true", help="leave README.md on the Hub as it is")
