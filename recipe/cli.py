@@ -34,9 +34,16 @@ class Sequences(int):
         return int(word)
 
 
-# nanoGPT's and llm.c's names, and this project's former ones, for the message that refuses them.
+# nanoGPT's names and other usual ones, for the message that refuses them.
 _ELSEWHERE = {
     "lr": "learning_rate",
+    "min_lr": "min_lr_fraction",
+    "decay_lr": "lr_scheduler_type",
+    "dtype": "precision",
+    "gradient_accumulation_steps": "total_batch_tokens",
+    "always_save_checkpoint": "save_steps",
+    "wandb_log": "report_to",
+    "tracker": "report_to",
     "max_iters": "max_steps",
     "batch_size": "micro_batch_size",
     "block_size": "sequence_length",
@@ -45,7 +52,6 @@ _ELSEWHERE = {
     "dataset": "dataset_name",
     "source": "train_text",
     "compile": "torch_compile",
-    "tracker": "report_to",
     "warmup_iters": "warmup_steps",
     "grad_clip": "max_grad_norm",
     "eval_interval": "eval_steps",
