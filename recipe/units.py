@@ -1,9 +1,18 @@
-"""Numbers with their units, as messages show them."""
+"""Numbers with their units, and lists of names, as messages show them."""
+
+from collections.abc import Iterable
 
 
 def plural(n: int, noun: str, ending: str = "s") -> str:
     """1 step, 2 steps."""
     return f"{n} {noun}{ending if n != 1 else ''}"
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    """The first few names: 'a, b, c and 2 more'."""
+    names = list(names)
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def gb(size: float) -> str:

@@ -148,8 +148,8 @@ class Retention:
         return step == self.decay_start or (self.milestone_steps > 0 and step % self.milestone_steps == 0)
 
 
-def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, float]) -> list[Path]:
-    """Deletes what `keep` does not name, of the checkpoints up to step `newest`, just committed; returns their paths.
+def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, float]) -> None:
+    """Deletes what `keep` does not name, of the checkpoints up to step `newest`, just committed.
 
     `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
     is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
@@ -158,10 +158,9 @@ def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, flo
     found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
     evaluated = [path for path in found if step_of(path) in val_losses]
     best = min(evaluated, key=lambda path: val_losses[step_of(path)], default=None)
-    doomed = [path for path in found[: -keep.save_total_limit] if path != best and not keep.names(step_of(path))]
-    for path in doomed:
-        delete(path)
-    return doomed
+    for path in found[: -keep.save_total_limit]:
+        if path != best and not keep.names(step_of(path)):
+            delete(path)
 
 
 def delete(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from recipe.checkpoint.format import checkpoints, newest_valid, sweep
 from recipe.config import Config, OptimizerConfig, data_sets
 from recipe.errors import UserError
 from recipe.mixture import counts_in
+from recipe.units import some
 
 logger = logging.getLogger(__name__)
 
@@ -201,14 +202,15 @@ def refusal(config: Config) -> str:
     ]
     own = [Path(name).resolve() for name in names if name]
     others = sorted(path for path in directory.iterdir() if not _may_stay(path, own))
-    if pickles := [path for path in others if path.suffix in _PICKLES]:
+    if pickles := [path.name for path in others if path.suffix in _PICKLES]:
         return (
-            f"output_dir {directory} holds {_some(pickles)}: a pickle, which can run any code when loaded, and is not "
+            f"output_dir {directory} holds {some(pickles)}: a pickle, which can run any code when loaded, and is not "
             "read. Choose another output_dir; to start from weights that you trust, save them as safetensors with "
             "transformers (model.save_pretrained) and give that directory as init_from"
         )
     if others:
-        return f"output_dir {directory} is not a run's: it holds {_some(others)}. Choose one that is new or empty"
+        held = some(path.name for path in others)
+        return f"output_dir {directory} is not a run's: it holds {held}. Choose one that is new or empty"
     return ""
 
 
@@ -219,8 +221,3 @@ def _may_stay(path: Path, own: list[Path]) -> bool:
         or path.suffix in _BESIDE
         or any(p.is_relative_to(path.resolve()) for p in own)
     )
-
-
-def _some(paths: Iterable[Path]) -> str:
-    names = [path.name for path in paths]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -50,15 +50,6 @@ class TokenDataset:
         """Windows in one epoch."""
         return int(self._starts[-1])
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in all shards."""
-        return sum(shard.tokens for shard in self.shards)
-
-    def epochs(self, step: int) -> float:
-        """Epochs read before optimizer step `step`."""
-        return step * self.batch_size / self.windows
-
     def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
         return self.windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))

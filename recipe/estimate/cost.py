@@ -24,9 +24,10 @@ RECIPES = ("gpt2", "gpt2-fast", "gpt2-medium", "gpt2-large", "gpt2-xl")
 DEVICES = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of PEAK_FLOPS
 
 
-def training_seconds(tokens: float, flops: float, peak_flops: float, mfu: float = MFU) -> float:
-    """Of `tokens` of `flops` each, on devices whose peaks add up to `peak_flops`, at the MFU `mfu`."""
-    return tokens * flops / (mfu * peak_flops)
+def training_seconds(flops: float, peak_flops: float, mfu: float = MFU) -> float:
+    """Seconds for `flops` in all, on devices whose peaks add up to `peak_flops`, at the MFU `mfu`. Validation, saving
+    and communication come on top."""
+    return flops / (mfu * peak_flops)
 
 
 def price(seconds: float, devices: int, per_hour: float) -> float:
@@ -57,14 +58,6 @@ def cpu_flops(precision: str, size: int = 256) -> float:
     return threads * 2 * size**3 / best
 
 
-def hours(recipe: str, devices: int, name: str, mfu: float = MFU) -> float:
-    """Hours of a shipped recipe on so many devices of this name. Validation, saving and communication come on top."""
-    config = parse_config([f"--config={recipe}"])
-    tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
-    flops = flops_per_token(config.model, config.data.sequence_length)
-    return training_seconds(tokens, flops, devices * PEAK_FLOPS[name], mfu) / 3600
-
-
 def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[str]:
     """Lines for the terminal: each recipe on each device, at `mfu` of its peak and dollars an hour of one device."""
     dollars = f", ${price_per_hour:g} an hour of a device" if price_per_hour else "; --price_per_hour 2 adds dollars"
@@ -76,7 +69,7 @@ def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[str]:
         size = si(parameter_count(config.model), "B")
         lines.append(f"{recipe}, {size} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP")
         for count, name in DEVICES:
-            time_ = hours(recipe, count, name, mfu)
+            time_ = training_seconds(flops, count * PEAK_FLOPS[name], mfu) / 3600
             line = f"  {f'{count} x {name}':14} " + (f"{time_:8.1f} h   " if time_ < 48 else f"{time_ / 24:8.1f} days")
             line += f"  {plural(round(count * time_), 'device-hour'):>20}"
             lines.append(line + (f"  ${price(3600 * time_, count, price_per_hour):,.0f}" if price_per_hour else ""))

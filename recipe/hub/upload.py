@@ -34,6 +34,7 @@ from recipe.config import Config
 from recipe.errors import UserError
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
+from recipe.units import some
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class Uploads:
 
     def _missing(self) -> str:
         missing = [branch for branch in self._target.branches(self._run) if not self._known.get(branch)]
-        return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return some(missing)
 
 
 def open_uploads(config: Config, engine) -> Uploads:

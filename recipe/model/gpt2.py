@@ -22,6 +22,7 @@ from transformers.utils import cached_file
 
 from recipe.errors import UserError
 from recipe.model.loss import next_token_loss
+from recipe.units import some
 
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
@@ -265,13 +266,13 @@ class GPT2LMHeadModel(nn.Module):
             tensors.pop("lm_head.weight", None)
         own = self.state_dict()
         if missing := sorted(own.keys() - tensors.keys()):
-            raise UserError(f"{origin}: missing {_some(missing)}")
+            raise UserError(f"{origin}: missing {some(missing)}")
         if unexpected := sorted(tensors.keys() - own.keys()):
-            raise UserError(f"{origin}: unexpected {_some(unexpected)}")
+            raise UserError(f"{origin}: unexpected {some(unexpected)}")
         if wrong := [
             f"{k} {list(tensors[k].shape)} for {list(own[k].shape)}" for k in own if tensors[k].shape != own[k].shape
         ]:
-            raise UserError(f"{origin}: wrong shape: {_some(wrong)}")
+            raise UserError(f"{origin}: wrong shape: {some(wrong)}")
         self.load_state_dict(tensors)
 
 
@@ -290,10 +291,6 @@ def _read_safetensors(name_or_path: str) -> dict[str, torch.Tensor]:
         ) from e
     names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     return {k: v for name in names for k, v in load_file(cached_file(name_or_path, name)).items()}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _first_line(error: Exception) -> str:

@@ -151,7 +151,7 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
         why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
         later = [f"price      {each}"] if run.price_per_hour else []
         return [f"time       {why} is not known; the progress shows it after the first steps", *later]
-    seconds = training_seconds(flops, 1, peak)
+    seconds = training_seconds(flops, peak)
     lines = [f"time       about {duration(seconds)} {basis}"]
     if run.price_per_hour:
         lines.append(f"price      about {money(price(seconds, devices, run.price_per_hour))}: {each}")

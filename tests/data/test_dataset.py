@@ -34,7 +34,7 @@ def three(tmp_path):
 
 def test_windows_are_slices_at_stride_t_within_a_shard(three):
     data = TokenDataset(three, T, 4, seed=1)
-    assert (data.windows, data.tokens, data.epochs(23)) == (23, 197, 4.0)
+    assert data.windows == 23
     rows = data.validation_rows(0, 23)
     assert rows.dtype == np.int64
     starts = [*range(0, 96, T), 100, *range(109, 189, T)]

@@ -12,7 +12,7 @@ def test_the_time_is_llm_cs_published_run_at_its_mfu():
     minutes and $20 (karpathy/llm.c, discussion 481). By flops_per_token that is 60 % MFU."""
     flops = flops_per_token(parse_config(["--config=gpt2"]).model, 1024)
     assert flops == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024 == 855_166_464
-    seconds = cost.training_seconds(18_865 * 2**19, flops, 8 * 312e12, mfu=0.6)
+    seconds = cost.training_seconds(18_865 * 2**19 * flops, 8 * 312e12, mfu=0.6)
     assert seconds == pytest.approx(18_865 * 0.3, rel=0.01)
     assert cost.price(seconds, 8, 20 / 1.5 / 8) == pytest.approx(20.92, abs=0.01)  # $13.33 an hour for all
 
@@ -20,7 +20,6 @@ def test_the_time_is_llm_cs_published_run_at_its_mfu():
 def test_the_table_prices_a_published_run(capsys, tmp_path, monkeypatch):
     """karpathy/llm.c, discussion 677: 1558M on 8 H100 in 24 h for $672, $28 an hour of the node, at about 50 % MFU."""
     monkeypatch.chdir(tmp_path)
-    assert cost.hours("gpt2-xl", 8, "H100", mfu=0.5) == pytest.approx(24, rel=0.05)
     assert cost.main(["--price_per_hour=3.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     xl = next(i for i, line in enumerate(lines) if line.startswith("gpt2-xl"))
