@@ -27,10 +27,14 @@ import numpy as np
 
 from eval import common, devices
 from eval.loglikelihood import LanguageModel, Request, ci95, score
-from eval.published import HELLASWAG, SOURCES
+from eval.published import HELLASWAG, SOURCES, WAYS
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
-WAYS = {"A": "llm.c-style (also build-nanogpt)", "B": "lm-eval-style (lm-evaluation-harness hellaswag v1)"}
+_TITLES = {
+    "A": "llm.c-style (also build-nanogpt)",
+    "B": "lm-eval-style (lm-evaluation-harness hellaswag v1)",
+    "GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style",
+}
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,8 @@ def compare(ours: list[dict[str, RowScore]], theirs: list[dict[str, RowScore]], 
 def table(result: dict) -> str:
     """The result beside what is published, way by way."""
     lines = [f"HellaSwag validation, {result['rows']:,} rows (chance: 0.2500; +- is the 95 % interval)"]
-    for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style"}).items():
-        lines += ["", f"{f'{way}. ' if way in WAYS else '   '}{title:<46} {'acc':<18} acc_norm"]
+    for way, title in _TITLES.items():
+        lines += ["", f"{title:<49} {'acc':<18} acc_norm"]
         if way in result:
             ours = [f"{result[way][name]:.4f} +- {result[way][f'{name}_ci95']:.4f}" for name in ("acc", "acc_norm")]
             lines.append(f"   {'this model':<46} {ours[0]:<18} {ours[1]}")
@@ -191,15 +195,15 @@ def comparison(differences: dict, ours: str, theirs: str) -> str:
             low, high = d["ci95"]
             verdict = "no clear difference" if d["p"] > 0.05 else ("better" if d["difference"] > 0 else "worse")
             lines.append(
-                f"   {way} {name:<9} {d['difference']:+.4f}  [{low:+.4f}, {high:+.4f}]  p = {d['p']:.2g}  {verdict} "
-                f"(right alone: {d['only_ours']:,} and {d['only_theirs']:,} rows)"
+                f"   {WAYS[way]:<13} {name:<9} {d['difference']:+.4f}  [{low:+.4f}, {high:+.4f}]  p = {d['p']:.2g}  "
+                f"{verdict} (right alone: {d['only_ours']:,} and {d['only_theirs']:,} rows)"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Scores one model, or two on the same rows, prints and writes the accuracies. Raises UserError."""
-    parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows (of 8 endings)")
+    parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
     parser.add_argument("--compare", metavar="DIR_OR_ID", help="a second model, on the same rows")
     args = parser.parse_args()

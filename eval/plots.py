@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from eval.curves import HELLASWAG_ROWS, Reference, Run
 from eval.diagnosis import distance, tokens
 from eval.loglikelihood import ci95
-from eval.published import HELLASWAG, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES
+from eval.published import HELLASWAG, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
 
 RC = {
     "font.size": 9,
@@ -94,7 +94,7 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     _legend(figure, whole)
     caption = "Loss in nats a token; faint: every line of the log; bold: their moving average."
     for r in references:
-        caption += f" Reference: {r.source}; validation on {r.validation}. Gray: how far from it is usual."
+        caption += f" Reference: {r.source}; validation on {r.validation}. Gray band: the expected deviation."
     for dataset in dict.fromkeys(dataset for dataset, _ in openai):
         caption += f" OpenAI's weights on {dataset}: {OPENAI_LOSS_SOURCE[dataset]}."
     return Picture("loss", "Loss against tokens", caption, figure)
@@ -120,7 +120,7 @@ def _run_loss(axes: Axes, run: Run, i: int, prefix: str) -> None:
 
 def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | None:
     """acc_norm against tokens, a panel for each way, beside OpenAI's models of the runs' sizes (else the smallest)."""
-    points = {way: [run.hellaswag(way) for run in runs] for way in ("A", "B")}
+    points = {way: [run.hellaswag(way) for run in runs] for way in WAYS}
     if not any(points["A"]):
         return None
     figure, panels = _figure(1, 2)
@@ -144,7 +144,7 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | No
         _token_axis(axes)
         axes.set_xlim(0, 1.04 * end or 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
-        axes.set_title({"A": "A: as llm.c and build-nanogpt score it", "B": "B: as lm-evaluation-harness does"}[way])
+        axes.set_title(WAYS[way])
     panels[0].set_ylabel("accuracy, normalized by length")
     _legend(figure, panels[0])
     caption = f"HellaSwag, acc_norm on {rows:,} validation rows, with 95 % intervals. OpenAI's models"
@@ -152,7 +152,7 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | No
     # The parts of a source about OpenAI's models: those that begin with a size, or stand for all.
     for way in points:
         parts = [part for part in SOURCES[way].split("; ") if part[0].isdigit() or ": " not in part]
-        caption += f" {way}: {'; '.join(parts)}."
+        caption += f" {WAYS[way]}: {'; '.join(parts)}."
     return Picture("hellaswag", "HellaSwag against tokens", caption, figure)
 
 

@@ -1,5 +1,7 @@
 """Numbers that others have published of HellaSwag and of OpenAI's weights; none of them was measured here."""
 
+# Of HellaSwag, by its key in results.
+WAYS = {"A": "llm.c-style", "B": "lm-eval-style"}
 # Of each way, what was scored, and (acc, acc_norm) on all 10,042 rows; None where that was not published.
 HELLASWAG = {
     "A": {

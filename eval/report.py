@@ -22,6 +22,7 @@ from eval import common, plots
 from eval.curves import Run, find_reference, load_references, newest_run, read_runs
 from eval.diagnosis import Finding, diagnose, tokens
 from eval.loglikelihood import ci95
+from eval.published import WAYS
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
@@ -88,8 +89,7 @@ def summarize(runs: list[Run]) -> list[list[str]]:
             "tokens": tokens(run.tokens),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),
-            "HellaSwag A": _accuracy(run.hellaswag("A")),
-            "HellaSwag B": _accuracy(run.hellaswag("B")),
+            **{f"HellaSwag, {name}": _accuracy(run.hellaswag(way)) for way, name in WAYS.items()},
             "tokens/s": f"{np.median(rate):,.0f}" if len(rate) else "",
             "MFU": f"{np.median(mfu):.1%}" if len(mfu) else "",
             "peak memory": f"{memory.max() / 1e9:.2f} GB" if len(memory) else "",

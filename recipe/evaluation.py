@@ -10,6 +10,7 @@ import torch
 
 from eval.hellaswag import count_correct, load_rows
 from eval.loglikelihood import LanguageModel
+from eval.published import WAYS
 from recipe.config import Batch, Config
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import Dataset
@@ -124,11 +125,10 @@ class Evaluator:
             )
             counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=engine.rank, world=engine.world)
         n_rows, *correct = engine.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
-        names = list(counts)[1:]
-        scores = {f"hellaswag_{name}": n / n_rows for name, n in zip(names, correct, strict=True)}
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, scores.values(), strict=True))
+        scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
+        shown = ", ".join(f"{WAYS[name[0]]} {name[2:]} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, shown)
-        return scores
+        return {f"hellaswag_{name}": value for name, value in scores.items()}
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode([text])[0].tolist()
