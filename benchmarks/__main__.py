@@ -43,7 +43,7 @@ def run_scoreboard(bench: BenchConfig) -> None:
 
 
 def run_peers(bench: BenchConfig) -> None:
-    """transformers' Trainer and others beside recipe/train.py: a table, peers.json, peers.png."""
+    """transformers' Trainer and others, compared with recipe/train.py: a table, peers.json, peers.png."""
     results, timing = bench.introduce("peers"), bench.timing
     ours = bench.ours()
     others = peers.contenders(ours, bench.arguments.nanogpt)
@@ -104,8 +104,8 @@ COMMANDS = {
 }
 # Commands with arguments of their own, each a module with a `main(argv)`.
 OTHERS = {
-    "data": "Preparing and reading data, beside datasets.map",
-    "hellaswag": "HellaSwag beside lm-evaluation-harness",
+    "data": "Preparing and reading data, compared with datasets.map",
+    "hellaswag": "HellaSwag, compared with lm-evaluation-harness",
     "optimizers": "How many tokens Muon needs for AdamW's loss",
 }
 

@@ -3,7 +3,7 @@
     python -m benchmarks hellaswag [MODEL] [--rows N] [--rounds N]
 
 The same weights, rows, batch and device; each is timed from rows in memory to accuracies. Turns go A B C C B A, so that
-a ratio is of neighbours in time. The harness has its own copy of the model, as transformers builds it. Without MODEL it
+a ratio is of neighbors in time. The harness has its own copy of the model, as transformers builds it. Without MODEL it
 is GPT-2 124M with random weights, which take the same time.
 """
 

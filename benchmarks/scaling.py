@@ -140,7 +140,7 @@ def lines() -> list[str]:
             f"{1e3 * p.communication:14.2f} ({1e3 * p.exposed:8.2f}) {p.exposed / (p.compute + p.exposed):9.1%} "
             f"{p.tokens_per_second(hidden=False) / 1e6:6.2f} / {p.tokens_per_second(hidden=True) / 1e6:.2f}"
         )
-    out.append("  * fewer sequences at once than in the published run, whose MFU it will not reach: not modelled")
+    out.append("  * fewer sequences at once than in the published run, whose MFU it will not reach: not modeled")
     out.append("anchors    tokens/s of all GPUs, predicted (nothing hidden) beside published")
     for name, arguments, basis, published in ANCHORS:
         predicted = predict(*arguments).tokens_per_second(hidden=False)

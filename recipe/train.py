@@ -86,7 +86,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
     while True:
         due = due_at(step, config)
 
-        # once in a while: read what the device has gathered (the only place where the loop waits for it)
+        # once in a while: read what the device has gathered, which waits for it (as the first 20 steps do too)
         if due.log or due.eval:
             metrics.read(step)
         # once in a while: a checkpoint. Not while steps are skipped: the weights are those of a spike.

@@ -16,8 +16,9 @@ from recipe.errors import UserError
 class Batches:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
-    One thread reads two steps ahead: verifying a shard and copying to the device are hidden behind the step, and
-    whether the data of a step are there is known before the step before it begins.
+    One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory are hidden behind the
+    step, and whether the data of a step are there is known before the step before it begins. The copy to the device is
+    made when the loop takes a micro-batch; from pinned memory it is not waited for.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
+        """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised."""
         if not self._pending:
             raise StopIteration
         asked = time.perf_counter()

@@ -5,7 +5,7 @@ silently and wrongly (processes that are not connected, a model without its wrap
 instead. No other package imports Accelerate's Accelerator.
 
 Engines agree: the same recipe gives the same losses on one device, DDP, ZeRO-1, 2 and 3, FSDP and XLA, in fp32 within
-1e-4 over the first 50 steps of the shipped schedules. A learning rate high enough to amplify rounding widens that on
+1e-4 over the first 50 steps of the tests' schedule. A learning rate high enough to amplify rounding widens that on
 any engine, and dropout breaks it: its masks depend on the process and the micro-batch.
 """
 
@@ -125,8 +125,8 @@ class Engine:
         return {"muon": {"dtype": dtype, "rank": self.rank, "world": self.world}, **self.adamw_options}
 
     def counters(self) -> dict[str, int | None]:
-        """Columns of metrics.jsonl: peak_memory_bytes, the most the device's allocator has held, or on a CPU the
-        process's largest resident set; None where it is not known."""
+        """Columns of metrics.jsonl: peak_memory_bytes, the most a CUDA device's allocator has held, elsewhere (CPU,
+        MPS) the process's largest resident set; None where it is not known."""
         return {"peak_memory_bytes": hardware.peak_memory(self.device)}
 
     # Preparing and stepping
@@ -158,7 +158,7 @@ class Engine:
         return nullcontext() if last else self.accelerator.no_sync(model)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Collective within the last `micro_step`. `loss` is divided by the accumulation count already."""
+        """Collective within the last `micro_step`. `loss`, (), is divided by the accumulation count already."""
         self.accelerator.backward(loss)
 
     def optimizer_step(

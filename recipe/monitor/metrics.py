@@ -70,8 +70,8 @@ class Metrics:
         self._grad_norm: torch.Tensor | None = None
 
     def read(self, step: int) -> None:
-        """Reads what the device has gathered since the last reading. A collective call, and the only one of the loop
-        that waits for the device. Raises UserError after too many skipped steps in a row."""
+        """Reads what the device has gathered since the last reading. A collective call that waits for the device.
+        Raises UserError after too many skipped steps in a row."""
         self._record = self._record or {}
         if step <= self._read_at:  # the step that the run began with
             return
@@ -114,7 +114,7 @@ class Metrics:
     def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
         """Adds a step: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing waits for them. After
         each of the process's first steps the loss is read and shown, long before the first line of the log; that is a
-        collective call."""
+        collective call, and waits for the device."""
         self.loss.end_step(skipped)
         self._grad_norm, self._record = grad_norm, None
         self._outputs.progress.advance()
