@@ -42,8 +42,8 @@ DEV := .[dev,deepspeed,trackers]
 
 # $(call install,CONSTRAINTS,WHAT) installs and shows what pip is doing, on one line of a terminal. The constraints are
 # given in the environment because pip passes them to the isolated builds (setuptools) only from there; since pip 25.3
-# those have a variable of their own. A newer pip also shows setuptools' warning that `-e .` is what it is. A pipe hides
-# pip's exit code, hence the file.
+# those have a variable of their own. A newer pip also shows setuptools' warning about editable installations. A pipe
+# hides pip's exit code, hence the file.
 define install
 @rm -f $@
 @{ PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(2) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
@@ -67,7 +67,7 @@ help:
 
 ##@ Train
 
-train: $(TRAINING) ## train CONFIG, sample; goes on from its checkpoint
+train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
@@ -75,7 +75,7 @@ train: $(TRAINING) ## train CONFIG, sample; goes on from its checkpoint
 plan: $(TRAINING) ## batch, memory, disk, time, price of a run (DEVICE=8xh100)
 	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device $(DEVICE)) $(ARGS)
 
-data: .venv/installed ## prepare the shards that CONFIG names, all before training
+data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
 
 checkpoints: .venv/installed ## list RUN's checkpoints and verify each
@@ -120,7 +120,7 @@ push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
 scoreboard: .venv/installed ## what each optimization brings here (ARGS=--quick)
 	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
-bench-peers: .venv/installed ## recipe/train.py beside transformers and others (CONFIG)
+bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CONFIG)
 	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
 bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
@@ -131,10 +131,10 @@ gpu-proof: .venv/installed-dev ## all GPU measurements in 25 minutes (TEXT, OUT)
 	-$(BIN)/python -m benchmarks all --minutes 7 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks optimizers --sizes gpt2 $(if $(TEXT),--dataset_name $(TEXT)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
 
-bench-data: .venv/installed ## preparing and reading data beside datasets.map
+bench-data: .venv/installed ## preparing and reading data vs. datasets.map
 	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
-bench-eval: .venv/installed-eval ## HellaSwag beside lm-evaluation-harness (MODEL)
+bench-eval: .venv/installed-eval ## HellaSwag vs. lm-evaluation-harness (MODEL)
 	$(BIN)/python -m benchmarks hellaswag $(MODEL) $(ARGS)
 
 ##@ Develop
@@ -151,7 +151,7 @@ test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in 
 test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs, and count
 	$(BIN)/python -m pytest --whole_table $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
-lint: .venv/installed-dev ## check style, format and which package imports which
+lint: .venv/installed-dev ## check style, format and import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
@@ -168,7 +168,7 @@ clean: ## delete environments and caches; data/ and runs/ stay
 # The newest pip: the one that comes with Python 3.11 takes a minute longer to choose the versions.
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
-	@echo "making the environment $(@D:/bin=)"
+	@echo "creating the environment $(@D:/bin=)"
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
 	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $(@D:/bin=); \
 	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv"; exit 1; fi

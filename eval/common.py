@@ -84,7 +84,11 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     if batch_size:
         result.add_argument("--batch_size", type=positive_int, default=batch_size, help=f"{batch_unit} a forward pass")
-    result.add_argument("--output", type=Path, help="JSON file to merge results into (default: MODEL/results.json)")
+    result.add_argument(
+        "--output",
+        type=Path,
+        help="JSON file to merge results into (default: MODEL/results.json, or ./results.json for a Hub id)",
+    )
     return result
 
 
@@ -161,7 +165,7 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
     dtype = choose_dtype(args.dtype, device)
     problem, way_out = "", "Check the directory"
     if directory is None:
-        print(f"{name} is no directory here: asking the Hub for it", flush=True)
+        print(f"{name} is not a directory here: asking the Hub for it", flush=True)
         problem, way_out = hub_problem(), "Name a model on the Hub, or a directory: MODEL=runs/NAME"
     try:
         config = AutoConfig.from_pretrained(name)

@@ -172,7 +172,7 @@ class Reference:
         """Settings of the run that make its loss another one at equal steps, in words."""
         pairs = {key: (run.config.get(key, math.nan), value) for key, value in self.settings.items()}
         unlike = {key: pair for key, pair in pairs.items() if not _alike(*pair)}
-        return [f"{key} {ours}, there {theirs}" for key, (ours, theirs) in unlike.items()]
+        return [f"{key} {ours} (reference: {theirs})" for key, (ours, theirs) in unlike.items()]
 
 
 def _alike(ours: float | str, theirs: float | str) -> bool:

@@ -67,7 +67,8 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
         most = f"at most {abs(above[worst]):.2f} away, at {tokens(at[worst])}"
         return Finding("good", f"The validation loss follows {name}: {last}, and {most}.")
     since = tokens(at[inside[-1] + 1 if len(inside) else 0])
-    text = f"The validation loss departs from {name} since {since} tokens: {last}, where {tolerance[-1]:.2f} is usual."
+    text = f"The validation loss has departed from {name} since {since} tokens: {last}, expected within "
+    text += f"{tolerance[-1]:.2f}."
     if above[-1] > 0:
         text += " Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
     else:
@@ -129,7 +130,7 @@ def _rises(run: Run) -> Iterator[Finding]:
     low = int(val.argmin())
     at, loss = run.series("loss")
     before, after = (loss[np.abs(at - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
-    text = f"The validation loss rises since {tokens(x[low])} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
+    text = f"The validation loss has been rising since {tokens(x[low])} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
     if len(loss) and np.median(after) < np.median(before):
         text += "while the training loss falls: overfitting. Fewer steps (max_steps), more data or dropout would help."
     else:

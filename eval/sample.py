@@ -80,9 +80,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", help='default "The"; "" starts from <|endoftext|>')
     parser.add_argument("--interactive", action="store_true", help="continue what you type, or what is piped in")
     parser.add_argument("--max_new_tokens", type=common.positive_int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=50, help="likeliest tokens to draw from; 0 is all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="smallest probability mass to draw from")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="draw from the smallest set of tokens with at least this probability"
+    )
     parser.add_argument("--num_samples", type=common.positive_int, default=1)
     parser.add_argument("--seed", type=int, default=42, help="of the first sample; the next one takes the next number")
     return parser

@@ -336,7 +336,9 @@ def check_same_launch(config: Config, engine: Engine) -> None:
     mine["dataset_name's weights"] = counts_in(config.data.dataset_name)
     mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
     theirs = engine.from_main(mine)
-    differing = [f"{k} {mine.get(k)!r}, there {theirs.get(k)!r}" for k in mine | theirs if mine.get(k) != theirs.get(k)]
+    differing = [
+        f"{k} {mine.get(k)!r} here, {theirs.get(k)!r} on rank 0" for k in mine | theirs if mine.get(k) != theirs.get(k)
+    ]
     if engine.anywhere(bool(differing)):
         raise UserError(
             f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the same "

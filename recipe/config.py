@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses filled from a recipe YAML and the command line, and batch arithmetic.
 
 Every field is a flag (`--learning_rate 1e-3`) and a key of the YAML; the command line wins. What describes the
-hardware (processes, machines, sharding) is not here: that is Accelerate's file.
+hardware (processes, nodes, sharding) is not here: that is Accelerate's file.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class DataConfig:
     )
     val_documents: int = _opt(
         0,
-        "validate on the first documents instead, this many (0: 10,000 of a Hub data set, else val_fraction)",
+        "hold out this many documents at the start for validation (0: 10,000 of a Hub data set, else val_fraction)",
     )
     shard_tokens: int = _opt(100_000_000, "tokens in a shard")
     first_shard_tokens: int = _opt(
@@ -125,7 +125,9 @@ class OptimizerConfig:
     )
     skip_grad_z: float = _opt(0.0, "the same for the gradient norm")
     max_skipped_steps: int = _opt(
-        20, "end the run after this many skipped steps in a row (spikes, or gradients that are not finite)"
+        20,
+        "end the run after this many skipped steps in a row (spikes, or gradients that are not finite); checked at "
+        "logged steps",
     )
 
     @property
@@ -163,9 +165,12 @@ class RunConfig:
     eval_steps: int = _opt(250, "steps between validations (0: at the end only)")
     eval_tokens: int = _opt(10_485_760, "most tokens in a validation (the same ones every time)")
     save_steps: int = _opt(1000, "steps between checkpoints (0: at the end only)")
-    save_total_limit: int = _opt(2, "newest checkpoints that are kept, besides the best one and milestones")
+    save_total_limit: int = _opt(
+        2,
+        "how many of the newest checkpoints to keep, besides the best one, milestones and the last before wsd's decay",
+    )
     milestone_steps: int = _opt(0, "checkpoints at multiples of this step are never pruned (0: none)")
-    push_to_hub: bool = _opt(False, "upload milestones and the final checkpoint to hub_model_id while the run goes on")
+    push_to_hub: bool = _opt(False, "upload milestones and the final checkpoint to hub_model_id during training")
     hub_model_id: str = _opt("", "ORG/NAME of the repository on the Hub for push_to_hub")
     hub_private_repo: bool = _opt(False, "push_to_hub creates a private repository, and uploads to no public one")
     hub_license: str = _opt("mit", "license of the weights for the model card: the Hub's name for it, or other")
@@ -420,7 +425,7 @@ def _check_mixture(data: DataConfig, sets: list[DataSet]) -> None:
     for name in _OF_ONE_DATA_SET[1:]:
         _require(
             getattr(data, name) == FIELDS[name].default,
-            f"{name} is about one data set, and dataset_name lists {len(sets)}; write it into an entry",
+            f"{name} applies to one data set, but dataset_name lists {len(sets)}; move it into an entry",
         )
     seen: set[Path] = set()
     for one in sets:
@@ -596,8 +601,8 @@ def _micro(config: Config, sequences: int, replicas: int) -> int:
 def _nearest_batches(config: Config, replicas: int) -> str:
     """The three nearest total_batch_tokens that divide, and for which nothing else is wrong afterwards."""
     value, length = config.optimizer.total_batch_tokens, config.data.sequence_length
-    centre, reach = value // length, 3 * replicas * (config.optimizer.micro_batch_size or 1)
-    near = range(max(1, centre - reach), centre + reach + 1)
+    center, reach = value // length, 3 * replicas * (config.optimizer.micro_batch_size or 1)
+    near = range(max(1, center - reach), center + reach + 1)
     valid = [n * length for n in near if n % (replicas * _micro(config, n, replicas)) == 0]
     return _listed(sorted(sorted(valid, key=lambda tokens: abs(tokens - value))[:3]))
 

@@ -20,7 +20,7 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
     """
     if Path(name).exists():
         return name
-    problem = f"{field} {name} is no directory here, and"
+    problem = f"{field} {name} is not a directory here, and"
     try:
         HfApi().model_info(name, timeout=_TIMEOUT)
         return snapshot_download(name, allow_patterns=patterns)

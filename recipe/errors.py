@@ -8,7 +8,8 @@ class UserError(ValueError):
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command; those above 2 are sysexits.h's, and 130 is a shell's for Ctrl-C."""
+    """Exit codes of every command; those above 2 are sysexits.h's, and 130 is a shell's for Ctrl-C. `recipe.checkpoint`
+    also returns 1: a checkpoint is damaged."""
 
     DONE = 0
     USER_ERROR = 2

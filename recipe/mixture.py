@@ -29,7 +29,7 @@ def entries(name: str) -> list[dict] | None:
     for number, entry in enumerate(found, 1):
         if not isinstance(entry, dict):
             raise UserError(
-                f"dataset_name, entry {number}, is a {type(entry).__name__} and no mapping; write a mixture as {_FORM}"
+                f"dataset_name, entry {number}, is a {type(entry).__name__}, not a mapping; write a mixture as {_FORM}"
             )
         _check_name(entry.get("name"), number)
         entry["weight"] = _weight(entry.get("weight"), f"dataset_name, entry {number} ({entry['name']})")
@@ -67,8 +67,8 @@ def counts_of(found: list[dict]) -> list[int]:
     for entry, count in zip(found, counts, strict=True):
         if entry["weight"] and not count:
             raise UserError(
-                f"dataset_name: weight {entry['weight']:g} of {entry['name']} is not one sequence in {BLOCK:,}; raise "
-                "it, or remove the entry"
+                f"dataset_name: weight {entry['weight']:g} of {entry['name']} is too small for even one sequence in "
+                f"{BLOCK:,}; raise it, or remove the entry"
             )
     return counts
 

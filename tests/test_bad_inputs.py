@@ -192,7 +192,7 @@ TABLE = {
     "11 few windows": (
         lambda at: at.train(at.shard(GOOD[:50])),
         "total_batch_tokens takes 4 sequences a step",
-        "lower it (or the number of processes)",
+        "lower total_batch_tokens, or prepare more text",
     ),
     "12 flag": (
         lambda at: at.prepare(SHAKESPEARE, shard_token=9),
@@ -217,7 +217,7 @@ TABLE = {
     ),
     "12 mixture, weight too small": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1e-5}"),
-        "weight 1e-05 of B is not one sequence in 1,000; raise it, or remove the entry",
+        "weight 1e-05 of B is too small for even one sequence in 1,000; raise it, or remove the entry",
     ),
     "12 mixture, no weight": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B}"),
@@ -234,7 +234,7 @@ TABLE = {
     ),
     "12 mixture, list in a list": (
         lambda at: ["--config", at.file("my.yaml", "dataset_name:\n- [A, B]\n- {name: B, weight: 1}\n")],
-        "dataset_name, entry 1, is a list and no mapping; write a mixture as [{name: A, weight: 0.7}, ",
+        "dataset_name, entry 1, is a list, not a mapping; write a mixture as [{name: A, weight: 0.7}, ",
     ),
     "12 mixture, list as a value": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1, val_data: [x]}"),
@@ -244,7 +244,7 @@ TABLE = {
     "12 mixture, not YAML": (lambda at: at.train("[{name: A, weight: 1}, {name: B"), "is not valid YAML; write a"),
     "12 mixture, one val_data": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
-        "val_data is about one data set, and dataset_name lists 2; write it into an entry",
+        "val_data applies to one data set, but dataset_name lists 2; move it into an entry",
     ),
     "12 mixture, streamed shards": (
         lambda at: at.mixture("{name: fineweb, weight: 1}, {name: data/x, weight: 1}", streaming="true"),
@@ -256,7 +256,7 @@ TABLE = {
     ),
     "12 tokenizer": (
         lambda at: at.train(tokenizer="acme/none"),
-        "tokenizer acme/none is no directory here, and the Hub cannot be reached",
+        "tokenizer acme/none is not a directory here, and the Hub cannot be reached",
         "give a directory that holds tokenizer.json",
     ),
     "12 tokenizer's size": (
@@ -383,7 +383,11 @@ def test_11_more_processes_than_windows(place):
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        ("mixed_precision,zero_stage", {}, "the Accelerate file sets mixed_precision, zero_stage beside deepspeed_"),
+        (
+            "mixed_precision,zero_stage",
+            {},
+            "sets mixed_precision, zero_stage, which cannot be combined with deepspeed_config_file",
+        ),
         ("", {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, "zero1.json: optimizer is not about sharding"),
     ],
     ids=["19", "20"],

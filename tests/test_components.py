@@ -37,11 +37,10 @@ def test_a_node_that_is_launched_otherwise_is_refused(monkeypatch):
     # Paths and memory may differ.
     check_same_launch(parse_config(["--max_steps=60", "--warmup_steps=1", "--output_dir=/b"]), SecondNode(theirs))
     mine = parse_config(["--max_steps=50", "--warmup_steps=1", "--seed=3", "--fresh"])
-    with pytest.raises(
-        UserError, match=r"max_steps 50, there 60; .*seed 3, there 1337; .*Launch the same command from"
-    ):
+    differing = r"max_steps 50 here, 60 on rank 0; .*seed 3 here, 1337 on rank 0; .*"
+    with pytest.raises(UserError, match=differing + "Launch the same command from"):
         check_same_launch(mine, SecondNode(theirs))
-    with pytest.raises(UserError, match="precision 'bf16', there 'fp32'"):
+    with pytest.raises(UserError, match="precision 'bf16' here, 'fp32' on rank 0"):
         check_same_launch(theirs, SecondNode(theirs, precision="bf16"))
     with pytest.raises(UserError, match="another node differs from rank 0's"):  # the one that is right
         check_same_launch(theirs, SecondNode(others_differ=True))
@@ -57,7 +56,7 @@ def test_a_node_with_other_code_is_refused(monkeypatch, tmp_path):
             (tmp_path / "recipe" / "data" / "b.py").write_text("y")
             return super().from_main(mine)
 
-    with pytest.raises(UserError, match=r"code of recipe/ '[0-9a-f]{8}', there '[0-9a-f]{8}'"):
+    with pytest.raises(UserError, match=r"code of recipe/ '[0-9a-f]{8}' here, '[0-9a-f]{8}' on rank 0"):
         check_same_launch(parse_config([]), Changing(parse_config([])))
 
 

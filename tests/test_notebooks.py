@@ -273,7 +273,7 @@ def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_p
     train = " ".join([sys.executable, "recipe/train.py", *map(shlex.quote, flags(**fields))])
     assert session.run(f"cd {ROOT} && {{ {train} || exit 1; }}") is False
     lines = capfd.readouterr().out.splitlines()
-    assert "max_hours  0.002 hours are over" in lines
+    assert "max_hours  0.002 hours have passed" in lines
     assert lines[-1].startswith("stopped    before the end; the same command, without --fresh, continues")
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
     assert session.FAILED == []

@@ -136,16 +136,17 @@ class CheckpointManager:
         try:
             prune(self._run_dir, newest, self._keep, dict(self._log.val_losses))
         except OSError as error:
-            logger.warning("warning    older checkpoints could not be deleted: %s", error)
+            logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 
     def _report_failure(self, step: int, error: Exception) -> None:
         self.failed, self._retry = f"step {step} not saved", not isinstance(error, NotFiniteError)
         reason = getattr(error, "strerror", None) or repr(error)
+        goes_on = "training continues, and the next save tries again"
         if isinstance(error, NotFiniteError):
             reason = f"{error}; lower learning_rate and continue from an earlier checkpoint: the best one is kept"
+            goes_on = "training continues"
         found = checkpoints(self._run_dir)
         newest = f"{found[-1].name} is the newest" if found else "there is no"
         logger.warning(
-            f"step {step}: NOT SAVED: {reason}\nWARNING    training continues, and the next save tries again; "
-            f"until then {newest} checkpoint in {self._run_dir}"
+            f"step {step}: NOT SAVED: {reason}\nWARNING    {goes_on}; {newest} checkpoint in {self._run_dir}"
         )

@@ -20,9 +20,10 @@ class TokenDataset:
     """Shards on this machine as windows of T + 1 tokens at stride T that never cross a shard.
 
     Shards are read in order, the windows of each in a permutation of its own for (seed, epoch, shard). `batch_size` is
-    the number of sequences of one optimizer step over all processes. One shard is open at a time: it is verified when
-    it is opened, and its file's size and time are compared at each later read. Reading raises what `open_shard` raises,
-    and UserError for a file that changes, or with a token beyond the vocabulary.
+    the number of sequences of one optimizer step over all processes, `vocab_size` that of the tokenizer's tokens. One
+    shard is open at a time: it is verified when it is opened, and its file's size and time are compared at each later
+    read. Reading raises what `open_shard` raises, and UserError for a file that changes, or with a token that is not
+    below `vocab_size`.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ def check_batch(train: TokenDataset) -> None:
     if train.batch_size > train.windows:
         raise UserError(
             f"{train.shards[0].path.parent}: total_batch_tokens takes {train.batch_size} sequences a step, but the "
-            f"training data have only {train.windows}; lower it (or the number of processes), or prepare more text"
+            f"training data have only {train.windows}; lower total_batch_tokens, or prepare more text"
         )
 
 

@@ -64,7 +64,7 @@ def read_shard(path: Path) -> np.ndarray:
         )
     if count < 1 or size != HEADER_BYTES + count * DTYPE.itemsize:
         raise UserError(
-            f"{path}: the header says {count} tokens ({count * DTYPE.itemsize} bytes), the file has "
+            f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), the file has "
             f"{size - HEADER_BYTES} bytes of them: it was cut short, or its tokens are not uint16; download or prepare "
             "it again"
         )
@@ -113,7 +113,7 @@ class OpenShard:
         self.tokens += len(tokens)
 
     def read(self) -> np.ndarray:
-        """The tokens so far, mapped."""
+        """The tokens so far, (tokens,) uint16, mapped."""
         self._file.flush()
         return np.memmap(self.part, DTYPE, mode="r", offset=HEADER_BYTES)
 

@@ -211,17 +211,14 @@ def _check_usable(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int
     tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
     model = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
     if not (isinstance(model, BPE) and alphabet <= tokens and set("".join(tokens)) <= alphabet):
-        raise UserError(
-            f"tokenizer {name} is no byte-level BPE, in whose tokens every text can be written and its bytes counted; "
-            "choose one, such as GPT-2's kind"
-        )
+        raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
     if vocab_size > MOST_TOKENS:
         raise UserError(
-            f"tokenizer {name} has {vocab_size:,} tokens, and shards of uint16 have numbers for {MOST_TOKENS:,}; "
-            "choose a smaller one"
+            f"tokenizer {name} has {vocab_size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}. Choose a "
+            "smaller one"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"tokenizer {name} has no eos_token, which stands before each document as end-of-text; set one with "
+            f"tokenizer {name} has no eos_token, which is written before each document; set one with "
             "transformers (tokenizer.eos_token = ...), and save it again"
         )

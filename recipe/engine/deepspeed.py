@@ -208,8 +208,8 @@ def check_files(file: str, accelerates: str) -> None:
     twice = [name for name in accelerates.split(",") if name in _IN_BOTH_FILES]
     if file and twice:
         raise UserError(
-            f"the Accelerate file sets {', '.join(twice)} beside deepspeed_config_file {file}, which would "
-            "ignore it; remove it: that file decides sharding, the recipe precision, accumulation and clipping"
+            f"the Accelerate file sets {', '.join(twice)}, which cannot be combined with deepspeed_config_file "
+            f"{file}; remove it: that file decides sharding, the recipe precision, accumulation and clipping"
         )
     if file:
         try:

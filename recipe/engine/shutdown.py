@@ -63,7 +63,7 @@ class StopSignal:
         """This process hears a SIGTERM of its own after so many hours."""
 
         def stop() -> None:
-            logger.warning("max_hours  %g hours are over", hours)
+            logger.warning("max_hours  %g hours have passed", hours)
             os.kill(os.getpid(), signal.SIGTERM)
 
         timer = threading.Timer(3600 * hours, stop)
@@ -128,7 +128,9 @@ class StopSignal:
         elif not self.requested:
             self.requested = True
             self._heard = now  # a signal from before `begin` counts from here
-            logger.warning("stopping at the next step boundary, with a checkpoint; Ctrl-C again stops at once")
+            logger.warning(
+                "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
+            )
         elif not self._leaving and not self._patient:
             patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
             if now - max(self._last_boundary, self._heard) > patience:

@@ -210,7 +210,7 @@ def open_uploads(config: Config, engine) -> Uploads:
     elif engine.is_main:
         try:
             check_access(target.repo, target.private, "hub_model_id")
-            logger.info("upload     to %s, each checkpoint while the run goes on", page(target.repo))
+            logger.info("upload     to %s, each checkpoint during training", page(target.repo))
         except UserError as e:
             error = str(e)
         except Exception as e:

@@ -25,7 +25,7 @@ class Progress:
     `show` is false."""
 
     def __init__(self, steps: int, step_tokens: int, step: int, *, show: bool):
-        """Of a run of `steps` steps of `step_tokens` tokens each, which has done `step` of them."""
+        """For a run of `steps` steps of `step_tokens` tokens each that has done `step` of them."""
         self._steps, self._step_tokens, self._show = steps, step_tokens, show
         self._first = self._done = step
         self._begun = self._first_done = self._last_shown = time.monotonic()

@@ -93,7 +93,7 @@ def describe(config: Config, batch: Batch, engine: Engine, found: str = "") -> l
 
 
 def _optimizer(opt: OptimizerConfig) -> str:
-    muon = f"Muon {opt.muon_learning_rate:g}, AdamW of the rest " if opt.optim == "muon" else "AdamW "
+    muon = f"Muon {opt.muon_learning_rate:g}, AdamW for the rest " if opt.optim == "muon" else "AdamW "
     shape = opt.lr_scheduler_type
     if shape == "wsd":
         shape = f"constant, decaying from step {opt.decay_start:,}"
@@ -122,7 +122,8 @@ def _disk(config: Config) -> str:
     if any(one.data.streaming or one.data.train_text.startswith("hf://") for one in data_sets(data)):
         shards = f"{si(1e9 * data.disk_budget_gb)}B of shards"
     else:
-        shards = f"{si(2 * steps * config.optimizer.total_batch_tokens)}B for every token once"
+        most = si(2 * steps * config.optimizer.total_batch_tokens)
+        shards = f"up to {most}B of shards (less where the text is read more than once)"
     return (
         f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {checkpoints + 1} at once, in "
         f"{run.output_dir}; {shards}"

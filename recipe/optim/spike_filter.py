@@ -9,8 +9,8 @@ from recipe.errors import UserError
 
 _WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (
-    "Lower learning_rate or lengthen warmup_steps, and continue from the last good checkpoint: "
-    "`python -m recipe.checkpoint list RUN` names them; delete those after it"
+    "Lower learning_rate or lengthen warmup_steps, and continue from an earlier checkpoint: "
+    "`python -m recipe.checkpoint list RUN` lists checkpoints; delete those after the last good one and rerun"
 )
 
 
@@ -58,7 +58,8 @@ class SpikeFilter:
         return z
 
     def check(self, step: int) -> int:
-        """Steps skipped in all; waits for the device. Raises UserError after max_skipped_steps in a row."""
+        """Steps skipped in all; waits for the device. Raises UserError after max_skipped_steps in a row. Called at
+        logged steps only, by when more may have been skipped."""
         skipped, _, longest = (int(x) for x in self._counts.tolist())
         if longest >= self.config.max_skipped_steps:
             raise UserError(

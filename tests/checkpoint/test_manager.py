@@ -75,7 +75,7 @@ def test_a_failed_save_is_reported_and_the_next_one_is_the_next_attempt(tmp_path
     manager.wait()
     assert manager.failed == "step 2 not saved"
     assert "step 2: NOT SAVED: No space left on device" in caplog.text
-    assert "until then step_00000001 is the newest checkpoint" in caplog.text
+    assert "the next save tries again; step_00000001 is the newest checkpoint" in caplog.text
     save(manager, 3)
     assert manager.conclude(lambda: False)
     assert (manager.failed, steps(tmp_path)) == ("", [3])
@@ -102,6 +102,7 @@ def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_fo
     assert not manager.conclude(lambda: False)  # and at once: they stay what they are
     assert steps(tmp_path) == [1]
     assert "step 2: NOT SAVED: a holds inf or NaN; lower learning_rate" in caplog.text
+    assert "training continues; step_00000001 is the newest checkpoint" in caplog.text
 
 
 def test_the_best_one_is_kept_and_at_the_end_not_twice(tmp_path, manager, log):

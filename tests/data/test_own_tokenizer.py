@@ -165,13 +165,11 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
     characters = Tokenizer(models.BPE(vocab={"a": 0, END: 1}, merges=[]))
     (tmp_path / "empty").mkdir()
     cases = {
-        saved(trained(), tmp_path / "no_end"): "has no eos_token, which stands before each document as end-of-text",
-        saved(
-            large, tmp_path / "large", eos_token=END
-        ): "has 65,757 tokens, and shards of uint16 have numbers for 65,536",
-        saved(characters, tmp_path / "characters", eos_token=END): "is no byte-level BPE, in whose tokens every text",
+        saved(trained(), tmp_path / "no_end"): "has no eos_token, which is written before each document",
+        saved(large, tmp_path / "large", eos_token=END): "has 65,757 tokens; shards store uint16, so at most 65,536",
+        saved(characters, tmp_path / "characters", eos_token=END): "is not a byte-level BPE, the only kind supported",
         str(tmp_path / "empty"): "cannot be loaded",
-        "acme/none": "is no directory here, and the Hub cannot be reached",
+        "acme/none": "is not a directory here, and the Hub cannot be reached",
     }
     for name, message in cases.items():
         with pytest.raises(UserError, match=message) as error:

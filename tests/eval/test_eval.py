@@ -304,7 +304,7 @@ def test_without_a_network_the_hub_fails_within_seconds(monkeypatch, capsys):
         common.run_main(lambda: main_of(sample, monkeypatch, "somebody/some-model"))
     assert stopped.value.code == 2
     printed = capsys.readouterr()
-    assert "somebody/some-model is no directory here: asking the Hub for it" in printed.out
+    assert "somebody/some-model is not a directory here: asking the Hub for it" in printed.out
     assert "the Hub does not answer" in printed.err
     assert "MODEL=runs/NAME" in printed.err
     assert printed.err.count("\n") == 1

@@ -271,10 +271,10 @@ def test_a_run_that_came_back_follows_and_the_finding_mentions_it(tmp_path):
     [
         (
             {"max_steps": 60, "warmup_steps": 10},
-            "cannot be compared with .* max_steps 60, there 700; warmup_steps 10, ",
+            "cannot be compared with .* max_steps 60 .reference: 700.; warmup_steps 10 ",
         ),
-        ({"learning_rate": 1e-3}, "at equal steps: learning_rate 0.001, there 0.005"),
-        ({"optim": "adamw"}, "at equal steps: optim adamw, there muon"),
+        ({"learning_rate": 1e-3}, "at equal steps: learning_rate 0.001 .reference: 0.005."),
+        ({"optim": "adamw"}, "at equal steps: optim adamw .reference: muon."),
         ({"n_layer": 5}, r"No reference curve ships for tiny Shakespeare and this model \(5 layers of 128\)"),
         ({"init_from": "openai-community/gpt2"}, "starts from other weights"),
         ({"val_data": "elsewhere"}, "No reference curve ships for these data"),

@@ -13,7 +13,7 @@ from recipe.data.tokenizer import open_tokenizer
 
 
 class HubProducer:
-    """As TextProducer, of hf://datasets/ORG/NAME/PATTERN."""
+    """TextProducer's counterpart for hf://datasets/ORG/NAME/PATTERN."""
 
     def __init__(self, data: DataConfig, out: Path):
         self.shards, self.out, self.tokenizer = HubShards(data.train_text), out, open_tokenizer(data.tokenizer)
