@@ -165,7 +165,7 @@ TABLE = {
     ),
     "3 count": (
         lambda at: at.train(at.shard(header(20240520, 1, 5000) + GOOD.tobytes())),
-        "says 5000 tokens",
+        "gives 5000 tokens",
         "prepare it",
     ),
     "4 token outside": (
