@@ -249,15 +249,11 @@ def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | 
     """The run's directory, locked for this run, and the newest whole checkpoint in it, chosen and verified by the main
     process for all of them. A collective call. Raises UserError, on all processes."""
     with ExitStack() as closing:
-        chosen, error = None, ""
-        if engine.is_main:
-            try:
+        chosen = None
+        with engine.shared_error("the run's directory cannot be opened"):
+            if engine.is_main:
                 chosen = closing.enter_context(open_run(config)).newest_checkpoint()
-            except UserError as e:
-                error = str(e)
-        chosen, error = engine.from_main((chosen, error))
-        if error:
-            raise UserError(error)
+        chosen = engine.from_main(chosen)
         yield _load(config, engine, chosen) if chosen else None
 
 
@@ -305,14 +301,8 @@ def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -
 def with_vocabulary(config: Config, engine: Engine) -> Config:
     """The configuration with the vocabulary of its tokenizer, which each node's first process loads first. A collective
     call. Raises UserError, on all processes."""
-    found, error = None, ""
-    with engine.main_first():
-        try:
-            found = open_tokenizer(config.data.tokenizer)
-        except UserError as e:
-            error = str(e)
-    if engine.anywhere(bool(error)):
-        raise UserError(error or "another process cannot load the tokenizer; its error message has the cause")
+    with engine.shared_error("the tokenizer cannot be loaded"), engine.main_first():
+        found = open_tokenizer(config.data.tokenizer)
     given, size = config.model.vocab_size, found.vocab_size
     if given not in (size, ModelConfig.vocab_size):
         raise UserError(f"vocab_size is {given}, and tokenizer {found.name} has {size} tokens; remove vocab_size")

@@ -29,8 +29,8 @@ def open_datasets(
 ) -> Iterator[tuple[Dataset, Dataset]]:
     """The training and validation data. A collective call: local text is prepared by the main process first.
 
-    `engine` has rank information, main_first(), from_main() and anywhere(). The run continues at `step`, and `state` is
-    what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
+    `engine` has rank information, main_first(), from_main() and shared_error(). The run continues at `step`, and
+    `state` is what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
     """
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     streamed = [_is_streamed(one.data) for one in sets]
@@ -70,14 +70,8 @@ def _is_streamed(data: DataConfig) -> bool:
 def _prepare(data: DataConfig, engine) -> None:
     if data.train_text.startswith("hf://"):
         return
-    error = ""
-    with engine.main_first():
-        try:
-            prepare_for_training(data)
-        except (UserError, OSError) as e:  # raised below, where no other process waits for this one any more
-            error = str(e)
-    if engine.anywhere(bool(error)):
-        raise UserError(error or "the data could not be prepared on another process; its error message has the cause")
+    with engine.shared_error("the data cannot be prepared"), engine.main_first():
+        prepare_for_training(data)
 
 
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
@@ -111,7 +105,7 @@ def _open_stream(
 ) -> tuple[StreamedDataset, TokenDataset]:
     """Starts this node's builder and waits for its first shards; the run reads from window `first` on."""
     out = Path(data.dataset_name)
-    waiting, error, commit = Waiting(out), "", None
+    waiting, commit = Waiting(out), None
 
     def start(commit: str | None) -> str | None:
         builder = BuilderProcess(data, engine.local_world, commit, (state or {}).get("manifest"))
@@ -122,19 +116,14 @@ def _open_stream(
         return Manifest.load(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
-    try:
+    # The second context is also for nobody to go on to read the status of an earlier run.
+    with engine.shared_error("the stream did not start"):
         if engine.is_main:
             commit = start(None)
-    except (UserError, OSError) as e:
-        error = str(e)
-    error, commit = engine.from_main((error, commit))
-    try:
-        if engine.local_rank == 0 and not engine.is_main and not error:
+    commit = engine.from_main(commit)
+    with engine.shared_error("the stream did not start"):
+        if engine.local_rank == 0 and not engine.is_main:
             start(commit)
-    except (UserError, OSError) as e:
-        error = str(e)
-    if engine.anywhere(bool(error)):  # and nobody goes on to read the status of an earlier run
-        raise UserError(error or "the stream of another node did not start; its error message has the cause")
     waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
     if data.val_data:
         val_shards = _validation_shards(data)

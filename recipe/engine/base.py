@@ -276,6 +276,18 @@ class Engine:
         return self._agreement.anywhere(condition)
 
     @contextmanager
+    def shared_error(self, what: str) -> Iterator[None]:
+        """Context that raises one process's UserError or OSError on all of them, as a UserError; `what` has failed, as
+        the others print it. A collective call."""
+        error = ""
+        try:
+            yield
+        except (UserError, OSError) as e:
+            error = str(e)
+        if self.anywhere(bool(error)):
+            raise UserError(error or f"{what} on another process; its error message has the cause")
+
+    @contextmanager
     def main_first(self) -> Iterator[None]:
         """Context: the main process goes first, then one process of each other node, which may or may not share its
         disk, then the rest. A collective call."""

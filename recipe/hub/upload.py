@@ -198,8 +198,7 @@ def open_uploads(config: Config, engine) -> Uploads:
     Raises UserError, on all processes, where the token must not write to hub_model_id. A Hub that cannot be reached is
     no error: the run goes on, and tries again.
     """
-    run, error = config.run, ""
-    run_dir = Path(run.output_dir)
+    run, run_dir = config.run, Path(config.run.output_dir)
     if not run.push_to_hub:
         return Uploads(run_dir, None)
     final = run_dir / f"step_{config.optimizer.max_steps:08d}"
@@ -207,14 +206,13 @@ def open_uploads(config: Config, engine) -> Uploads:
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     if engine.is_main and offline:
         logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
-    elif engine.is_main:
+    with engine.shared_error("hub_model_id cannot be used"):
         try:
-            check_access(target.repo, target.private, "hub_model_id")
-            logger.info("upload     to %s, each checkpoint during training", page(target.repo))
-        except UserError as e:
-            error = str(e)
+            if engine.is_main and not offline:
+                check_access(target.repo, target.private, "hub_model_id")
+                logger.info("upload     to %s, each checkpoint during training", page(target.repo))
+        except UserError:
+            raise
         except Exception as e:
             logger.warning("upload     the Hub cannot be reached (%s); the run tries again later", reason(e))
-    if error := engine.from_main(error):
-        raise UserError(error)
     return Uploads(run_dir, target if engine.is_main and not offline else None)

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -294,7 +295,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_ends_at_once(hub, run,
     config = SimpleNamespace(
         run=SimpleNamespace(output_dir=str(run), **fields), optimizer=SimpleNamespace(max_steps=20)
     )
-    one_process = SimpleNamespace(is_main=True, from_main=lambda value: value)
+    one_process = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     uploads = upload.open_uploads(config, one_process)
     assert "upload     the Hub cannot be reached (ConnectError: " in caplog.text
