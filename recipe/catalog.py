@@ -43,7 +43,7 @@ def resolve(data):
         return _from_hub(dataclasses.replace(data, train_text=name, dataset_config=""))
     if is_text(name):
         return dataclasses.replace(data, dataset_name=_directory_of(name, data), train_text=name)
-    if is_hub_id(name) and not Path(Path(name).parts[0]).exists():
+    if is_on_hub(name):
         return _from_hub(dataclasses.replace(data, train_text=name))
     return data
 

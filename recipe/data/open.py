@@ -116,7 +116,7 @@ def _open_stream(
         return Manifest.load(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
-    # The second context is also for nobody to go on to read the status of an earlier run.
+    # Nobody goes beyond these two before all nodes have started, or would read the status of an earlier run.
     with engine.shared_error("the stream did not start"):
         if engine.is_main:
             commit = start(None)
