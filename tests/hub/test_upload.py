@@ -289,6 +289,14 @@ def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, 
     assert not hub.files(REPO, "main")
 
 
+def test_a_push_without_a_run_takes_the_newest(hub, run, tmp_path, monkeypatch):
+    shutil.copytree(run, tmp_path / "here" / "runs" / "mine")
+    monkeypatch.chdir(tmp_path / "here")
+    assert export.main(["push", "--repo", REPO]) == 0
+    newest = (run / "step_00000020" / "model.safetensors").read_bytes()
+    assert dict(hub.files(REPO, "main"))["model.safetensors"] == newest
+
+
 def test_a_training_run_begins_without_the_hub_and_a_push_ends_at_once(hub, run, caplog, capsys, monkeypatch):
     caplog.set_level(logging.INFO)
     fields = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": False, "milestone_steps": 10}

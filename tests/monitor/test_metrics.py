@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -94,9 +95,8 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     config = parse_config(["--logging_steps=5", "--learning_rate=1e-3", "--warmup_steps=10"])
     tokens = config.optimizer.total_batch_tokens
     stop = SimpleNamespace(patient=nullcontext)
-    engine = SimpleNamespace(
-        device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6, world=1, stop=stop, mean=lambda t: t
-    )
+    engine = SimpleNamespace(device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6, world=1, stop=stop)
+    engine.mean = lambda t: time.sleep(0.05) or t  # the device is behind
     engine.counters = lambda: {"peak_memory_bytes": 7}
     engine.spike_filter, batches = SimpleNamespace(check=lambda step: 2), SimpleNamespace(waited=lambda: 0.0)
     checkpoints = SimpleNamespace(failed="step 10 not saved", save_wait=1.0)
@@ -133,4 +133,5 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     flops = flops_per_token(config.model, config.data.sequence_length)
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 1e6)
     assert line["seconds"] == pytest.approx(line["save_wait"] ** -1 - 1, abs=1e-3)
+    assert line["seconds"] >= 6 * 0.05  # five live losses, and the wait for the steps that the line is about
     assert {k for k, v in again.items() if v != line[k]} <= {"seconds", "save_wait"}
