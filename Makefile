@@ -53,7 +53,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train plan data checkpoints sample chat eval-val eval-wikitext eval-lambada eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
+.PHONY: help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
 
 help:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -98,14 +98,8 @@ eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MO
 eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
 	$(BIN)/python eval/hellaswag.py $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
-eval-lambada: .venv/installed ## LAMBADA accuracy of MODEL (ROWS=rows.jsonl, LIMIT=500)
-	$(BIN)/python eval/lambada.py $(MODEL) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
-
-eval-wikitext: .venv/installed ## WikiText-2 perplexity of MODEL (TEXT=file, LIMIT=windows)
-	$(BIN)/python eval/wikitext.py $(MODEL) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit_windows $(LIMIT)) $(ARGS)
-
-eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=hellaswag,lambada_openai)
-	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
+	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 

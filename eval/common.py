@@ -205,19 +205,6 @@ def hub_problem() -> str:
     return "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
 
 
-def load_split(name: str, config: str, column: str, way_out: str) -> list[str]:
-    """A column of the test split of a data set on the Hub. Raises UserError, with the way out, if there is none."""
-    import datasets
-
-    print(f"asking the Hub for {name}, test", flush=True)
-    problem = hub_problem()
-    datasets.utils.logging.set_verbosity_error()
-    try:
-        return list(datasets.load_dataset(name, config, split="test")[column])
-    except Exception as error:  # the libraries raise many kinds without a network or the data set
-        raise UserError(f"{name}: {problem or first_line(error)}. {way_out}") from error
-
-
 def read_text(path: Path, option: str) -> str:
     """A UTF-8 file as it is: "\\r\\n" stays. Raises UserError, naming the option, if it is something else."""
     try:

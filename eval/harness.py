@@ -1,8 +1,9 @@
-"""lm-evaluation-harness on a model: `python eval/harness.py MODEL --tasks hellaswag,lambada_openai [--limit N]`.
+"""lm-evaluation-harness on a model: `python eval/harness.py MODEL --tasks lambada_openai,wikitext [--limit N]`.
 
 Tasks are the harness's own, with its prompts, metrics and versions. HellaSwag reads the rows that ship with the
-project, lambada_openai those of --rows, if given; any other task takes its data from the Hub. The model is the one that
-the other commands load, and log-probabilities are computed in float32 whatever its dtype.
+project, lambada_openai those of --rows and wikitext the text of --text, if given; any other task takes its data from
+the Hub. The model is the one that the other commands load, and log-probabilities are computed in float32 whatever its
+dtype.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +23,16 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 
 import yaml
 
-from eval import common, hellaswag, lambada
+from eval import common, hellaswag
 
 # Resamplings for the error of metrics that have no closed form; the harness's own 100,000 take minutes.
 BOOTSTRAP = 1000
 # Tasks that can read documents from here: the harness's folder, the split that is scored, what else is changed.
-TASKS = {"hellaswag": ("hellaswag", "validation", {"training_split": None}), "lambada_openai": ("lambada", "test", {})}
+TASKS = {
+    "hellaswag": ("hellaswag", "validation", {"training_split": None}),
+    "lambada_openai": ("lambada", "test", {}),
+    "wikitext": ("wikitext", "test", {"training_split": None, "validation_split": None}),
+}
 
 
 def require() -> None:
@@ -74,17 +80,36 @@ def local_tasks(docs: dict[str, list[dict]], tasks: list[str]):
         yield lm_eval.tasks.TaskManager(include_path=folders, include_defaults=not set(tasks) <= set(TASKS))
 
 
+def read_rows(path: Path) -> list[dict]:
+    """LAMBADA's rows, of a file of JSON lines, each with "text", or with "context" and "continuation". Raises UserError
+    if a line holds something else."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows.append({"text": row["text"] if "text" in row else f"{row['context']} {row['continuation']}"})
+        except (ValueError, KeyError, TypeError):
+            wanted = 'one JSON object a line, with "text" or with "context" and "continuation"'
+            raise common.UserError(f"--rows {path}, line {number}: {wanted}") from None
+    return rows
+
+
+def read_pages(path: Path) -> list[dict]:
+    """WikiText's articles, of a file of its raw text: each begins with a heading such as " = Robert Boulter = "."""
+    text = common.read_text(path, "--text").replace("\r\n", "\n")
+    return [{"page": page} for page in re.split(r"(?m)^(?= = [^=].* = $)", text) if page.strip()]
+
+
 def evaluate(
-    loaded: common.Loaded, tasks: list[str], *, rows: Path | None = None, limit: int | None = None, batch_size: int
+    loaded: common.Loaded, tasks: list[str], local: dict[str, list[dict]], *, limit: int | None = None, batch_size: int
 ) -> dict:
-    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `rows` are LAMBADA's.
+    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `local` has the rows
+    of LAMBADA and the pages of WikiText, by task, where they are not to come from the Hub.
 
     Raises UserError for a task that the harness does not know, and for data that cannot be had.
     """
     require()
-    docs = {"hellaswag": hellaswag.load_rows(limit)}
-    if rows:
-        docs["lambada_openai"] = [{"text": text} for text in lambada.read_rows(rows)[:limit]]
+    docs = {"hellaswag": hellaswag.load_rows(limit)} | {task: rows[:limit] for task, rows in local.items()}
     with quiet(), local_tasks(docs, tasks) as manager:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -99,7 +124,7 @@ def evaluate(
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
         except (OSError, RuntimeError) as error:  # an absent network or data set; one that wants to run code
             reason = f"--tasks {','.join(tasks)}: the data cannot be loaded: {problem or common.first_line(error)}"
-            way_out = "Without a network there are hellaswag, and lambada_openai with --rows FILE"
+            way_out = "Without a network there are hellaswag, lambada_openai with --rows and wikitext with --text FILE"
             raise common.UserError(f"{reason}. {way_out}") from error
 
 
@@ -117,19 +142,22 @@ def main() -> None:
     parser = common.parser("lm-evaluation-harness's tasks.", batch_size=8, batch_unit="requests")
     parser.add_argument("--tasks", default="hellaswag", help="names, with commas between (default: hellaswag)")
     parser.add_argument("--rows", type=Path, help="of lambada_openai, JSON lines (default: from the Hub)")
+    parser.add_argument("--text", type=Path, help="of wikitext, its raw test split (default: from the Hub)")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows of each task (default: all)")
     args = parser.parse_args()
     require()
     tasks = list(dict.fromkeys(task.strip() for task in args.tasks.split(",") if task.strip()))
     if not tasks:
         raise common.UserError("--tasks: names none. Give one: --tasks hellaswag")
+    local = {"lambada_openai": read_rows(args.rows)} if args.rows else {}
+    local |= {"wikitext": read_pages(args.text)} if args.text else {}
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
     version = importlib.metadata.version("lm-eval")
     print(
         f"lm-eval {version}: {', '.join(tasks)}" + (f", {args.limit:,} rows of each" if args.limit else ""), flush=True
     )
-    results = evaluate(loaded, tasks, rows=args.rows, limit=args.limit, batch_size=args.batch_size)
+    results = evaluate(loaded, tasks, local, limit=args.limit, batch_size=args.batch_size)
     from lm_eval.utils import make_table
 
     print(f"\n{make_table(results)}")

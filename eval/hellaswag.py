@@ -87,10 +87,7 @@ def score_rows(
     progress bar."""
     encoded = [encode_row(model.encode, row, way) for row in rows for way in ways]
     found = score(model, [requests for requests, _ in encoded], batch_size * len(ways), desc)
-    scores = iter(
-        RowScore([each.log_likelihood for each in four], lengths)
-        for four, (_, lengths) in zip(found, encoded, strict=True)
-    )
+    scores = iter(RowScore(four, lengths) for four, (_, lengths) in zip(found, encoded, strict=True))
     return [{way: next(scores) for way in ways} for _ in rows]
 
 

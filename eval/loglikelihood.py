@@ -61,14 +61,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Summed log-likelihood of a continuation in nats, and whether each of its tokens is the likeliest one."""
-
-    log_likelihood: float
-    greedy: bool
-
-
-@dataclass(frozen=True)
 class Row:
     """What the model is given of one or several requests, and where their scored tokens are predicted.
 
@@ -86,9 +78,9 @@ class Row:
 
 def score(
     model: LanguageModel, groups: Sequence[Sequence[Request]], batch_size: int, desc: str = ""
-) -> list[list[Score]]:
-    """The scores of each group's requests, which continue one context, in ceil(len(groups) / batch_size) calls of the
-    model. With `desc` there is a progress bar.
+) -> list[list[float]]:
+    """The summed log-likelihoods, in nats, of each group's requests, which continue one context, in
+    ceil(len(groups) / batch_size) calls of the model. With `desc` there is a progress bar.
 
     Requests that are longer than the model's positions and one lose tokens on the left.
     """
@@ -141,8 +133,8 @@ def _row(requests: Sequence[Request]) -> Row:
     )
 
 
-def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[Score]:
-    """The score of each request of the rows, in their order, from one call of the model."""
+def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
+    """The summed log-likelihood of each request of the rows, in their order, from one call of the model."""
     n, t, m = model.multiples
     # A model that compiles each shape may be given positions beyond its last one, which the row's own do not reach.
     width = _fill(max(len(row.ids) for row in rows), t)
@@ -163,10 +155,9 @@ def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[Score]:
             states = model.body(ids, positions, sees(segments))  # (N, T, D)
         else:
             states = model.body(place(torch.from_numpy(ids)))
-        log_probs, likeliest = token_scores(states[numbers, columns], targets, model.head)
+        log_probs = token_log_probs(states[numbers, columns], targets, model.head)
     counts = [count for row in rows for count in row.counts]
-    parts = (x.cpu()[: sum(counts)].split(counts) for x in (log_probs, likeliest))
-    return [Score(logs.double().sum().item(), bool(hits.all())) for logs, hits in zip(*parts, strict=True)]
+    return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
 
 
 def _fill(size: int, multiple: int) -> int:
@@ -181,16 +172,11 @@ def sees(segments: torch.Tensor) -> torch.Tensor:
     return ((key == 0) | (key == query)) & torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
 
 
-def token_scores(states: torch.Tensor, targets: torch.Tensor, head: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) in nats, float32 (M,), and whether the target is the likeliest token, bool (M,), from states (M, D)
-    and targets (M,)."""
+def token_log_probs(states: torch.Tensor, targets: torch.Tensor, head: Callable) -> torch.Tensor:
+    """log p(target) in nats, float32 (M,), from states (M, D) and targets (M,)."""
     size = PIECE.get(states.device.type, 2048)
-    log_probs, likeliest = [], []
-    for part, wanted in zip(states.split(size), targets.split(size), strict=True):
-        logits = head(part).float()  # (m, V)
-        log_probs.append(-F.cross_entropy(logits, wanted, reduction="none"))
-        likeliest.append(logits.argmax(-1) == wanted)
-    return torch.cat(log_probs), torch.cat(likeliest)
+    pieces = zip(states.split(size), targets.split(size), strict=True)
+    return torch.cat([-F.cross_entropy(head(part).float(), wanted, reduction="none") for part, wanted in pieces])
 
 
 def ci95(p: float, n: int) -> float:

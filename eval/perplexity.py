@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from eval import common
-from eval.loglikelihood import progress_bar, token_scores
+from eval.loglikelihood import progress_bar, token_log_probs
 from eval.metrics.token_perplexity.token_perplexity import TokenPerplexity
 
 # llm.c's .bin format (karpathy/llm.c, dev/data/data_common.py): 256 int32, of which magic, version, count; then uint16.
@@ -135,7 +135,7 @@ def evaluate_windows(loaded: common.Loaded, windows: list[Window], batch_size: i
         n = batch[0].n_scored
         with torch.no_grad():
             states = model.body(tokens[:, :-1])[:, -n:]  # (N, n, D)
-            log_probs, _ = token_scores(states.flatten(0, 1), tokens[:, -n:].flatten(), model.head)  # (N * n,)
+            log_probs = token_log_probs(states.flatten(0, 1), tokens[:, -n:].flatten(), model.head)  # (N * n,)
         nlls += (-log_probs.cpu().double().view(len(batch), n).sum(1)).tolist()
     token_counts = [window.n_scored for window in windows]
     byte_counts = [int(table[window.tokens[-window.n_scored :]].sum()) for window in windows]

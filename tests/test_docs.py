@@ -38,9 +38,7 @@ NOTE = """#!/bin/sh
 # What makes a program quick and independent of a network; of an option that stands twice, the last counts.
 SHORTER = {
     "eval/hellaswag.py": ["--limit", "4"],
-    "eval/harness.py": ["--limit", "4", "--rows", "texts.jsonl"],
-    "eval/lambada.py": ["--limit", "4", "--rows", "texts.jsonl"],
-    "eval/wikitext.py": ["--limit_windows", "4", "--text", "recipe/data/tiny_shakespeare.txt"],
+    "eval/harness.py": ["--limit", "4", "--rows", "texts.jsonl", "--text", "recipe/data/tiny_shakespeare.txt"],
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "2"],

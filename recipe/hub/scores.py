@@ -10,25 +10,18 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult
 
-HELLASWAG_ROWS, LAMBADA_ROWS = 10042, 5153
+HELLASWAG_ROWS = 10042
 _HELLASWAG = {"type": "Rowan/hellaswag", "name": "HellaSwag", "split": "validation"}
-# What the evaluation commands call `data_set` where the text is the whole data set's, going by its digest.
-_KNOWN = {
-    "Salesforce/wikitext": {"name": "WikiText-2", "config": "wikitext-2-raw-v1", "split": "test"},
-    "EleutherAI/lambada_openai": {"name": "LAMBADA", "config": "default", "split": "test"},
-}
 _STYLES = {"A": "llm.c-style", "B": "lm-eval-style"}  # how HellaSwag is scored
 _HARNESS = {"source_name": "lm-evaluation-harness", "source_url": "https://github.com/EleutherAI/lm-evaluation-harness"}
 _NOT_METRICS = ("version", "sample_len", "samples", "num_fewshot")  # beside the metrics of a task
 _LOSSES = {
     "loss": ("loss", "loss, nats per token"),
     "perplexity": ("perplexity", "perplexity per token"),
-    "word_perplexity": ("perplexity", "perplexity per word"),
     "bits_per_byte": ("bits_per_byte", "bits per byte"),
 }
 _HOW = {  # settings of a loss, as a reader wants them
     "sequence_length": "{:,} tokens at once",
-    "stride": "stride {:,}",
     "limit_windows": "the first {:,} windows",
     "tokens": "{:,} tokens",
 }
@@ -81,13 +74,11 @@ def all_scores(line: dict, results: dict, config: dict, texts: list[dict]) -> li
     `line` is the checkpoint's of metrics.jsonl and `results` its results.json, each {} where there is none; `config` is
     the run's; `texts` are what it was trained on, from model_card.data_sets.
     """
-    own, wikitext = results.get("perplexity", {}), results.get("wikitext2", {})
+    own = results.get("perplexity", {})
     found = [
         *_of_run(line, config, texts),
         *_hellaswag(results.get("hellaswag", {})),
-        *_losses(_held_out(own.get("data"), config, texts), own, ("loss", "perplexity", "bits_per_byte")),
-        *_losses(_named(wikitext), wikitext, ("perplexity", "word_perplexity", "bits_per_byte")),
-        *_lambada(results.get("lambada", {})),
+        *_losses(_held_out(own.get("data"), config, texts), own),
         *_lm_eval(results.get("lm_eval", {})),
     ]
     return [score for score in found if score.value is not None and math.isfinite(score.value)]
@@ -120,21 +111,12 @@ def _hellaswag(found: dict) -> Iterator[Score]:
             yield Score(_HELLASWAG, "accuracy", f"{kind}, {style}", own.get(kind), how, half, whole)
 
 
-def _losses(data: dict, found: dict, names: tuple[str, ...]) -> Iterator[Score]:
+def _losses(data: dict, found: dict) -> Iterator[Score]:
     settings = {key: found[key] for key in _HOW if key in found}
     how = ", ".join(_HOW[key].format(value) for key, value in settings.items()) + _dtype(found)
     whole, more = "limit_windows" not in found, {"metric_args": settings}
-    for name in names:
-        yield Score(data, *_LOSSES[name], found.get(name), how, whole=whole, more=more)
-
-
-def _lambada(found: dict) -> Iterator[Score]:
-    data, rows = _named(found), found.get("rows", 0)
-    known = data["type"] in _KNOWN  # of another text nobody knows how many rows it has
-    how = f"{_rows(rows, LAMBADA_ROWS if known else rows)}{_dtype(found)}"
-    for kind, type in (("acc", "accuracy"), ("perplexity", "perplexity")):
-        half, whole = found.get(f"{kind}_ci95"), known and rows >= LAMBADA_ROWS
-        yield Score(data, type, kind, found.get(kind), how, half, whole)
+    for name, (kind, words) in _LOSSES.items():
+        yield Score(data, kind, words, found.get(name), how, whole=whole, more=more)
 
 
 def _lm_eval(found: dict) -> Iterator[Score]:
@@ -168,12 +150,6 @@ def _held_out(data: str | None, config: dict, texts: list[dict]) -> dict:
         return _local(f"{text['name'] or 'own data'}, held out")
     of_hub = {"config": text.get("subset"), "revision": text.get("commit")}
     return {"type": text["id"], "name": f"{text['id']}, held out"} | of_hub
-
-
-def _named(found: dict) -> dict:
-    """A data set that the command has recognized, or another text by its file's name."""
-    known = _KNOWN.get(found.get("data_set"))
-    return {"type": found["data_set"]} | known if known else _local(found.get("data_set") or found.get("data"))
 
 
 def _local(path: str | None) -> dict:

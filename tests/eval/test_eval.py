@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from eval import common, hellaswag, lambada, perplexity, sample, wikitext
+from eval import common, hellaswag, perplexity, sample
 from tests import processes
 from tests.conftest import ROOT, environment
 
@@ -127,7 +127,6 @@ def test_broken_shards_are_named(content, message, tmp_path):
             },
             {"acc": 2 / 3, "acc_norm": 1.0},
         ),
-        ("last_word", {"log_likelihoods": [-1.0, -3.0, -2.0], "greedy": [True, False, False]}, {"acc": 1 / 3}),
         (  # 6 nats over 3 tokens and 8 bytes
             "token_perplexity",
             {"nlls": [2.0, 4.0], "token_counts": [1, 2], "byte_counts": [2, 6]},
@@ -308,26 +307,8 @@ def test_without_a_network_the_hub_fails_within_seconds(monkeypatch, capsys):
     assert "the Hub does not answer" in printed.err
     assert "MODEL=runs/NAME" in printed.err
     assert printed.err.count("\n") == 1
-    with pytest.raises(common.UserError, match=r"the Hub does not answer .* Use --text FILE"):
-        wikitext.joined_text(None)
-    with pytest.raises(common.UserError, match=r"the Hub does not answer .* Use --rows FILE"):
-        lambada.load_texts(None)
     assert time.monotonic() - begun < 30
     server.close()
-
-
-def test_data_sets_of_the_hub(monkeypatch):
-    asked = []
-
-    def load_dataset(*names, split):
-        asked.append((*names, split))
-        return {"text": ["", " = A = \n", " b \n"]}
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert wikitext.joined_text(None) == ("\n\n = A = \n\n\n b \n", "Salesforce/wikitext/wikitext-2-raw-v1")
-    assert lambada.load_texts(None)[1] == "EleutherAI/lambada_openai"
-    expected = [("Salesforce/wikitext", "wikitext-2-raw-v1", "test"), ("EleutherAI/lambada_openai", "default", "test")]
-    assert asked == expected
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,20 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import shutil
 import sys
 
 import pytest
+import torch
 
 from benchmarks import hellaswag as bench
-from eval import common, harness, hellaswag, lambada
+from eval import common, harness, hellaswag
 from recipe.hub.model_card import model_card
 
 TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]
+PAGES = [" = Cats = \n\n The cat sat on the mat . \n", " = Dogs = \n\n == Care == \n\n A dog ran . \n"]
+DETOKENIZED = " = Cats =\n\nThe cat sat on the mat.\n"  # the first page, as the harness's task reads it
 
 
 def command(monkeypatch, *arguments) -> None:
@@ -24,6 +28,15 @@ def needs_lm_eval():
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
 
 
+def log_likelihood(loaded, text: str, after: str = "") -> float:
+    """Of `text` after `after`, or after end-of-text, by transformers itself."""
+    context = loaded.encode(after) or [loaded.tokenizer.eos_token_id]
+    target = loaded.encode(after + text)[len(loaded.encode(after)) :]
+    with torch.no_grad():
+        log_probs = loaded.model(torch.tensor([context + target])).logits[0].double().log_softmax(-1)
+    return sum(log_probs[len(context) + i - 1, token].item() for i, token in enumerate(target))
+
+
 @pytest.mark.slow
 def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capfd, caplog):
     needs_lm_eval()
@@ -31,13 +44,15 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     output, rows = checkpoint / "results.json", tmp_path / "rows.jsonl"
     output.write_text('{"perplexity": {"loss": 1.5}}')
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    flags = [checkpoint, "--device", "cpu", "--rows", rows, "--limit", 3]
-    command(monkeypatch, *flags, "--tasks", "hellaswag, lambada_openai,hellaswag")
+    text = tmp_path / "wiki.test.raw"
+    text.write_text("\n" + "".join(PAGES))
+    flags = [checkpoint, "--device", "cpu", "--rows", rows, "--text", text, "--limit", 3]
+    command(monkeypatch, *flags, "--tasks", "hellaswag, lambada_openai,wikitext,hellaswag")
     out, err = capfd.readouterr()
     assert err == ""
     assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
     table = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    assert table[2::2] == ["hellaswag", "lambada_openai"]
+    assert [name for name in table[2:] if name] == ["hellaswag", "lambada_openai", "wikitext"]
     assert "bootstrapping" not in out
     results = json.loads(output.read_text())
     assert results["perplexity"] == {"loss": 1.5}
@@ -47,6 +62,7 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     assert result["model"].endswith("step_00000020")
     card = model_card(checkpoint)  # which reads what this command writes
     assert card.count(f"lm-evaluation-harness {result['version']}, 3 rows, limit 3, in float32 |") == 4
+    assert card.count(f"lm-evaluation-harness {result['version']}, 2 rows, limit 3, in float32 |") == 3
 
     loaded = common.load(common.parser("").parse_args([str(whole_run[0]), "--device", "cpu"]))
     ours, theirs = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(3)), result["tasks"]["hellaswag"]
@@ -54,11 +70,16 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     assert {name: theirs[name] * 3 for name in ("acc", "acc_norm")} == pytest.approx(
         {name: ours[f"B_{name}"] for name in ("acc", "acc_norm")}
     )
-    ours, theirs = lambada.evaluate_texts(loaded, TEXTS[:3], batch_size=2), result["tasks"]["lambada_openai"]
-    assert theirs["version"] == 1.0
-    assert theirs["acc"] == pytest.approx(ours["acc"])
-    assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
+    theirs = result["tasks"]["lambada_openai"]
+    words = [text.rpartition(" ") for text in TEXTS[:3]]
+    found = [log_likelihood(loaded, " " + word, after=context) for context, _, word in words]
+    assert theirs["perplexity"] == pytest.approx(math.exp(-sum(found) / 3), rel=1e-3)
     assert theirs["perplexity_stderr"] > 0
+    theirs, pages = result["tasks"]["wikitext"], harness.read_pages(text)
+    assert [page["page"] for page in pages] == PAGES  # a lower heading begins none
+    found = harness.evaluate(loaded, ["wikitext"], {"wikitext": pages}, limit=1, batch_size=1)
+    bits = -log_likelihood(loaded, DETOKENIZED) / math.log(2)
+    assert found["results"]["wikitext"]["bits_per_byte,none"] == pytest.approx(bits / len(PAGES[0]), rel=1e-3)
 
 
 def test_local_tasks_differ_from_the_harnesss_own_in_their_data_alone():
@@ -66,12 +87,14 @@ def test_local_tasks_differ_from_the_harnesss_own_in_their_data_alone():
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    docs = {"hellaswag": hellaswag.load_rows(3), "lambada_openai": [{"text": text} for text in TEXTS]}
+    texts, pages = [{"text": text} for text in TEXTS], [{"page": page} for page in PAGES]
+    docs = {"hellaswag": hellaswag.load_rows(3), "lambada_openai": texts, "wikitext": pages}
     with harness.local_tasks(docs, list(docs)) as manager:
         tasks = manager.load(list(docs))["tasks"]
     for name, (folder, _, _) in harness.TASKS.items():
         theirs = load_yaml(harness.Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
         changed = {"dataset_path", "dataset_name", "dataset_kwargs", "training_split", "metadata", "metric_list", "tag"}
+        changed |= {"validation_split", "doc_to_target", "process_results"}  # the latter two of wikitext are functions
         kept = {key: value for key, value in theirs.items() if key not in changed}
         assert len(kept) > 5
         assert {key: getattr(tasks[name].config, key) for key in kept} == kept
@@ -89,9 +112,9 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     # Without the harness's thousands of task files, which take seconds to read and have none of this name either.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: whole(None, include_path, False))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
-        harness.evaluate(loaded, ["no_such", "hellaswag"], limit=1, batch_size=1)
+        harness.evaluate(loaded, ["no_such", "hellaswag"], {}, limit=1, batch_size=1)
     with pytest.raises(common.UserError, match=r"the data cannot be loaded: .*lambada_openai with --rows"):
-        harness.evaluate(loaded, ["lambada_openai"], limit=1, batch_size=1)
+        harness.evaluate(loaded, ["lambada_openai"], {}, limit=1, batch_size=1)
     with pytest.raises(common.UserError, match="--tasks: names none"):
         command(monkeypatch, "--tasks", " , ")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
