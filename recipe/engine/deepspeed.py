@@ -97,6 +97,11 @@ class ZeroEngine(Engine):
         return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
+        if self.spike_filter.limits:
+            raise UserError(
+                f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, "
+                "whose step takes the norm and moves the weights in one call; remove it, or launch with ddp.yaml"
+            )
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         ours = {
             "train_batch_size": batch.sequences,
@@ -147,7 +152,9 @@ class ZeroEngine(Engine):
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
-        return self._zero.step(judge)
+        self._zero.engine.step()  # clips by its configuration, skips a norm that is not finite, clears the gradients
+        norm = torch.as_tensor(self._zero.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        return norm, judge(norm)
 
     def autocast(self):
         """bf16 as in training; for fp16 DeepSpeed itself casts the model."""
@@ -272,38 +279,6 @@ class _Internals:
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def step(self, judge: Judge) -> tuple[torch.Tensor, torch.Tensor]:
-        """DeepSpeed's step, which clips by its configuration and clears the gradients, with `judge` called between the
-        norm and the rest: -1 is DeepSpeed's own mark of a norm that is not finite, and of a step to skip."""
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        # Set on the object, over the class's method, and deleted again.
-        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
-        compute, verdict = getattr(self.optimizer, name), []
-
-        def judged():
-            norms = compute()
-            norm = torch.as_tensor(combine_grad_norm_groups(norms) if self.stage == 3 else norms, dtype=torch.float32)
-            norm = torch.where(norm < 0, float("inf"), norm) / self.optimizer.loss_scale
-            verdict.extend((norm, judge(norm)))
-            if not bool(verdict[1]):
-                return norms
-            return [torch.full_like(n, -1) for n in norms] if self.stage == 3 else torch.full_like(norms, -1)
-
-        scaler = self.optimizer.loss_scaler
-        scale = {k: getattr(scaler, k) for k in ("cur_scale", "cur_iter", "last_overflow_iter") if hasattr(scaler, k)}
-        setattr(self.optimizer, name, judged)
-        try:
-            self.engine.step()
-        finally:
-            delattr(self.optimizer, name)
-        if verdict and bool(verdict[1]) and torch.isfinite(verdict[0]):  # a spike is no reason to lower the scale
-            vars(scaler).update(scale)
-        if not verdict:  # fp16 overflowed, and DeepSpeed computed no norm
-            norm = torch.tensor(float("inf"))
-            return norm, judge(norm)
-        return verdict[0], verdict[1]
 
     def get(self, p: torch.nn.Parameter, key: str = "") -> torch.Tensor:
         """The whole fp32 weight (key "") or moment of `p`, on every process. A collective call."""

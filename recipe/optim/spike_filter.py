@@ -17,28 +17,31 @@ WAY_OUT = (
 class SpikeFilter:
     """Skips a step whose gradient is not finite or, where the configuration sets limits, whose loss or gradient norm
     lies too many standard deviations above the recent ones. It counts on the device, so that a step never waits for it.
+
+    Attributes:
+        limits: of the z-scores of "loss" and "grad", where the configuration sets them.
     """
 
     def __init__(self, device: torch.device, config: OptimizerConfig):
         self.config = config
-        limits = {"loss": config.skip_loss_z, "grad_norm": config.skip_grad_z}
-        self._limits = {name: limit for name, limit in limits.items() if limit}
+        limits = {"loss": config.skip_loss_z, "grad": config.skip_grad_z}
+        self.limits = {name: limit for name, limit in limits.items() if limit}
         # steps skipped in all, in a row up to now, and most in a row since the last `check`
         self._counts = torch.zeros(3, dtype=torch.float32, device=device)
-        self._windows = {name: torch.full((_WINDOW,), math.nan, device=device) for name in self._limits}
+        self._windows = {name: torch.full((_WINDOW,), math.nan, device=device) for name in self.limits}
 
     @property
     def needs_loss(self) -> bool:
         """Whether `judge` needs the mean loss of all processes."""
-        return "loss" in self._limits
+        return "loss" in self.limits
 
     def judge(self, grad_norm: torch.Tensor, loss: torch.Tensor | None = None) -> torch.Tensor:
         """1.0 where the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
         processes where `needs_loss`, and ignored elsewhere."""
         skip = ~torch.isfinite(grad_norm)
-        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-            if name in self._limits:
-                skip = skip | (self._z_score(name, value.detach().float()) > self._limits[name])
+        for name, value in (("loss", loss), ("grad", grad_norm)):
+            if name in self.limits:
+                skip = skip | (self._z_score(name, value.detach().float()) > self.limits[name])
         skip = skip.to(self._counts.device, torch.float32).view(())
         skipped, in_a_row, longest = self._counts.unbind()
         in_a_row = (in_a_row + 1) * skip

@@ -229,8 +229,12 @@ def test_an_engine_from_inside(probe, config, processes, precision, mode):
             assert (line["scaler"]["scale"], line["scaler"]["_growth_tracker"]) == (2**16, 3)
         # A skipped step leaves nothing behind, whether it overflows or is a finite spike; the next one is like any.
         assert not math.isfinite(line["norm_of_overflow"])
-        assert 0.3 < line["norm_of_spike"] < 3
+        assert line["changed_by_overflow"] == 0
+        if config.startswith("zero"):
+            assert "skip_loss_z is not supported under ZeRO" in line["refused"]
+        else:
+            assert 0.3 < line["norm_of_spike"] < 3
+            assert line["changed_by_spike"] == 0
         assert 0.3 < line["norm_after"] < 3
-        assert (line["changed_by_overflow"], line["changed_by_spike"]) == (0, 0)
         assert line["changed_after"] == (3 * 28 + 1 if main else 1)
         assert line["skipped"] == 1
