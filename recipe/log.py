@@ -12,14 +12,16 @@ import sys
 
 from tqdm import tqdm
 
+from recipe.redaction import redact
+
 
 class _AboveTheBar(logging.Handler):
-    """Prints each record to whatever sys.stdout is now. A full disk under the log, or a reader that has gone, must not
-    end a run."""
+    """Prints each record, without secrets, to whatever sys.stdout is now. A full disk under the log, or a reader that
+    has gone, must not end a run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=sys.stdout)
+            tqdm.write(redact(self.format(record)), file=sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

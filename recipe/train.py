@@ -33,7 +33,6 @@ from recipe.log import set_up_logging
 from recipe.monitor.summary import Result, announce, conclude
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
-from recipe.redaction import keep_secrets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,5 +136,4 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
 
 
 if __name__ == "__main__":
-    keep_secrets()
     sys.exit(main())

@@ -3,7 +3,5 @@
 import sys
 
 from recipe.data.prepare.pipeline import main
-from recipe.redaction import keep_secrets
 
-keep_secrets()
 sys.exit(main())

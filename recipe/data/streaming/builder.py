@@ -25,7 +25,6 @@ from recipe.data.streaming.download import HubProducer
 from recipe.data.streaming.status import POLL, STATUS, read_json, reader_path, write_json
 from recipe.errors import UserError
 from recipe.log import set_up_logging
-from recipe.redaction import keep_secrets
 
 _AHEAD = 8  # shards, counted from the one that is read
 _BETWEEN_REPORTS = 0.5  # seconds
@@ -134,5 +133,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    keep_secrets()
     sys.exit(main())
