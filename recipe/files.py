@@ -8,9 +8,10 @@ from pathlib import Path
 Buffer = bytes | memoryview
 
 
-def write_file(path: Path, parts: Iterable[Buffer]) -> tuple[int, str]:
-    """Writes a new file and flushes it to the disk; returns its (bytes, SHA-256), computed from `parts` and not from
-    what can be read back. Raises OSError, also where something of that name exists, be it a link."""
+def write_file(path: Path, parts: Iterable[Buffer], *, flush: bool = True) -> tuple[int, str]:
+    """Writes a new file and, with `flush`, waits until it is on the disk; returns its (bytes, SHA-256), computed from
+    `parts` and not from what can be read back. Raises OSError, also where something of that name exists, be it a
+    link."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for part in parts:
@@ -18,17 +19,20 @@ def write_file(path: Path, parts: Iterable[Buffer]) -> tuple[int, str]:
             digest.update(part)
             size += len(part)
         file.flush()
-        os.fsync(file.fileno())
+        if flush:
+            os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole: after a crash it holds either the old content or the new. Raises OSError."""
+def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
+    """Replaces a file, or a link, as a whole: a reader finds the old content or the new, and with `flush` so does who
+    comes after a power failure. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
-    write_file(temporary, [data])
+    write_file(temporary, [data], flush=flush)
     temporary.replace(path)
-    fsync_directory(path.parent)
+    if flush:
+        fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:

@@ -15,6 +15,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from recipe.checkpoint.format import checkpoints, newest_valid, sweep
 from recipe.config import Config, OptimizerConfig, data_sets
 from recipe.errors import UserError
+from recipe.files import replace_file
 from recipe.mixture import counts_in
 from recipe.units import some
 
@@ -107,7 +108,7 @@ def _locked(run_dir: Path) -> BaseFileLock:
         raise UserError(
             f"{run_dir}: another run writes there{owner}; wait for it, or choose another output_dir"
         ) from None
-    (run_dir / OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    replace_file(run_dir / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
     return lock
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from recipe.checkpoint import run_dir as module
 from recipe.checkpoint.run_dir import LOCK, OWNER, RunDirectory, check_same_run
+from recipe.data.streaming.status import read_json, write_json
 from recipe.errors import UserError
 from tests.checkpoint import save
 
@@ -64,6 +65,18 @@ def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder):
     with RunDirectory(tmp_path):
         assert (tmp_path / OWNER).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_planted_link_is_replaced_and_its_target_stays(tmp_path):
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+    run.mkdir()
+    for name in (OWNER, "status.json", ".status.json.tmp"):
+        (run / name).symlink_to(precious)
+    with RunDirectory(run):
+        write_json(run / "status.json", {"state": "ready"})
+        assert read_json(run / "status.json") == {"state": "ready"}
+    assert precious.read_text() == "precious"
 
 
 def test_a_run_that_was_refused_leaves_no_directory(tmp_path):

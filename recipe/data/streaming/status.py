@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
+from recipe.files import replace_file
 from recipe.redaction import redacted
 
 STATUS = ".builder.json"  # {"state": what the builder is doing, "opened": bool, "error": why it ended}
@@ -14,9 +14,7 @@ POLL = 0.1  # seconds
 
 def write_json(path: Path, values: dict) -> None:
     """Replaces a file as a whole, without waiting for the disk, and without what is secret."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(redacted(values)))
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(redacted(values)).encode(), flush=False)
 
 
 def read_json(path: Path) -> dict:
