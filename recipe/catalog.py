@@ -82,13 +82,15 @@ def text_suffix(path: Path) -> str:
 
 
 def text_files(name: str) -> list[Path]:
-    """The text files of a path, a directory with its subdirectories, or a glob, by name."""
-    path = Path(name)
-    if path.is_dir():
-        found = glob.glob(f"{glob.escape(name)}/**", recursive=True)
-    else:
+    """The text files of a path, a directory with its subdirectories, or a glob, by name. Hidden ones, and links to
+    directories, which can lead in a circle, are skipped in a directory."""
+    path, found = Path(name), []
+    for directory, below, files in os.walk(name):
+        below[:] = [one for one in below if not one.startswith(".")]
+        found += [os.path.join(directory, file) for file in files if not file.startswith(".")]
+    if not path.is_dir():
         found = [name] if path.is_file() else glob.glob(name)
-    return [p for p in map(Path, sorted(found)) if p.is_file() and text_suffix(p)]
+    return [p for p in map(Path, sorted(found)) if text_suffix(p) and p.is_file()]
 
 
 def _token_files(directory: Path) -> bool:
