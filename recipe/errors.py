@@ -1,6 +1,10 @@
 """How a program ends: the exit codes, and the error that is a user's to mend."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -16,3 +20,34 @@ class ExitCode(IntEnum):
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
     RUN_AGAIN = 75  # EX_TEMPFAIL: stopped by a signal or a lost process; the same command continues
     LEFT_AT_ONCE = 130  # a second Ctrl-C
+
+
+@contextmanager
+def reading(path: Path, way_out: str) -> Iterator[None]:
+    """Context in which a file is read, and nothing else is done: whatever a library raises there becomes a UserError
+    that names the file and the way out. So does what is no regular file: a FIFO would be waited for without end."""
+    with _naming(path, "read", way_out):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield
+
+
+def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
+    """As `reading`, where a file or those of a directory are written: where a disk is full, write() names no file."""
+    return _naming(path, "written", way_out)
+
+
+@contextmanager
+def _naming(path: Path, done: str, way_out: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise many kinds
+        reason = (
+            getattr(error, "strerror", None)
+            or str(error).strip().partition("\n")[0].rstrip(":")
+            or type(error).__name__
+        )
+        what = f"no {reason}" if isinstance(error, KeyError) else reason
+        raise UserError(f"{path} cannot be {done} ({what}); {way_out}") from error

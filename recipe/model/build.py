@@ -8,7 +8,7 @@ from recipe.config import Config
 from recipe.data.tokenizer import open_tokenizer
 from recipe.download import on_this_disk
 from recipe.errors import UserError
-from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights
 
 _FILES = ["config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
 _NEEDED = "config.json and model.safetensors"
@@ -34,9 +34,11 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
         **device_options,
     )
     if model.init_from and load_init_from:
-        pretrained = GPT2LMHeadModel.from_pretrained(on_this_disk(model.init_from, "init_from", _FILES, _NEEDED))
-        found = {k: getattr(pretrained.config, k) for k in sizes}
+        directory = on_this_disk(model.init_from, "init_from", _FILES, _NEEDED)
+        theirs = read_config(directory)
+        found = {k: getattr(theirs, k) for k in sizes}
         if wrong := [f"{k} {v} (recipe: {getattr(wanted, k)})" for k, v in found.items() if v != getattr(wanted, k)]:
             raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
-        built.load_weights(pretrained.state_dict(), model.init_from)
+        check_supported(theirs)
+        built.load_weights(read_weights(directory), model.init_from)
     return built

@@ -20,7 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 from transformers.utils import cached_file
 
-from recipe.errors import UserError
+from recipe.errors import UserError, reading
 from recipe.model.loss import next_token_loss
 from recipe.units import some
 
@@ -189,9 +189,7 @@ class GPT2LMHeadModel(nn.Module):
         checkpoint: Callable | None = None,
     ):
         super().__init__()
-        for name, needed in _REQUIRED.items():
-            if (found := getattr(config, name)) != needed:
-                raise UserError(f"model config: {name} is {found!r}; only {needed!r} is supported here")
+        check_supported(config)
         self.config = config
         self.loss_chunk_size, self.pad_vocab_to = loss_chunk_size, pad_vocab_to
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
@@ -247,14 +245,8 @@ class GPT2LMHeadModel(nn.Module):
 
         Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist as a pickle only.
         """
-        try:
-            config = GPT2Config.from_pretrained(name_or_path)
-        except (OSError, ValueError) as e:
-            raise UserError(
-                f"{name_or_path}: no model there, and none by that name on the Hub ({_first_line(e)})"
-            ) from e
-        model = cls(config, **kwargs)
-        model.load_weights(_read_safetensors(name_or_path), str(name_or_path))
+        model = cls(read_config(name_or_path), **kwargs)
+        model.load_weights(read_weights(name_or_path), str(name_or_path))
         return model
 
     def load_weights(self, tensors: dict[str, torch.Tensor], origin: str) -> None:
@@ -279,9 +271,29 @@ class GPT2LMHeadModel(nn.Module):
         self.load_state_dict(tensors)
 
 
-def _read_safetensors(name_or_path: str) -> dict[str, torch.Tensor]:
+def check_supported(config: GPT2Config) -> None:
+    """Raises UserError for a variant of GPT-2 that this module does not compute."""
+    for name, needed in _REQUIRED.items():
+        if (found := getattr(config, name)) != needed:
+            raise UserError(f"model config: {name} is {found!r}; only {needed!r} is supported here")
+
+
+def read_config(name_or_path: str) -> GPT2Config:
+    """The configuration of a directory or a Hub id. Raises UserError where there is none that can be read."""
+    with reading(Path(name_or_path) / "config.json", "name a model's directory, or a model on the Hub"):
+        return GPT2Config.from_pretrained(name_or_path)
+
+
+def read_weights(name_or_path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a directory or a Hub id, on the CPU. Raises UserError where there are none in safetensors."""
+
+    def read(name: str) -> dict[str, torch.Tensor]:
+        path = Path(cached_file(name_or_path, name))
+        with reading(path, "copy or download it again"):
+            return load_file(path)
+
     try:
-        return load_file(cached_file(name_or_path, "model.safetensors"))
+        return read("model.safetensors")
     except OSError:  # not one file: transformers splits large models and writes an index
         pass
     try:
@@ -292,9 +304,6 @@ def _read_safetensors(name_or_path: str) -> dict[str, torch.Tensor]:
             "when they are loaded, and are not read. If you trust it, convert it with transformers: "
             f"AutoModelForCausalLM.from_pretrained({name_or_path!r}).save_pretrained('converted')"
         ) from e
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return {k: v for name in names for k, v in load_file(cached_file(name_or_path, name)).items()}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    with reading(Path(index), "copy or download it again"):
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    return {k: v for name in names for k, v in read(name).items()}
