@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from recipe.errors import UserError
+from recipe.errors import UserError, reading
 from recipe.redaction import looks_secret
 
 AUTO = 0  # what a field of Sequences holds for `auto`
@@ -77,6 +77,13 @@ class Parser(HfArgumentParser):
         """Raises UserError with argparse's message, without the value."""
         raise UserError(re.sub(r"(ignored explicit argument) .*", r"\1", message))
 
+    def parse_known_args(self, args: list[str], namespace: argparse.Namespace | None = None) -> tuple:
+        """As argparse's, which would make an empty list of the value in --NAME=--."""
+        for name, _, value in (word.partition("=") for word in args):
+            if value == "--":
+                self.error(f"argument {name}: -- is not a value")
+        return super().parse_known_args(args, namespace)
+
     def parse(self, argv: list[str], origin: str = "") -> tuple:
         """A dataclass of each type. Raises UserError, which begins with `origin`."""
         try:
@@ -96,14 +103,46 @@ class Parser(HfArgumentParser):
         raise UserError(f"{origin}unknown {name!r}{_nearest(name.lstrip('-'), fields)}")
 
 
-def yaml_flags(path: Path, fields: Iterable[str]) -> list[str]:
-    """The YAML as flags, so that both ways in are checked and converted by the same parser. Raises UserError."""
+class _Loader(yaml.SafeLoader):
+    """YAML with each key once and without aliases, by which a short text can hold itself, or a billion words."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise _Refused(
+                problem="an alias (*) is not supported; repeat the value", problem_mark=self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if key.value in keys[:number]:
+                raise _Refused(problem=f"{key.value!r} is given twice; remove one", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """YAML that a recipe must not have. The problem is for the user."""
+
+
+def load_yaml(text: str | bytes, origin: str, expected: str):
+    """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
     try:
-        values = yaml.safe_load(path.read_bytes()) or {}
-    except yaml.YAMLError as e:  # whose own words quote the file
+        return yaml.load(text, _Loader)
+    except _Refused as e:
+        raise UserError(f"{origin}, line {e.problem_mark.line + 1}: {e.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # whose own words quote the text
         at = getattr(e, "problem_mark", None)
         where = f"not valid YAML, line {at.line + 1}" if at else "not valid YAML in UTF-8"
-        raise UserError(f"{path}: {where}; expected `key: value` lines") from None
+        too_deep = "lists or mappings are nested too deeply"
+        raise UserError(f"{origin}: {too_deep if isinstance(e, RecursionError) else where}; {expected}") from None
+
+
+def yaml_flags(path: Path, fields: Iterable[str]) -> list[str]:
+    """The YAML as flags, so that both ways in are checked and converted by the same parser. Raises UserError."""
+    with reading(path, "give another recipe"):
+        content = path.read_bytes()
+    values = load_yaml(content, str(path), "expected `key: value` lines") or {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
     if isinstance(mixture := values.get("dataset_name"), list):  # one word, as on the command line

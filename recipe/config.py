@@ -147,7 +147,7 @@ class RunConfig:
     config: str = _opt(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")
     run_name: str = _opt("", "name of the run (empty: the recipe's file name)")
     output_dir: str = _opt("", "directory of the run (empty: runs/<run_name>)")
-    seed: int = _opt(1337, "seed of the initial weights, the data order and dropout")
+    seed: int = _opt(1337, "seed of the initial weights, the data order and dropout; below 2^63")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _opt(
         "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto takes the best that the device has"
     )
@@ -441,6 +441,7 @@ def _check_ranges(config: Config) -> None:
     values = config.flat()
     for name, value in values.items():
         _require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be a finite number")
+        _require(not isinstance(value, int) or value < 2**63, f"{name} is {value}; it must be below 2^63")
     for name in _POSITIVE:
         _require(values[name] > 0, f"{name} is {values[name]}; it must be at least 1")
     for name in _NOT_NEGATIVE:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-import yaml
-
+from recipe.cli import load_yaml
 from recipe.errors import UserError
 
 BLOCK = 1000  # sequences over which the shares of a mixture are exact
@@ -19,11 +18,11 @@ def entries(name: str) -> list[dict] | None:
     if not name.lstrip().startswith("["):
         return None
     try:
-        found = yaml.safe_load(name)
-    except yaml.YAMLError:
+        found = load_yaml(name, "dataset_name", f"write a mixture as {_FORM}")
+    except UserError:
         if re.match(r"\s*\[\s*\{", name):
-            raise UserError(f"dataset_name is not valid YAML; write a mixture as {_FORM}") from None
-        return None
+            raise
+        return None  # a glob
     if not found:
         raise UserError(f"dataset_name is an empty list; write a mixture as {_FORM}")
     for number, entry in enumerate(found, 1):
