@@ -175,6 +175,8 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model, report = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
+        if directory and not directory.exists():  # deleted meanwhile, by the run that trains there
+            return load(args, shared)
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
     # transformers makes up what is absent, an empty tokenizer and random weights: such a model must not get a score.
     if len(tokenizer) < 2:

@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -45,7 +46,18 @@ def export(
     """
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
-    checkpoint = choose(run, best)
+    while True:
+        checkpoint = choose(run, best)
+        try:
+            _export(checkpoint, out, license, dtype)
+            return checkpoint
+        except FileNotFoundError:
+            if os.path.lexists(checkpoint):
+                raise
+            logger.info("again      %s was deleted meanwhile, by the run that trains there", checkpoint)
+
+
+def _export(checkpoint: Path, out: Path, license: str, dtype: str) -> None:
     card = model_card(checkpoint, license=license, dtype=dtype)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -61,7 +73,6 @@ def export(
             path.replace(out / path.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return checkpoint
 
 
 def _cast(model: Path, dtype: str) -> None:

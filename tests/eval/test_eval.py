@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import socket
 import sys
 import time
@@ -256,6 +257,20 @@ def test_newest_run_and_step(tmp_path):
     assert common.resolve_model(None, runs=tmp_path) == (str(newest), newest)
     assert common.resolve_model(str(tmp_path / "new")) == (str(newest), newest)
     assert common.resolve_model("openai-community/gpt2") == ("openai-community/gpt2", None)
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_the_newest(model_dir, tmp_path, monkeypatch):
+    for step in (10, 20):
+        shutil.copytree(model_dir, tmp_path / f"step_{step:08d}")
+    read = transformers.AutoTokenizer.from_pretrained
+
+    def pruned(name, **options):
+        if name.endswith("20"):
+            shutil.rmtree(name)
+        return read(name, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", pruned)
+    assert load(tmp_path).directory == tmp_path / "step_00000010"
 
 
 def test_what_is_no_whole_model_is_refused(model_dir, tmp_path):

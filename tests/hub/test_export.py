@@ -100,6 +100,20 @@ def test_a_checkpoint_is_exported_whatever_it_is_called(whole_run, tmp_path, mon
     assert values == ([] if name == "copy" else [round(whole_run[1][10]["val_loss"], 6)])  # it is away from its run
 
 
+def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_the_newest(whole_run, tmp_path, monkeypatch):
+    run, model_only = shutil.copytree(whole_run[0], tmp_path / "run"), export.model_only
+
+    def pruned(checkpoint: Path) -> list[Path]:
+        found = model_only(checkpoint)
+        if checkpoint.name == "step_00000020":
+            shutil.rmtree(checkpoint)
+        return found
+
+    monkeypatch.setattr(export, "model_only", pruned)
+    assert export.main([str(run), "--out", str(tmp_path / "out")]) == 0
+    assert "weights after step 10." in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
     run, out = whole_run[0], tmp_path / "out"
 
