@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from recipe.data.prefetch import Batches
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
-from recipe.errors import UserError
+from recipe.errors import UserError, writing
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
 from recipe.mixture import counts_in
@@ -347,7 +348,8 @@ def _digest_of_code() -> str:
 
 def model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, bytes]:
     """What transformers needs beside the weights, by file name: configuration and tokenizer."""
-    with TemporaryDirectory() as directory:
+    way_out = "free some space, or set TMPDIR to another directory"
+    with writing(Path(os.environ.get("TMPDIR", "/tmp")), way_out), TemporaryDirectory() as directory:
         model.save_config(Path(directory))
         tokenizer.save(Path(directory), model.config.n_positions)
         # A tokenizer may come with a directory of chat templates, which a model that only continues text does not need.

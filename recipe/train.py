@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         code = run(config, engine)
         engine.close()
         return code
-    except (UserError, RuntimeError) as error:  # the latter where another process is gone
+    except (UserError, OSError, RuntimeError) as error:  # the last where another process is gone
         return fail(error)
     except KeyboardInterrupt:
         if speaks():

@@ -4,8 +4,10 @@ The table has a row or more for each of 25 kinds of mistake, which are numbered.
 the tests below the table are for what needs a process, or several.
 """
 
+import errno
 import json
 import os
+import resource
 import shutil
 import signal
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare.pipeline import prepare
 from tests import processes as programs
-from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
+from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, by_step, environment, flags
 from tests.data import write_shard
 from tests.hub.server import Hub
 
@@ -130,11 +132,25 @@ class Place:
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
         return self.file("old/pytorch_model.bin", b"\x80").parent
 
-    def manifest(self, file: str) -> Path:
-        """A directory whose manifest names `file` as its shard."""
-        shard = {"file": file, "split": "train", "tokens": 10, "sha256": None, "next": {}}
+    def manifest(self, **entry) -> Path:
+        """A directory whose manifest has these values for its shard."""
+        shard = {"file": "x.bin", "split": "train", "tokens": 10, "sha256": None, "next": {}} | entry
         content = {"source": {}, "options": {}, "complete": True, "shards": [shard]}
         return self.file("d/manifest.json", json.dumps(content)).parent
+
+    def fifo(self, name: str) -> Path:
+        """A directory with a FIFO, which a reader would wait for."""
+        (self.path / "d").mkdir()
+        os.mkfifo(self.path / "d" / name)
+        return self.path / "d"
+
+    def weights(self, **sizes) -> Path:
+        """A model of these sizes whose safetensors are cut short."""
+        GPT2Config(**({"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64} | sizes)).save_pretrained(
+            self.path / "old"
+        )
+        whole = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
+        return self.file("old/model.safetensors", whole[:-100]).parent
 
 
 def module_of(argv: list) -> str:
@@ -203,6 +219,24 @@ TABLE = {
         "my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     ),
     "12 not UTF-8": (lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
+    "12 key twice": (
+        lambda at: ["--config", at.file("my.yaml", "seed: 1\nmax_steps: 5\nseed: 2\n")],
+        "my.yaml, line 3: 'seed' is given twice; remove one",
+    ),
+    "12 alias of itself": (
+        lambda at: ["--config", at.file("my.yaml", "dataset_name: &a [*a]\n")],
+        "my.yaml, line 1: an alias (*) is not supported; repeat the value",
+    ),
+    "12 alias in a mixture": (
+        lambda at: at.mixture("{name: A, weight: &a 1}, {name: B, weight: *a}"),
+        "dataset_name, line 1: an alias (*) is not supported",
+    ),
+    "12 nested too deeply": (
+        lambda at: ["--config", at.file("my.yaml", "seed: " + "[" * 50_000)],
+        "my.yaml: lists or mappings are nested too deeply; expected `key: value` lines",
+    ),
+    "12 two hyphens": (lambda at: at.train(val_data="--"), "argument --val_data: -- is not a value"),
+    "12 all processes": (lambda at: at.train("/proc"), "/proc: no manifest.json, and no file matches *train*.bin"),
     "12 mixture, weight below 0": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: -1}"),
         "dataset_name, entry 2 (B): weight is -1; it must be a number of at least 0",
@@ -241,7 +275,10 @@ TABLE = {
         "entry 2 (B): val_data takes one value, found a list",
     ),
     "12 mixture, empty": (lambda at: at.mixture(""), "dataset_name is an empty list; write a mixture as"),
-    "12 mixture, not YAML": (lambda at: at.train("[{name: A, weight: 1}, {name: B"), "is not valid YAML; write a"),
+    "12 mixture, not YAML": (
+        lambda at: at.train("[{name: A, weight: 1}, {name: B"),
+        "dataset_name: not valid YAML, line 1; write a",
+    ),
     "12 mixture, one val_data": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
         "val_data applies to one data set, but dataset_name lists 2; move it into an entry",
@@ -267,6 +304,7 @@ TABLE = {
     "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
     "15 heads": (lambda at: at.train(n_embd=33), "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30"),
     "16 learning rate": (lambda at: at.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
+    "16 seed": (lambda at: at.train(seed=2**64), "seed is 18446744073709551616; it must be below 2^63"),
     "16 optimizer": (lambda at: at.train(optim="adam"), "adam", "adamw", "muon"),
     "16 schedule": (lambda at: at.train(lr_scheduler_type="constant"), "constant", "cosine", "linear", "wsd"),
     "16 decay": (
@@ -304,12 +342,36 @@ TABLE = {
         "old: no model.safetensors; pytorch_model.bin",
         ".save_pretrained('converted')",
     ),
+    "23 weights cut short": (
+        lambda at: at.train(init_from=at.weights()),
+        "old/model.safetensors cannot be read (",
+        "copy or download it again",
+    ),
+    "23 layers of another type": (
+        lambda at: at.train(init_from=at.file("old/config.json", '{"model_type": "gpt2", "n_layer": 1e9}').parent),
+        "old/config.json cannot be read (Validation error for field 'n_layer')",
+    ),
+    "23 billion layers": (
+        lambda at: at.train(init_from=at.weights(n_layer=10**9)),
+        "old has n_layer 1000000000 (recipe: 2); set the recipe's fields to match",
+    ),
     "24 run_name": (lambda at: at.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
     "24 link": (lambda at: at.linked(), "run_name mine: runs/mine is a link out of runs/", "choose another"),
     "24 manifest": (
-        lambda at: at.train(at.manifest("../x.bin"), train_text=""),
-        "manifest.json: not a manifest of this recipe (shard '../x.bin' is not the name of a file in its directory)",
+        lambda at: at.train(at.manifest(file="../x.bin"), train_text=""),
+        "manifest.json cannot be read (shard '../x.bin' is not the name of a file in its directory)",
+        "prepare again",
     ),
+    "24 manifest, infinity": (
+        lambda at: at.train(at.manifest(tokens=float("inf"))),
+        "manifest.json cannot be read (wh",
+    ),
+    "24 manifest, type": (lambda at: at.train(at.manifest(sha256=5)), "manifest.json cannot be read (what it records"),
+    "24 manifest, deep": (
+        lambda at: at.train(at.file("d/manifest.json", '{"source": ' + "[" * 100_000).parent),
+        "manifest.json cannot be read (maximum recursion depth",
+    ),
+    "24 manifest, FIFO": (lambda at: at.train(at.fifo("manifest.json")), "manifest.json cannot be read (not a regular"),
 }
 
 
@@ -430,6 +492,53 @@ def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):
     assert "step_00000020: it is a link" in out
     assert "from step 10" in out
     assert {path: path.read_bytes() for path in outside.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("trainer_state.json", "read_text"), ("model.safetensors", "load_file"), ("metrics.jsonl", "read_text")],
+)
+def test_a_file_that_cannot_be_read_at_the_resume_is_named(command, place, monkeypatch, name, where):
+    argv = place.resume()
+    owner = Path if where == "read_text" else import_module("recipe.checkpoint.format")
+    read, times = getattr(owner, where), []
+
+    def failing(path, *arguments, **options):
+        times.extend([path] * (Path(path).name == name))
+        if Path(path).name == name and len(times) > (name == "trainer_state.json"):  # the first is to verify it
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(owner, where, failing)
+    code, _, err = command(argv)
+    assert code == 2
+    assert f"{name} cannot be read (Input/output error); " in err
+    assert len(err.splitlines()) == 1
+
+
+def test_lines_of_metrics_that_no_run_wrote_are_skipped(command, place):
+    argv = place.resume(max_steps=21)
+    strange = '{"val_loss": 0.1}\n{"step": "x"}\n{"step": null}\n[1]\n5\n' + "[" * 100_000 + "\n"
+    with open(place.run / "metrics.jsonl", "a") as log:
+        log.write(strange)
+    code, _, err = command(argv)
+    assert code == 0, err
+    assert list(by_step(place.run)) == list(range(22))
+
+
+def test_a_full_disk_is_named(command, place, monkeypatch):
+    """In the place of a full disk a limit of what a file may hold, which is less than the shard or tokenizer.json."""
+    monkeypatch.setenv("TMPDIR", str(place.path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        (code, _, preparing), (again, _, training) = command(place.prepare(SHAKESPEARE)), command(place.train())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (code, again) == (2, 2)
+    assert "out/text.part cannot be written (File too large); " in preparing
+    assert f"{place.path} cannot be written (File too large" in training
+    assert "set TMPDIR to another directory" in training
 
 
 def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_path):

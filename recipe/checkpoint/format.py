@@ -19,13 +19,15 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISLNK, S_ISREG
 
 import torch
 from safetensors.torch import load_file
 
-from recipe.errors import UserError
+from recipe.errors import UserError, reading
 from recipe.files import Buffer, fsync_directory, sha256_of, write_file
 
 logger = logging.getLogger(__name__)
@@ -235,13 +237,15 @@ def verify(path: Path) -> list[str]:
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         return ["it is a link out of the run"]
     try:
-        if (path / "manifest.json").is_symlink():
-            return ["manifest.json is a link"]
+        if problem := _problem_of_kind(path / "manifest.json"):
+            return [f"manifest.json {problem}"]
         listed = json.loads((path / "manifest.json").read_text())["files"]
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
-        return [f"manifest.json cannot be read ({e.strerror})"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (FileNotFoundError, NotADirectoryError):
+        return ["manifest.json is missing"]
+    except OSError:
+        raise
+    except Exception as e:  # of JSON and its types, many kinds
         return [f"manifest.json is not a manifest ({type(e).__name__})"]
     if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
         return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]
@@ -255,11 +259,14 @@ def verify(path: Path) -> list[str]:
     return problems or _problems_of_state(path)
 
 
+def _problem_of_kind(file: Path) -> str:
+    mode = file.lstat().st_mode
+    return "is a link" if S_ISLNK(mode) else "" if S_ISREG(mode) else "is not a regular file"
+
+
 def _problem_of(file: Path, size: int, sha256: str) -> str:
-    if file.is_symlink():
-        return "is a link"
-    if not file.is_file():
-        return "is missing"
+    if problem := _problem_of_kind(file):
+        return problem
     if file.stat().st_size != size:
         return f"has {file.stat().st_size} bytes, {size} were written"
     return "" if sha256_of(file) == sha256 else "does not have the checksum that it was written with"
@@ -279,7 +286,12 @@ def _problems_of_state(path: Path) -> list[str]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a verified checkpoint onto the CPU."""
-    state = json.loads((path / "trainer_state.json").read_text())
-    weights, optimizer_state = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+    """Reads a verified checkpoint onto the CPU. Raises UserError where a file cannot be read."""
+
+    def read(name: str, load: Callable[[Path], dict]) -> dict:
+        with reading(path / name, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
+            return load(path / name)
+
+    state = read("trainer_state.json", lambda file: json.loads(file.read_text()))
+    weights, optimizer_state = read("model.safetensors", load_file), read("optimizer.safetensors", load_file)
     return Checkpoint(path, state["step"], weights, optimizer_state, state)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import glob
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from recipe.catalog import is_text, unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
-from recipe.errors import UserError
+from recipe.errors import UserError, reading, writing
 from recipe.files import fsync_directory, replace_file, sha256_of
 
 MAGIC = 20240520
@@ -29,6 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
 _PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
+_AGAIN = "mend that, and the same command continues after the last finished shard"
 _CHUNK = 1 << 24  # tokens counted together, so that their widened copies stay small
 
 
@@ -109,12 +111,14 @@ class OpenShard:
 
     def append(self, tokens: np.ndarray) -> None:
         """Writes tokens (n,) behind those so far."""
-        self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
+        with writing(self.part, _AGAIN):
+            self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)
 
     def read(self) -> np.ndarray:
         """The tokens so far, (tokens,) uint16, mapped."""
-        self._file.flush()
+        with writing(self.part, _AGAIN):
+            self._file.flush()
         return np.memmap(self.part, DTYPE, mode="r", offset=HEADER_BYTES)
 
     def commit(self, path: Path) -> str:
@@ -122,15 +126,17 @@ class OpenShard:
         self._file.seek(0)
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
-        self._file.write(header.tobytes())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self.part, _AGAIN):
+            self._file.write(header.tobytes())
+            self._file.flush()
+            os.fsync(self._file.fileno())
         sha256 = sha256_of(self.part)
         move(self.part, path)
         return sha256
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a full disk, for what was not written yet and is deleted now
+            self._file.close()
         self.part.unlink(missing_ok=True)
 
 
@@ -160,26 +166,31 @@ class Manifest:
     dtype: str = "uint16"
 
     def __post_init__(self):
-        names = [entry["file"] for entry in self.shards]
-        if away := [name for name in names if name in ("", "..") or Path(name).name != name]:
-            raise UserError(f"shard {away[0]!r} is not the name of a file in its directory")
+        for one in fields(self):  # of a type such as "int" or "list[dict]"
+            if type(getattr(self, one.name)).__name__ != one.type.partition("[")[0]:
+                raise ValueError(f"{one.name} is not of type {one.type}")
+        for entry in self.shards:
+            name, tokens, sha256 = entry["file"], entry["tokens"], entry["sha256"]
+            if name in ("", "..") or Path(name).name != name:
+                raise ValueError(f"shard {name!r} is not the name of a file in its directory")
+            if not (
+                isinstance(tokens, int) and isinstance(sha256, str | None) and isinstance(entry.get("next", {}), dict)
+            ):
+                raise ValueError(f"what it records of shard {name} is not of the right types")
 
     def save(self, directory: Path) -> None:
         """Writes the manifest into `directory`, replacing the one there as a whole."""
-        replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=1).encode() + b"\n")
+        with writing(directory / MANIFEST, _AGAIN):
+            replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, directory: Path) -> Manifest | None:
         """None where there is no manifest. Raises UserError for one that this version cannot read."""
         path = directory / MANIFEST
-        try:
+        with reading(path, f"mend that, or delete {directory} and prepare again"):
+            if not path.exists():
+                return None
             manifest = cls(**json.loads(path.read_bytes()))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{path}: not a manifest of this recipe ({error}); delete {directory} and prepare again"
-            ) from None
         if manifest.format_version != FORMAT_VERSION:
             raise UserError(
                 f"{path}: format {manifest.format_version}; expected {FORMAT_VERSION}; delete {directory} and prepare "

@@ -19,7 +19,7 @@ from recipe.config import ROOT, Batch
 from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine, Judge
 from recipe.engine.launch import wants_cpu
-from recipe.errors import UserError
+from recipe.errors import UserError, reading
 from recipe.optim.optimizer import MOMENTS
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -219,12 +219,8 @@ def check_files(file: str, accelerates: str) -> None:
             f"{file}; remove it: that file decides sharding, the recipe precision, accumulation and clipping"
         )
     if file:
-        try:
+        with reading(Path(file), "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
             config = dict(json.loads(Path(file).read_bytes()))
-        except (OSError, ValueError, TypeError) as e:
-            raise UserError(
-                f"deepspeed_config_file {file} cannot be read as JSON ({e}); ds_configs/ has examples"
-            ) from None
         check_sharding_only(config, {}, file)
 
 

@@ -63,14 +63,14 @@ def restarts() -> tuple[int, int]:
 
 def fail(error: Exception) -> int:
     """Prints an error on standard error, once a node, and returns the exit code; one of several processes ends with
-    that code instead of returning. Raises `error` itself where it is neither a UserError nor the loss of a process.
+    that code instead of returning. Raises `error` itself where it is no UserError or OSError, nor a process lost.
 
     The launcher ends all processes as soon as one has ended, which must not be before the error is printed. So the
     others wait to be ended; one that is not ended is the only one to know of the error, and prints it.
     """
     message, code = f"error: {error}", ExitCode.USER_ERROR
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if not isinstance(error, UserError):
+    if not isinstance(error, UserError | OSError):
         how = _LOST_PEER.search(str(error))
         if not (several and how):  # with one process it is a connection to something else
             raise error

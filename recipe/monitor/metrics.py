@@ -19,7 +19,7 @@ from recipe.checkpoint.manager import CheckpointManager
 from recipe.config import Config
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
-from recipe.errors import UserError
+from recipe.errors import reading, writing
 from recipe.estimate.memory import flops_per_token
 from recipe.files import replace_file
 from recipe.monitor.progress import Progress
@@ -242,17 +242,13 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, first_step: int):
-        """Raises UserError where the file cannot be written."""
+        """Raises UserError where the file cannot be read or written."""
         self._path, self._unwritten = path, b""
         self._lock = threading.Lock()  # `sync` is called by the thread that writes checkpoints
-        try:
-            kept = [line for line in read_metrics(path) if line["step"] < first_step]
+        kept = [line for line in read_metrics(path) if line["step"] < first_step]
+        with writing(path, "move it away, or choose another output_dir"):
             replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be written: {error.strerror}; move it away, or choose another output_dir"
-            ) from None
         self.val_losses = {line["step"]: line["val_loss"] for line in kept if line.get("val_loss") is not None}
 
     def write(self, record: dict) -> None:
@@ -293,10 +289,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl, none where there is no file. A line that a killed run has left unfinished is
-    skipped."""
+    """The lines of a metrics.jsonl, none where there is no file. What is not the line of a step, such as one that a
+    killed run has left unfinished, is skipped. Raises UserError where the file cannot be read."""
+    with reading(path, "make it readable, or move it away: the run then goes on without its lines"):
+        texts = path.read_text(errors="replace").splitlines() if path.exists() else []
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            lines.append(json.loads(text))
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines

@@ -87,7 +87,7 @@ def test_a_line_that_cannot_be_written_waits_for_the_next_one_or_for_a_checkpoin
 
 def test_a_directory_in_place_of_the_file_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: Is a directory; move it away"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(not a regular file\); "):
         MetricsLog(tmp_path / "metrics.jsonl", 0)
 
 
