@@ -61,6 +61,7 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind):
         pq.write_table(pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]}), text, row_group_size=50)
     elif kind in ("directory", "glob"):
         (tmp_path / "d" / "sub").mkdir(parents=True)
+        (tmp_path / "d" / "sub" / "circle").symlink_to("..")
         write_jsonl(tmp_path / "d" / "a.jsonl", DOCUMENTS[:100])
         write_jsonl(tmp_path / "d" / "b.jsonl.gz", DOCUMENTS[100:170], gzip.open)
         pq.write_table(pa.table({"text": DOCUMENTS[170:]}), tmp_path / "d" / "c.parquet")
