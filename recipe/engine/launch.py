@@ -8,6 +8,7 @@ import sys
 import time
 from importlib.util import find_spec
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -101,6 +102,17 @@ def _lost(how: str) -> str:
     )
 
 
+def _launchers_file() -> str:
+    """The --config_file of the `accelerate launch` that started this process, from its command line, since the
+    environment shows nothing of distributed_type 'NO'; empty where there is none or the system does not show it."""
+    try:
+        words = psutil.Process().parent().cmdline() if "ACCELERATE_MIXED_PRECISION" in os.environ else []
+    except (psutil.Error, OSError, AttributeError):
+        words = []
+    given = re.search(r"\0--config[-_]file[\0=]([^\0]*)", "\0".join(words))
+    return given[1] if given else ""
+
+
 def check_launch() -> None:
     """Raises UserError for a launch whose environment shows that it would not train what was asked for."""
     accelerator = torch.accelerator.current_accelerator()
@@ -109,12 +121,12 @@ def check_launch() -> None:
         raise UserError(
             "this TPU's PyTorch has no torch_xla, so each process would train its own copy: pip install -e '.[tpu]'"
         )
-    asked = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
-    if asked and not installed and _is_on("USE_TORCH_XLA", "1"):
-        raise UserError(
-            f"{asked[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
-            "it to train without"
-        )
+    if not installed and _is_on("USE_TORCH_XLA", "1"):
+        wanted = "but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or"
+        if asked := [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]:
+            raise UserError(f"{asked[0]} is set, {wanted} unset it to train without")
+        if re.fullmatch(r"tpu(-pod)?\.yaml", os.path.basename(file := _launchers_file())):
+            raise UserError(f"{file} is for TPUs, {wanted} use another file, such as accelerate_configs/single.yaml")
     sharded = "DeepSpeed" if wants_deepspeed() else "FSDP" if wants_fsdp() else ""
     if sharded and wants_xla():
         raise UserError(f"torch_xla is installed and would take {sharded}'s place; set USE_TORCH_XLA=0 for {sharded}")

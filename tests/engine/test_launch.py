@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -119,6 +120,14 @@ def test_one_process_where_two_were_asked_for_is_refused(tmp_path):
     message = refused(path, 2, "--dry_run")
     assert "asks for several processes, but its distributed_type starts only one" in message
     assert "accelerate_configs/ddp.yaml" in message
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")
+def test_a_tpus_file_without_torch_xla_does_not_train_on_the_cpu():
+    message = refused("tpu", 1, "--dry_run")
+    assert "tpu.yaml is for TPUs, but torch_xla is not installed: pip install -e '.[tpu]'" in message
+    assert "use another file, such as accelerate_configs/single.yaml" in message
 
 
 def test_a_model_without_its_wrapper_is_refused():
