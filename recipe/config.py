@@ -536,7 +536,7 @@ class Due:
 
 def due_at(step: int, config: Config) -> Due:
     """What is due after `step` optimizer steps. Everything that the run does at all is due after the last one; nothing
-    is saved, and the untrained model neither scored on HellaSwag nor sampled, before the first."""
+    is saved before the first, nor is HellaSwag scored, which would only show chance."""
     run, last = config.run, step == config.optimizer.max_steps
 
     def every(steps: int) -> bool:
@@ -548,7 +548,7 @@ def due_at(step: int, config: Config) -> Due:
         eval=every(run.eval_steps),
         save=step > 0 and (every(run.save_steps) or step == config.optimizer.decay_start),
         hellaswag=step > 0 and run.hellaswag_steps > 0 and every(run.hellaswag_steps),
-        sample=step > 0 and run.sample_steps > 0 and every(run.sample_steps),
+        sample=run.sample_steps > 0 and every(run.sample_steps),
     )
 
 
