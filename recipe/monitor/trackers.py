@@ -6,6 +6,7 @@ checkpoint are logged again: TensorBoard hides the first ones, wandb drops the s
 values are the same.
 """
 
+import json
 import logging
 import os
 import secrets
@@ -73,11 +74,15 @@ class Tracker:
         if not active or self._name == "none":
             return
         settings = redacted(config.flat())
-        place, options = getattr(self, f"_{self._name}")(config.run.run_name, Path(config.run.output_dir), step)
         try:
+            place, options = getattr(self, f"_{self._name}")(config.run.run_name, Path(config.run.output_dir), step)
             self._tracker = LOGGER_TYPE_TO_CLASS[self._name](*place, **options)
             self._tracker.start()
-            self._tracker.store_init_configuration(settings)
+            if self._name == "tensorboard":  # Accelerate's would be a nameless run of its own, without any metric
+                text = json.dumps(settings, indent=4)  # which Markdown shows as it is, for it is indented
+                self._tracker.log({"configuration": text.strip("{}")}, step=step)
+            else:
+                self._tracker.store_init_configuration(settings)
             logger.info("tracker    %s", self._where(config))
         except Exception as error:
             self._leave_alone(error)
@@ -115,15 +120,19 @@ class Tracker:
         # repository, each of which can hold a password. It would also take over standard output, and the bar with it.
         private = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
         quiet = {"silent": True, "console": "off"}
-        # Seconds: for the answer to a prompt, for the server at the start, and for what is not uploaded at the end.
-        patience = {"login_timeout": 30, "init_timeout": 30, "finish_timeout": 60}
+        # Seconds: for the server at the start, and for what is not uploaded at the end.
+        patience = {"init_timeout": 30, "finish_timeout": 60}
+        import wandb
+
+        # Without a key wandb.init would ask for one at a terminal, and elsewhere raise an exception and keep nothing.
+        offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
         return (os.environ.get("WANDB_PROJECT", PROJECT),), {
             "name": os.environ.get("WANDB_NAME", name),
             "id": os.environ.get("WANDB_RUN_ID", self.run_id),
             "dir": os.environ.get("WANDB_DIR", str(run_dir)),
             "resume": "allow",
             "settings": private | quiet | patience,
-        }
+        } | ({"mode": "offline"} if offline else {})
 
     def _trackio(self, name: str, run_dir: Path, step: int) -> tuple[tuple, dict]:
         # trackio knows a run by its name.

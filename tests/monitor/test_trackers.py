@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import sqlite3
+import sys
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,15 +30,16 @@ installed = {name: pytest.mark.skipif(not find_spec(name), reason=f"needs {name}
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    """An empty home directory, and no variable that a tracker reads."""
+    """An empty home directory, and no variable that a tracker reads: no key, no mode."""
     home = tmp_path / "home-of-ada"
     home.mkdir()
-    for name in [n for n in os.environ if n.startswith(("WANDB_", "TRACKIO_"))]:
+    for name in [n for n in os.environ if n.startswith(("WANDB_", "TRACKIO_", "NETRC"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("WANDB_MODE", "offline")
     PartialState(cpu=True)
     yield home
+    if "wandb" in sys.modules:  # which keeps what it has read of the environment
+        sys.modules["wandb"].teardown()
     PartialState._reset_state()
 
 
@@ -73,6 +75,10 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, said):
     assert shown == [(0, 1.0), (10, 1.0), (20, 2.0), (30, 2.0), (40, 2.0)]
     (sample,) = events.Tensors("sample/text_summary")
     assert (sample.step, sample.tensor_proto.string_val) == (40, [b"Once, at step 40"])
+    (*_, configuration) = events.Tensors("configuration/text_summary")
+    assert configuration.step == 20
+    assert b'"learning_rate": 0.01,' in configuration.tensor_proto.string_val[0]
+    assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each start: one run to look at
     assert said() == [f"tracker    tensorboard --logdir {run}"] * 2
 
 
@@ -96,7 +102,7 @@ def test_trackio_continues_the_run(tmp_path, home, monkeypatch):
 
 @pytest.mark.slow
 @installed["wandb"]
-def test_wandb_continues_the_run(tmp_path, said):
+def test_wandb_continues_the_run_and_is_offline_without_a_key(tmp_path, said):
     run = tmp_path / "run"
     first = track(run, "wandb", 0, 10)
     track(run, "wandb", 20, after=10, run_id=first.run_id)
@@ -114,6 +120,7 @@ def test_no_secret_and_no_home_directory_in_what_a_tracker_uploads(tmp_path, hom
 
         monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", home / "trackio")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("sys.argv", ["recipe/train.py", "--a-word-of-the-command-line"])
     track(tmp_path / "run", name, 0, 10, val_data=SECRET, sample_prompt=f"{home}/prompt")
     written = [p for top in (tmp_path / "run", home) for p in top.rglob("*") if p.is_file()]
@@ -160,6 +167,7 @@ def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, said, met
     assert broken.calls[-1][0] == method  # it is not called again
 
 
+@installed["wandb"]
 def test_a_tracker_gets_the_run_without_its_secrets(tmp_path, monkeypatch, home):
     fine = type("Fine", (Tried,), {"calls": [], "fails": ""})
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", fine)
