@@ -20,6 +20,7 @@ from tests.conftest import ROOT, TINY, by_step, environment, flags
 from tests.hub import REPO, TOKEN, Hub
 
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "recipe" / "notebooks").glob("*.ipynb"))}
+KEY = "c0ffee" * 6 + "c0de"  # of wandb
 EXTRAS = re.compile(r" -e '?\.(?:\[([\w,]+)\])?")
 
 # pip and uv: nothing is installed, there is no network. The log of what they were asked for is checked.
@@ -163,7 +164,7 @@ def test_two_t4s(shards, whole_run, tmp_path):
         secrets = f"""
             class UserSecretsClient:
                 def get_secret(self, label):
-                    return {{"HF_TOKEN": {hub.token!r}}}[label]
+                    return {{"HF_TOKEN": {hub.token!r}, "WANDB_API_KEY": {KEY!r}}}[label]
             """
         env = {k: v for k, v in hub.environment.items() if k != "HF_TOKEN"}
         env |= {"PYTHONPATH": str(modules(tmp_path / "modules", kaggle_secrets=secrets))}
@@ -171,8 +172,8 @@ def test_two_t4s(shards, whole_run, tmp_path):
         printed = execute("kaggle-t4x2", tmp_path, env=env, CONFIG=config, EARLIER=str(tmp_path / "input"), HUB=REPO)
         run = tmp_path / "runs" / "shakespeare"
         pushed = hub.files(REPO, "main")
-    check_installed(printed["installed"], set(), tmp_path / "checkout")
-    assert "the Hub's token is there" in printed["token"]
+    check_installed(printed["installed"], {"trackers"}, tmp_path / "checkout")
+    assert printed["token"] == "the Hub's token is there\nwandb's key is there\n"
     assert f"resuming   {earlier}, copied into {run}" in printed["earlier"]
     assert "step_00000020: model.safetensors has 7 bytes" in printed["train"]
     assert "resume     from step 10" in printed["train"]
@@ -182,6 +183,7 @@ def test_two_t4s(shards, whole_run, tmp_path):
     assert pushed["model.safetensors"] == (run / "step_00000020" / "model.safetensors").read_bytes()
     assert "HellaSwag" in pushed["README.md"].decode()
     assert hub.token not in json.dumps(printed)
+    assert KEY not in json.dumps(printed)
 
 
 @pytest.mark.slow
@@ -211,6 +213,7 @@ def test_colab(shards, whole_run, tmp_path):
     )
     assert f"mounted {tmp_path / 'drive'}" in printed["drive"]
     assert "nothing can be pushed" in printed["token"]
+    assert "no WANDB_API_KEY" in printed["token"]
     assert f"resuming   {kept / name}, copied into" in printed["earlier"]
     assert printed["train"].count("holds the whole run") == 1  # and not an hour later again
     assert "not pushed: there is no HF_TOKEN" in printed["push"]

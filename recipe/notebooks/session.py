@@ -1,4 +1,4 @@
-"""What the notebooks share: running a command, resuming an earlier session's run, the Hub's token.
+"""What the notebooks share: running a command, resuming an earlier session's run, secrets.
 
 A notebook imports this into its own Python, in which nothing of this project is installed: standard library only.
 """
@@ -120,18 +120,19 @@ def _copy_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
-def hub_token() -> bool:
-    """Whether there is an HF_TOKEN: in the environment, or as a secret of Kaggle or Colab, which is then put there."""
+def secret(name: str) -> bool:
+    """Whether there is a variable of this name: in the environment, or as a secret of Kaggle or Colab, which is then put
+    there."""
     # No such module, no access and no such secret each raise an exception of their own, and all mean the same here.
     with suppress(Exception):
         from kaggle_secrets import UserSecretsClient
 
-        os.environ["HF_TOKEN"] = UserSecretsClient().get_secret("HF_TOKEN")
+        os.environ[name] = UserSecretsClient().get_secret(name)
     with suppress(Exception):
         from google.colab import userdata
 
-        os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
-    return bool(os.environ.get("HF_TOKEN"))
+        os.environ[name] = userdata.get(name)
+    return bool(os.environ.get(name))
 
 
 def summary(run_dir: str | Path) -> str:

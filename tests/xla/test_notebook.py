@@ -15,7 +15,7 @@ def test_a_kaggle_tpu(shards, tmp_path):
     assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "loss", "clone", "token", "push"}
     printed = execute("kaggle-tpu", tmp_path, env=env, only=ours.keys() - same, CONFIG=config, EARLIER=str(tmp_path))
     run = tmp_path / "runs" / "shakespeare"
-    check_installed(printed["installed"], {"tpu"}, tmp_path / "checkout")
+    check_installed(printed["installed"], {"tpu", "trackers"}, tmp_path / "checkout")
     assert "new run    nothing of it" in printed["earlier"]
     assert "4 devices behind one process" in printed["train"]
     assert by_step(run)[6]["val_loss"] < by_step(run)[0]["val_loss"]
