@@ -184,7 +184,9 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
-    loaded = Loaded(name, directory, model.to(device).eval(), tokenizer, device, dtype)
+    model.to(device).eval()
+    model.tie_weights()  # torch_xla copies each parameter by itself, the head's and the embedding's too
+    loaded = Loaded(name, directory, model, tokenizer, device, dtype)
     parameters, kind = f"{model.num_parameters():,} parameters", loaded.describe()["dtype"]
     print(f"model {name}: {parameters}, {device.type}, {kind}", flush=True)
     return loaded

@@ -1,6 +1,7 @@
 """Whole runs on XLA's CPU client, launched as a user does: the same numbers as the engine of one device."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -124,12 +125,15 @@ def test_accelerates_own_xla_launch_is_refused(tmp_path):
 
 def test_hellaswag_on_xla_equals_the_cpus(plain, tmp_path):
     """Rows cut over four devices, in few shapes; at 64 positions some are cut short and stand alone."""
-    results, env = {}, environment({"CPU_NUM_DEVICES": "4", "ACCELERATE_USE_CPU": "false"})
+    results, loaded = {}, {}
+    env = environment({"CPU_NUM_DEVICES": "4", "ACCELERATE_USE_CPU": "false"})
     for device in ("cpu", "xla"):
         arguments = ["--device", device, "--dtype", "float32", "--limit", "9", "--output", str(tmp_path / device)]
         command = [sys.executable, "eval/hellaswag.py", str(plain[0]), *arguments]
         result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stdout + result.stderr
         results[device] = json.loads((tmp_path / device).read_text())["hellaswag"]
+        loaded[device] = re.search(r"([\d,]+ parameters), ", result.stdout)[1]
+    assert loaded["xla"] == loaded["cpu"]  # the head is the embedding there too
     assert results["xla"]["device"] == "xla"
     assert {way: results["xla"][way] for way in "AB"} == {way: results["cpu"][way] for way in "AB"}
