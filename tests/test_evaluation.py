@@ -16,7 +16,11 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
     settings = {"max_steps": 4, "warmup_steps": 1, "hellaswag_steps": 4, "hellaswag_limit": 9, "sample_steps": 2}
     lines, output = train(shards, tmp_path / "run", processes=2, **settings)
     assert "HellaSwag (9 rows)" in output
-    assert [step for step, line in lines.items() if f"step {step}: sample {line.get('sample')!r}\n" in output] == [0, 2, 4]
+    assert [step for step, line in lines.items() if f"step {step}: sample {line.get('sample')!r}\n" in output] == [
+        0,
+        2,
+        4,
+    ]
     loaded = common.load(common.parser("").parse_args([str(tmp_path / "run"), "--device", "cpu"]))
     counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
     for name in ("A_acc", "A_acc_norm", "B_acc", "B_acc_norm"):
