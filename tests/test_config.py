@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import GPT2Config
 
-from recipe.config import FIELDS, Batch, batch_arithmetic, parse_config
+from recipe.config import FIELDS, Batch, batch_arithmetic, due_at, parse_config
 from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -161,6 +161,15 @@ def test_every_recipe_parses_and_opens_with_its_own_command(path):
     assert command.endswith(f"recipe/train.py --config recipe/configs/{path.name}")
     assert config.data.streaming == (path.stem != "shakespeare")
     assert config.data.disk_budget_gb <= 20 or "kaggle" not in path.stem  # 40 GB of disk, checkpoints included
+
+
+@pytest.mark.parametrize("size", ["", "-fineweb", "-medium", "-large", "-xl"])
+def test_a_gpt2_recipe_scores_hellaswag_and_samples_as_llm_c_does(size):
+    """HellaSwag every 250 steps and at the end, a sample at the end; a sample of the untrained model too."""
+    config = parse_config([f"--config=gpt2{size}"])
+    due = {step: due_at(step, config) for step in (0, 249, 250, config.optimizer.max_steps)}
+    assert [at.hellaswag for at in due.values()] == [False, False, True, True]
+    assert [at.sample for at in due.values()] == [True, False, not size, True]
 
 
 def test_no_name_stands_in_two_kinds_of_file():

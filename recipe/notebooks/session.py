@@ -121,8 +121,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def secret(name: str) -> bool:
-    """Whether there is a variable of this name: in the environment, or as a secret of Kaggle or Colab, which is then put
-    there."""
+    """Whether there is such a variable: in the environment, or as a secret of Kaggle or Colab, put there now."""
     # No such module, no access and no such secret each raise an exception of their own, and all mean the same here.
     with suppress(Exception):
         from kaggle_secrets import UserSecretsClient

@@ -190,7 +190,7 @@ def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
 
     a, b = hellaswag.table(result).split("\nlm-eval-style ")
     b, gpt3 = b.split("GPT-3's paper")
-    for number in ("0.2859", "0.2955", "0.3752", "0.4320", "0.4893", "0.2990", "0.3100", "0.2962"):
+    for number in ("0.2859", "0.2955", "0.3752", "0.4320", "0.4893", "0.2886", "0.2990", "0.3450", "0.3100", "0.2962"):
         assert number in a
     assert "0.3114" in b
     assert "0.3114" not in a
