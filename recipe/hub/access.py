@@ -38,7 +38,7 @@ def check_access(repo: str, private: bool, field: str) -> None:
         if is_lasting(error):
             raise UserError(f"{field} {repo}: the Hub answers {reason(error)}; {_LOG_IN}") from None
         where = redact(huggingface_hub.constants.ENDPOINT)
-        logger.warning("upload     %s cannot be reached (%s); trying again later", where, reason(error))
+        logger.warning("upload     %s cannot be used now (%s); trying again later", where, reason(error))
 
 
 def open_repository(api: HfApi, repo: str, private: bool) -> None:
@@ -88,7 +88,7 @@ def _answer(error: Exception) -> tuple[int, str]:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code, error.response.headers.get("X-Error-Message") or error.response.reason_phrase
     refusal = _XET_REFUSAL.search(str(error))
-    return (int(refusal[1]), refusal[2]) if refusal else (0, "")
+    return (int(refusal[1]), f"{refusal[2]}, asked for a token to write with") if refusal else (0, "")
 
 
 def limit_requests() -> None:

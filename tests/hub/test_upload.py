@@ -195,7 +195,7 @@ def test_a_refusal_through_xet_is_final(hub, run, capsys, monkeypatch):
     hub.faults.append(Fault(path="*/xet-write-token/*", status=403, times=ALWAYS))
     assert push(run) == 2
     screen = capsys.readouterr().out
-    assert f"upload     to {REPO} failed: HTTP 403: Forbidden\n" in screen
+    assert f"upload     to {REPO} failed: HTTP 403: Forbidden, asked for a token to write with\n" in screen
     assert hub.count("GET", "/xet-write-token/") == 1
 
 
@@ -341,7 +341,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     monkeypatch.setattr(upload, "_PAUSES", ())
     uploads = upload.open_uploads(config, one_process)
-    unreachable = "upload     http://127.0.0.1:9 cannot be reached (ConnectError: "
+    unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
     assert push(run) == 75
     screen = capsys.readouterr().out
