@@ -21,12 +21,13 @@ from eval import common
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
-    Prompt and new tokens must fit the model's positions together: if they do not, the prompt loses tokens on the left,
-    with a note.
+    Prompt and new tokens must fit the model's positions together. A prompt that leaves at least one is used whole, and
+    as many tokens follow as fit; a longer one loses its beginning to all the new tokens. Both print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
-    n_new = min(args.max_new_tokens, positions - 1)
+    room = positions - len(prompt_ids)
+    n_new = min(args.max_new_tokens, room if room > 0 else positions - 1)
     kept = prompt_ids[-(positions - n_new) :]
     if n_new < args.max_new_tokens:
         print(f"note: {n_new} new tokens instead of {args.max_new_tokens}: the model has {positions} positions")

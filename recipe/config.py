@@ -314,6 +314,14 @@ _OF_A_CHOICE = {
 }
 
 
+def hyperparameters(values: dict) -> list[str]:
+    """The fields that, with the data, decide what a run with these `values` (Config.flat) learns; none of an optimizer
+    or a schedule that it does not use."""
+    unused = [name for (choice, value), names in _OF_A_CHOICE.items() if values.get(choice) != value for name in names]
+    of_parts = [f.name for part in (ModelConfig, OptimizerConfig) for f in dataclasses.fields(part)]
+    return [name for name in (*of_parts, "sequence_length", "seed") if name not in ("init_from", *unused)]
+
+
 def _without_replaced_choices(recipe: list[str], its: Namespace, given: Namespace, argv: list[str]) -> list[str]:
     """The recipe's flags without those about an optimizer or a schedule that the command line has replaced."""
     flags, dropped = {word.partition("=")[0] for word in argv}, []

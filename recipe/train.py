@@ -72,7 +72,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
             code = conclude(config, batch, engine, result, parts.train_data, parts.val_data)
         if code == ExitCode.DONE:
             engine.stop.begin()  # from now on Ctrl-C leaves the uploads for later
-            uploads.wait(stopped=lambda: engine.stop.requested)
+            code = uploads.wait(stopped=lambda: engine.stop.requested)
     return code
 
 

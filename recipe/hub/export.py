@@ -25,7 +25,7 @@ from recipe.catalog import license_error
 from recipe.checkpoint.format import checkpoints, model_only, newest_valid, step_of, verify
 from recipe.config import check_repo_name
 from recipe.errors import ExitCode, UserError
-from recipe.hub.access import check_access, reason
+from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Target, Uploads
 from recipe.log import set_up_logging
@@ -120,10 +120,10 @@ def best_valid(run: Path) -> Path | None:
     return None
 
 
-def push(args: argparse.Namespace) -> bool:
+def push(args: argparse.Namespace) -> ExitCode:
     """Uploads the milestones of a run that the Hub does not have, and the newest checkpoint, or the best, to main.
 
-    Returns whether everything is on the Hub. Raises UserError.
+    Returns what Uploads.wait does. Raises UserError.
     """
     repo = args.repo
     if not repo:
@@ -138,13 +138,7 @@ def push(args: argparse.Namespace) -> bool:
     config = json.loads((final / "trainer_state.json").read_text()).get("config", {})
     private = args.private or bool(config.get("hub_private_repo"))
     target = Target(repo, private, config.get("milestone_steps", 0), final, args.license, card=not args.no_card)
-    try:
-        check_access(repo, private, "--repo")
-    except UserError:
-        raise
-    except Exception as error:
-        where = redact(huggingface_hub.constants.ENDPOINT)
-        raise UserError(f"{where} cannot be reached ({reason(error)}); push again when there is a network") from None
+    check_access(repo, private, "--repo")
     return Uploads(run, target).wait(limit=math.inf)
 
 
@@ -156,7 +150,7 @@ def _newest_run(runs: Path = Path("runs")) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0 done, 2 a mistake of the user's, 75 something is left to upload."""
+    """The command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
     try:
@@ -210,7 +204,7 @@ def export_main(argv: list[str]) -> int:
 
 
 def push_main(argv: list[str]) -> int:
-    """The command that uploads a run; returns the exit code, RUN_AGAIN where something is left. Raises UserError."""
+    """The command that uploads a run; returns the exit code (see Uploads.wait). Raises UserError."""
     parser = _parser(
         prog="python -m recipe.hub.export push",
         description="Upload a run's milestones to branches and its newest checkpoint to main, each with its model "
@@ -222,12 +216,12 @@ def push_main(argv: list[str]) -> int:
     parser.add_argument("--private", action="store_true", help="create a private repository, push to no public one")
     parser.add_argument("--no_card", action="store_true", help="leave README.md on the Hub as it is")
     try:
-        done = push(_parse(parser, argv))
+        code = push(_parse(parser, argv))
     except KeyboardInterrupt:
-        done = False
-    if done:
+        return ExitCode.RUN_AGAIN
+    if code == ExitCode.DONE:
         logger.info("upload     everything is on the Hub")
-    return ExitCode.DONE if done else ExitCode.RUN_AGAIN
+    return code
 
 
 if __name__ == "__main__":

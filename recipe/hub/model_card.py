@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from recipe.catalog import DATASETS
-from recipe.config import ModelConfig
+from recipe.config import ModelConfig, hyperparameters
 from recipe.data.tokenizer import GPT2
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
@@ -26,24 +26,6 @@ from recipe.units import si
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 _ENGLISH = {source for source, _ in DATASETS.values()}  # according to these data sets' pages on the Hub
-_HYPERPARAMETERS = (
-    "total_batch_tokens",
-    "sequence_length",
-    "micro_batch_size",
-    "max_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "min_lr_fraction",
-    "warmup_steps",
-    "optim",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "dropout",
-    "seed",
-)
 
 
 def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: str = "float32") -> str:
@@ -192,7 +174,7 @@ def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:
     yield "steps", f"{state['step']:,}"
     yield "tokens", f"{state['tokens']:,}"
     yield "objective", "next token, cross-entropy"
-    for field in _HYPERPARAMETERS:
+    for field in hyperparameters(config):
         yield field, config.get(field)
     yield "hardware", _history(parts, _hardware)
     yield "precision", _history(parts, _precision)

@@ -31,8 +31,8 @@ from huggingface_hub.utils import disable_progress_bars
 
 from recipe.checkpoint.format import checkpoints, model_only, step_of, verify
 from recipe.config import Config
-from recipe.errors import UserError
-from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
+from recipe.errors import ExitCode
+from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason, retry_after
 from recipe.hub.model_card import CARD, model_card
 from recipe.units import some
 
@@ -42,7 +42,7 @@ MAIN = "main"
 _WEIGHTS = "model.safetensors"
 _LIMIT = 900.0  # seconds that the end of a run waits for its uploads, at most
 _QUIET = 60.0  # seconds between a failure and the next attempt while the run trains, and so between warnings
-_PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between attempts while somebody waits
+_PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between attempts while somebody waits, or more where the Hub asks for it
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Uploads:
         self._known: dict[str, bool] = {}
         self._thread: threading.Thread | None = None
         self._hopeless = False
+        self._retry_after = 0.0  # seconds that the Hub asked to wait
         self._not_before = 0.0  # time.monotonic() of the next attempt and the next warning
         if target:
             disable_progress_bars()
@@ -143,21 +144,24 @@ class Uploads:
         if self._target and not busy and time.monotonic() >= self._not_before:
             self._begin(self._try, step)
 
-    def wait(self, limit: float = _LIMIT, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Uploads all that is left and returns whether everything is on the Hub. Ends after `limit` seconds, after
-        some attempts that fail, or when `stopped()`."""
+    def wait(self, limit: float = _LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
+        """Uploads all that is left; returns DONE where everything is on the Hub, USER_ERROR where the Hub or a damaged
+        checkpoint refuses it, RUN_AGAIN where it failed. Ends after `limit` seconds, after some attempts that fail, or
+        when `stopped()`."""
         if self._target is None:
-            return True
+            return ExitCode.DONE
         if missing := self._missing():
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", missing)
             deadline = time.monotonic() + limit
             self._begin(self._finish, self._thread)
             while self._thread.is_alive() and time.monotonic() < deadline and not stopped():
                 self._thread.join(0.05)
-        if missing := self._missing():
-            command = f"python -m recipe.hub.export push {shlex.quote(str(self._run))} --repo {self._target.repo}"
-            logger.warning("upload     not on the Hub: %s; to upload it, run %s", missing, command)
-        return not missing
+        if not (missing := self._missing()):
+            return ExitCode.DONE
+        command = f"python -m recipe.hub.export push {shlex.quote(str(self._run))} --repo {self._target.repo}"
+        logger.warning("upload     not on the Hub: %s; to upload it, run %s", missing, command)
+        refused = self._hopeless or False in self._known.values()
+        return ExitCode.USER_ERROR if refused else ExitCode.RUN_AGAIN
 
     def _begin(self, work: Callable, argument) -> None:
         self._thread = threading.Thread(target=work, args=(argument,), name="upload", daemon=True)
@@ -168,7 +172,7 @@ class Uploads:
         if running:
             running.join()
         for pause in (0, *_PAUSES):
-            time.sleep(pause)
+            time.sleep(max(pause, self._retry_after))
             if self._try(math.inf) or self._hopeless:
                 break
 
@@ -178,13 +182,15 @@ class Uploads:
             return False
         try:
             sync(self._run, self._target, self._known, up_to)
+            self._retry_after = 0.0
             return True
         except Exception as error:
-            self._hopeless = is_lasting(error)
+            self._hopeless, self._retry_after = is_lasting(error), retry_after(error)
             if time.monotonic() >= self._not_before:
-                later = "" if self._hopeless else "; trying again later"
-                logger.warning("upload     to %s failed: %s%s", self._target.repo, reason(error), later)
-                self._not_before = time.monotonic() + _QUIET
+                later = f"in {self._retry_after:.0f} s" if self._retry_after else "later"
+                again = "" if self._hopeless else f"; trying again {later}"
+                logger.warning("upload     to %s failed: %s%s", self._target.repo, reason(error), again)
+                self._not_before = time.monotonic() + max(_QUIET, self._retry_after)
             return False
 
     def _missing(self) -> str:
@@ -207,12 +213,7 @@ def open_uploads(config: Config, engine) -> Uploads:
     if engine.is_main and offline:
         logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
     with engine.shared_error("hub_model_id cannot be used"):
-        try:
-            if engine.is_main and not offline:
-                check_access(target.repo, target.private, "hub_model_id")
-                logger.info("upload     to %s, each checkpoint during training", page(target.repo))
-        except UserError:
-            raise
-        except Exception as e:
-            logger.warning("upload     the Hub cannot be reached (%s); the run tries again later", reason(e))
+        if engine.is_main and not offline:
+            check_access(target.repo, target.private, "hub_model_id")
+            logger.info("upload     to %s, each checkpoint during training", page(target.repo))
     return Uploads(run_dir, target if engine.is_main and not offline else None)

@@ -236,8 +236,10 @@ class GPT2LMHeadModel(nn.Module):
         config.pad_token_id = config.eos_token_id
         config.save_pretrained(directory)
         tokens = {f"{kind}_token_id": config.eos_token_id for kind in ("bos", "eos", "pad")}
-        # Without max_length a pipeline generates 256 tokens, which may be more than there are positions.
-        GenerationConfig(max_length=config.n_positions, **tokens).save_pretrained(directory)
+        # By default a pipeline generates 256 tokens. max_length ends them where the positions are too few for these and
+        # a prompt, and only there: of max_length and max_new_tokens together transformers 5 warns at each call.
+        limit = {"max_length": config.n_positions} if config.n_positions < 2 * 256 else {}
+        GenerationConfig(**limit, **tokens).save_pretrained(directory)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, **kwargs) -> "GPT2LMHeadModel":

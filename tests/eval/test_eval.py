@@ -181,12 +181,19 @@ def test_temperature_top_k_and_top_p_are_at_work(loaded, capsys, caplog):
     assert [record.getMessage() for record in caplog.records] == []
 
 
-def test_a_prompt_without_room_loses_its_beginning(loaded, capsys):
+def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded, capsys):
     words = [f" {word}" for word in ("one", "two", "three", "four") * 25]
     flags = ["--max_new_tokens", "4", "--temperature", "0"]
     long, screen = sampled(loaded, capsys, *flags, prompt="".join(words))
     assert "of the prompt's 100 tokens the last 60 are used" in screen
     assert long == sampled(loaded, capsys, *flags, prompt="".join(words[-60:]))[0]
+    flags[1] = "50"
+    whole, screen = sampled(loaded, capsys, *flags, prompt="".join(words[:60]))
+    assert "tokens the last" not in screen
+    assert "note: 4 new tokens instead of 50: the model has 64 positions" in screen
+    assert (
+        whole == sampled(loaded, capsys, "--temperature", "0", "--max_new_tokens", "4", prompt="".join(words[:60]))[0]
+    )
 
 
 def test_sample_command_is_quiet_and_prints_what_it_cut(model_dir, tmp_path):

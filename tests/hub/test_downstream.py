@@ -1,6 +1,7 @@
 """Exported models in the programs that people use, by the code of docs/elsewhere.md as it stands there."""
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -9,15 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
 from recipe.config import parse_config
+from recipe.data.tokenizer import save_tokenizer
 from recipe.hub.export import export
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -129,6 +134,29 @@ def test_a_pipeline_generates_text_with_all_its_defaults(exported):
         generate("First Citizen:\n" * 40)
     (answer,) = generate("First Citizen:\n" * 40, handle_long_generation="hole", max_new_tokens=10)  # as the card says
     assert len(answer["generated_text"]) > 40 * len("First Citizen:\n")
+
+
+@pytest.mark.parametrize("positions", [64, 1024])
+def test_the_cards_own_lines_warn_of_nothing(exported, tmp_path, capsys, caplog, monkeypatch, positions):
+    """Nor, where a pipeline's default length fits the positions, does a call with a length."""
+    model = shutil.copytree(exported, tmp_path / "model")
+    if positions > 64:
+        ours = build_model(parse_config(flags(**TINY | {"n_positions": positions})))
+        ours.save_config(model)
+        save_file(ours.state_dict(), model / "model.safetensors")
+        save_tokenizer(model, positions)
+    monkeypatch.setattr(transformers.logging.get_logger("transformers"), "propagate", True)
+    monkeypatch.setattr(transformers.logging.get_logger("transformers"), "level", logging.WARNING)
+    (lines,) = re.findall("```python\n(.*?)```", (model / "README.md").read_text(), re.DOTALL)
+    names = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(lines.replace("path/to/this/directory", str(model)), names)
+        printed = capsys.readouterr().out
+        if positions > 64:
+            names["generate"]("The", max_new_tokens=20)
+    assert 20 < len(AutoTokenizer.from_pretrained(model)(printed).input_ids) < 300
+    assert caplog.messages == []
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ from recipe.data.hub import HubText
 from recipe.errors import UserError
 from recipe.hub.model_card import model_card
 from tests import canary
-from tests.conftest import ROOT
+from tests.conftest import ROOT, flags
 
 HUB_DATA = HubText(DataConfig(train_text="HuggingFaceFW/fineweb-edu", dataset_config="sample-10BT")).identity() | {
     "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
@@ -155,6 +156,26 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
         assert line in card.text, line
     assert "epochs" not in card.text  # of a stream that has not ended
     assert "secret" not in card.content
+
+
+MUON = {"optim": "muon", "muon_learning_rate": 0.03, "muon_momentum": 0.9, "muon_weight_decay": 0.2}
+WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"optim": "adamw", "skip_loss_z": 5.0}, MUON | {"lr_scheduler_type": "linear"}, WSD]
+)
+def test_the_settings_of_a_card_are_the_runs_and_repeat_it(card, tmp_path, chosen):
+    (tmp_path / "mine.yaml").write_text("dataset_name: x\n")
+    start = [f"--config={tmp_path / 'mine.yaml'}"]
+    values = {"n_head": 6, "adam_epsilon": 1e-7, "warmup_steps": 7, "seed": 3, "sequence_length": 512} | chosen
+    config = parse_config(start + flags(**values))
+    rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", card(STATE | {"config": config.flat()}).text, re.MULTILINE))
+    fields = {*vars(config.model), *vars(config.optimizer), "sequence_length", "seed"}
+    again = parse_config(start + flags(**{name: value for name, value in rows.items() if name in fields}))
+    assert again == config
+    assert {name for name in rows if name.startswith("muon_")} == {name for name in chosen if name.startswith("muon_")}
+    assert ("decay_fraction" in rows) == ("decay_fraction" in chosen)
 
 
 def test_what_was_not_measured_is_not_in_the_card(card):
