@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, Retention, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import about
-from recipe.checkpoint.run_dir import check_same_run, open_run
+from recipe.checkpoint.run_dir import check_same_run, open_run, set_aside
 from recipe.config import ROOT, Batch, Config, ModelConfig
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
@@ -165,8 +165,10 @@ def open_components(
             pin=engine.device.type == "cuda",
         )
         closing.callback(batches.close)
-        log, manager = _log_and_manager(config, engine, step, closing)
-        outputs = _outputs(config, engine, step, state, log, closing)
+        log, manager = _log_and_manager(config, engine, checkpoint, closing)
+        # A tracker takes no step twice: steps that now go differently are another run of its.
+        tracked_as = None if checkpoint and checkpoint.rewound else state.get("tracker")
+        outputs = _outputs(config, engine, step, tracked_as, log, closing)
         metrics = Metrics(config, engine, batches, manager, outputs)
         if checkpoint:
             engine.spike_filter.load_state_dict(state["spike_filter"])
@@ -223,25 +225,27 @@ def _model_and_optimizer(
 
 
 def _log_and_manager(
-    config: Config, engine: Engine, step: int, closing: ExitStack
+    config: Config, engine: Engine, checkpoint: Checkpoint | None, closing: ExitStack
 ) -> tuple[MetricsLog | None, CheckpointManager | None]:
     """metrics.jsonl and what writes checkpoints, both on the main process only."""
     if not engine.is_main:
         return None, None
-    run = config.run
-    log = closing.enter_context(MetricsLog(Path(run.output_dir) / "metrics.jsonl", step))
+    run, run_dir = config.run, Path(config.run.output_dir)
+    if checkpoint:
+        set_aside(run_dir, checkpoint)
+    log = closing.enter_context(MetricsLog(run_dir / "metrics.jsonl", checkpoint.step if checkpoint else 0))
     keep = Retention(run.save_total_limit, run.milestone_steps, config.optimizer.decay_start)
-    manager = CheckpointManager(Path(run.output_dir), keep, log)
+    manager = CheckpointManager(run_dir, keep, log)
     return log, closing.enter_context(manager)
 
 
 def _outputs(
-    config: Config, engine: Engine, step: int, state: dict, log: MetricsLog | None, closing: ExitStack
+    config: Config, engine: Engine, step: int, tracked_as: str | None, log: MetricsLog | None, closing: ExitStack
 ) -> Outputs:
     opt = config.optimizer
     progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
     closing.callback(progress.close)
-    tracker = closing.enter_context(Tracker(config, step, state.get("tracker"), active=engine.is_main))
+    tracker = closing.enter_context(Tracker(config, step, tracked_as, active=engine.is_main))
     return Outputs(log, progress, tracker)
 
 
@@ -250,18 +254,18 @@ def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | 
     """The run's directory, locked for this run, and the newest whole checkpoint in it, chosen and verified by the main
     process for all of them. A collective call. Raises UserError, on all processes."""
     with ExitStack() as closing:
-        chosen = None
+        chosen, rewound = None, False
         with engine.shared_error("the run's directory cannot be opened"):
             if engine.is_main:
-                chosen = closing.enter_context(open_run(config)).newest_checkpoint()
-        chosen = engine.from_main(chosen)
-        yield _load(config, engine, chosen) if chosen else None
+                chosen, rewound = closing.enter_context(open_run(config)).continue_from(redacted(config.flat()))
+        chosen, rewound = engine.from_main((chosen, rewound))
+        yield _load(config, engine, chosen, rewound) if chosen else None
 
 
-def _load(config: Config, engine: Engine, path: Path) -> Checkpoint:
+def _load(config: Config, engine: Engine, path: Path, rewound: bool) -> Checkpoint:
     if engine.anywhere(not path.exists()):
         raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, rewound=rewound)
     run_dir = Path(config.run.output_dir)
     _check_same_tokenizer(checkpoint.state, open_tokenizer(config.data.tokenizer), run_dir)
     check_same_run(checkpoint.state, redacted(config.flat()), run_dir)

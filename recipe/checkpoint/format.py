@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _FOR_TRAINING = {"optimizer.safetensors", "trainer_state.json"}  # from_pretrained does not read these
 _NAME = re.compile(r"step_(\d{8,})")
 _SAVING, _DELETING = ".saving-", ".deleting-"
+_KEEP = ".keep"  # in a checkpoint that some plan of its run has named, be it an earlier one: it is never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
 _OTHER_FILES = 16_000_000  # bytes, at most, beside the tensors: tokenizer, configuration, trainer state
 
@@ -50,6 +51,7 @@ class Checkpoint:
     Attributes:
         optimizer_state: {"<state>.<parameter name>": tensor}.
         state: trainer_state.json.
+        rewound: there are newer ones, of an earlier plan of the run, which this plan does not continue.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class Checkpoint:
     weights: dict[str, torch.Tensor]
     optimizer_state: dict[str, torch.Tensor]
     state: dict
+    rewound: bool = False
 
 
 def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, bytes]) -> Path:
@@ -138,7 +141,7 @@ def _check_room(run_dir: Path, checkpoint: Checkpoint) -> None:
 class Retention:
     """Which checkpoints are kept: the newest `save_total_limit`, those at multiples of `milestone_steps` (0: none), the
     one at `decay_start` (0: none), and the one with the best validation loss, so that a run whose loss diverges does
-    not replace all its good checkpoints.
+    not replace all its good checkpoints. What a plan has named stays, also where max_steps or milestone_steps change.
     """
 
     save_total_limit: int
@@ -160,9 +163,17 @@ def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, flo
     found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
     evaluated = [path for path in found if step_of(path) in val_losses]
     best = min(evaluated, key=lambda path: val_losses[step_of(path)], default=None)
+    for path in found:
+        if keep.names(step_of(path)):
+            protect(path)
     for path in found[: -keep.save_total_limit]:
-        if path != best and not keep.names(step_of(path)):
+        if path != best and not (path / _KEEP).exists():
             delete(path)
+
+
+def protect(checkpoint: Path) -> None:
+    """Sees to it that a checkpoint is never pruned. Raises OSError."""
+    (checkpoint / _KEEP).touch()
 
 
 def delete(checkpoint: Path) -> None:
@@ -285,8 +296,9 @@ def _problems_of_state(path: Path) -> list[str]:
     return []
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a verified checkpoint onto the CPU. Raises UserError where a file cannot be read."""
+def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:
+    """Reads a verified checkpoint onto the CPU; `rewound`: see Checkpoint. Raises UserError where a file cannot be
+    read."""
 
     def read(name: str, load: Callable[[Path], dict]) -> dict:
         with reading(path / name, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
@@ -294,4 +306,4 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     state = read("trainer_state.json", lambda file: json.loads(file.read_text()))
     weights, optimizer_state = read("model.safetensors", load_file), read("optimizer.safetensors", load_file)
-    return Checkpoint(path, state["step"], weights, optimizer_state, state)
+    return Checkpoint(path, state["step"], weights, optimizer_state, state, rewound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import socket
@@ -12,11 +13,21 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from recipe.checkpoint.format import checkpoints, newest_valid, sweep
+from recipe.checkpoint.format import (
+    Checkpoint,
+    checkpoint_path,
+    checkpoints,
+    newest_valid,
+    protect,
+    step_of,
+    sweep,
+    verify,
+)
 from recipe.config import Config, OptimizerConfig, data_sets
-from recipe.errors import UserError
-from recipe.files import replace_file
+from recipe.errors import UserError, writing
+from recipe.files import fsync_directory, replace_file
 from recipe.mixture import counts_in
+from recipe.optim.schedule import lr_at
 from recipe.units import some
 
 logger = logging.getLogger(__name__)
@@ -87,6 +98,13 @@ class RunDirectory:
         """The newest whole checkpoint, every byte verified, or None where there is none. Raises UserError where all are
         damaged, or one cannot be read."""
         return newest_valid(self.path)
+
+    def continue_from(self, config: dict) -> tuple[Path | None, bool]:
+        """The checkpoint from which a run with `config` (a flat dict) continues, None where there is none, and whether
+        it is rewound (see Checkpoint). Raises as `newest_checkpoint` does, and OSError."""
+        newest = self.newest_checkpoint()
+        chosen = newest and _before_decay(newest, config)
+        return chosen, chosen != newest
 
 
 def open_run(config: Config) -> RunDirectory:
@@ -167,20 +185,67 @@ def check_same_run(state: dict, config: dict, run_dir: Path) -> None:
         )
     for difference in differing(k for k in config if k not in _HARMLESS):
         logger.info("resuming with %s", difference)
-    _warn_of_decay(state, before, config)
-
-
-def _warn_of_decay(state: dict, before: dict, config: dict) -> None:
-    """Where a longer run goes on from a checkpoint at which wsd had lowered the learning rate, which rises again."""
-    names = {f.name for f in dataclasses.fields(OptimizerConfig)}
-    start = OptimizerConfig(**{name: value for name, value in before.items() if name in names}).decay_start
-    if 0 < start < state["step"] and config["max_steps"] > before["max_steps"]:
+    step = state["step"]
+    rates = [lr_at(step, _optimizer(c)) for c in (before, config)]
+    if rates[0] != rates[1] and step < config["max_steps"]:
         logger.warning(
-            "decayed    the learning rate has decayed already at step %d; to extend the run from its constant phase, "
-            "copy step_%08d into a new output_dir and continue there",
-            state["step"],
-            start,
+            "schedule   the learning rate at step %d was %.3g and is %.3g now: the run ends differently from one that "
+            "had these settings from the start",
+            step,
+            *rates,
         )
+
+
+def _optimizer(config: dict) -> OptimizerConfig:
+    """That of a flat configuration, be it an older version's."""
+    return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
+
+
+def _before_decay(newest: Path, config: dict) -> Path:
+    """The checkpoint from which a run with `config` (a flat dict) continues, where `newest` is its newest: the last one
+    before wsd lowered the learning rate, if max_steps is larger than when it did."""
+    state = json.loads((newest / "trainer_state.json").read_text())
+    before = state.get("config")
+    if not isinstance(before, dict) or config["lr_scheduler_type"] != "wsd":
+        return newest
+    plan = _optimizer(before)
+    if not 0 < plan.decay_start < state["step"] or config["max_steps"] <= plan.max_steps:
+        return newest
+    start = checkpoint_path(newest.parent, plan.decay_start)
+    if problems := verify(start):
+        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", start, problems[0])
+        return newest
+    return start
+
+
+_ASIDE = ".decayed"  # what is being set aside, until all of it is there
+
+
+def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
+    """Moves what is newer than `checkpoint`, if that is rewound, into the next free `decayed_<newest step>`, with a
+    copy of metrics.jsonl: a run directory of its own. Finishes what a process that was killed had begun. Raises
+    UserError.
+
+    The newest is moved last: where a process is killed before, the next one finds the same newest one, and rewinds too.
+    """
+    aside, log = run_dir / _ASIDE, run_dir / "metrics.jsonl"
+    with writing(run_dir, f"mend that, or copy {checkpoint.path.name} into a new output_dir and continue there"):
+        if checkpoint.rewound:
+            protect(checkpoint.path)
+            aside.mkdir(exist_ok=True)
+            if log.exists() and not checkpoints(aside):  # all of its lines are there still
+                replace_file(aside / log.name, log.read_bytes())
+            for path in checkpoints(run_dir):
+                if step_of(path) > checkpoint.step:
+                    path.rename(aside / path.name)
+            fsync_directory(aside)
+            fsync_directory(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
+        if moved := checkpoints(aside):
+            name = f"decayed_{step_of(moved[-1]):08d}"
+            names = (name, *(f"{name}-{n}" for n in range(2, 10**6)))
+            free = next(run_dir / one for one in names if not os.path.lexists(run_dir / one))
+            aside.rename(free)
+            logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", free)
 
 
 def refusal(config: Config) -> str:

@@ -123,10 +123,21 @@ def test_a_full_disk_at_the_start_names_the_directory(tmp_path, monkeypatch):
 
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):
     caplog.set_level("INFO")
-    state = {"config": {"n_layer": 2, "n_embd": 64, "learning_rate": 1e-3, "seed": 1}, "data": {}}
-    same = {"n_layer": 2, "n_embd": 64, "learning_rate": 2e-3, "seed": 1}
+    before = {
+        "n_layer": 2,
+        "n_embd": 64,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "max_steps": 80,
+        "seed": 1,
+    }
+    state, same = {"config": before, "data": {}, "step": 20}, before | {"max_steps": 100, "eval_steps": 7}
     check_same_run(state, same, tmp_path)
-    assert caplog.messages == ["resuming with learning_rate 0.001 -> 0.002"]
+    assert caplog.messages[0] == "resuming with max_steps 80 -> 100"
+    assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[1]
+    caplog.clear()
+    check_same_run(state | {"config": same}, same, tmp_path)
+    assert caplog.messages == []
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 64 -> 96.*--fresh"):
         check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tmp_path)
     with pytest.raises(UserError, match=r"has no 'data': no run wrote it"):

@@ -1,13 +1,19 @@
 """Whole runs with Muon and with wsd: on one device and on two, resumed, extended, refused."""
 
 import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipe.checkpoint.format import checkpoints
-from tests.conftest import EQUAL, by_step, flags, launch, run_train, train
+from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
+from recipe.checkpoint.run_dir import RunDirectory, set_aside
+from recipe.config import parse_config
+from recipe.monitor.metrics import MetricsLog
+from tests.conftest import EQUAL, TINY, by_step, flags, launch, run_train, train
 
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 MUON = {"optim": "muon"} | WSD
@@ -40,29 +46,98 @@ def test_muon_takes_the_same_steps_on_two_processes_and_checkpoints_move(shards,
     assert [moved[s]["loss"] for s in range(41, 51)] == pytest.approx([one[s]["loss"] for s in range(41, 51)], abs=1e-4)
 
 
-def test_a_run_extended_from_the_constant_phase_is_the_longer_run_to_the_bit(shards, long_run, tmp_path):
-    """10 steps decay after the sixth, whose checkpoint is kept; from there, 20 steps are as from the start."""
-    long, _ = long_run
-    train(shards, tmp_path / "short", max_steps=10, save_total_limit=1, **MUON)
-    assert [path.name for path in checkpoints(tmp_path / "short")] == ["step_00000006", "step_00000010"]
-    extended = tmp_path / "extended"
-    shutil.copytree(tmp_path / "short" / "step_00000006", extended / "step_00000006")
-    lines, output = train(shards, extended, **MUON)
-    assert "from step 6" in output
-    end, expected = tensors(extended / "step_00000020"), tensors(long / "step_00000020")
-    assert end.keys() == expected.keys()
-    assert sum(name.startswith("momentum.") for name in end) == 8  # four matrices in each of two blocks
-    assert all(torch.equal(end[name], expected[name]) for name in end)
-    before = by_step(long)
-    assert [lines[s]["loss"] for s in range(7, 21)] == [before[s]["loss"] for s in range(7, 21)]
+def steps(run):
+    return [step_of(path) for path in checkpoints(run)]
 
 
-def test_a_run_that_has_decayed_says_so_when_it_is_extended(shards, long_run, tmp_path):
+@pytest.fixture(scope="session")
+def decayed_run(shards, once):
+    """10 steps, the last 4 of which decay."""
+    fields = MUON | {"max_steps": 10, "save_steps": 2, "save_total_limit": 1, "milestone_steps": 2, "eval_steps": 0}
+    return once("decayed", lambda run: train(shards, run, **fields)[1])[0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_extended_run_continues_from_before_the_decay_as_the_longer_run_to_the_bit(
+    shards, long_run, decayed_run, tmp_path, processes
+):
+    """10 steps, then 14, then 20 with the same command: each time from the last step of the constant phase, and no
+    checkpoint that one of the three plans protects is lost."""
     run = tmp_path / "run"
-    shutil.copytree(long_run[0], run)
-    _, output = train(shards, run, **MUON | {"max_steps": 22})
-    assert "has decayed already" in output
-    assert "step_00000012" in output
+    shutil.copytree(decayed_run, run)
+    before = (run / "metrics.jsonl").read_bytes()
+    fields = MUON | {"save_total_limit": 1, "save_steps": 0, "eval_steps": 0}
+    lines, output = train(shards, run, processes, **fields | {"max_steps": 14})
+    assert "from step 6 " in output
+    assert steps(run) == [2, 4, 6, 8, 14]  # milestones and the decay's start of the first plan, that of the second
+    assert steps(run / "decayed_00000010") == [8, 10]
+    assert (run / "decayed_00000010" / "metrics.jsonl").read_bytes() == before
+    assert [s for s, line in lines.items() if line["val_loss"] is not None] == [14]  # that of 10 is the decayed one's
+    _, output = train(shards, run, processes, **fields | {"max_steps": 14})
+    assert "holds the whole run" in output
+    train(shards, run, processes, **fields | {"max_steps": 20})
+    assert steps(run) == [2, 4, 6, 8, 12, 20]
+    assert steps(run / "decayed_00000014") == [14]
+    _, output = train(shards, run / "decayed_00000010", **MUON | {"max_steps": 10})  # is a run directory of its own
+    assert "holds the whole run" in output
+    if processes == 1:
+        lines, (long, _) = by_step(run), long_run
+        end, expected = tensors(run / "step_00000020"), tensors(long / "step_00000020")
+        assert end.keys() == expected.keys()
+        assert sum(name.startswith("momentum.") for name in end) == 8  # four matrices in each of two blocks
+        assert all(torch.equal(end[name], expected[name]) for name in end)
+        assert [lines[s]["loss"] for s in range(1, 21)] == [by_step(long)[s]["loss"] for s in range(1, 21)]
+
+
+@pytest.mark.parametrize("operation", range(8))
+def test_an_extension_that_is_killed_while_it_moves_the_decay_aside_ends_the_same(
+    decayed_run, tmp_path, monkeypatch, operation
+):
+    """Killed before each of its file operations: the next process sets aside the same, whole."""
+    run, config = tmp_path / "run", parse_config(flags(**TINY | MUON | {"max_steps": 14})).flat()
+    shutil.copytree(decayed_run, run)
+    before, calls = (run / "metrics.jsonl").read_bytes(), count()
+
+    def start() -> Path:
+        with RunDirectory(run) as opened:
+            chosen, rewound = opened.continue_from(config)
+            set_aside(run, load_checkpoint(chosen, rewound=rewound))
+            MetricsLog(run / "metrics.jsonl", step_of(chosen)).__exit__()
+        return chosen
+
+    def killed(original):
+        def call(*arguments, **options):
+            if next(calls) == operation:
+                raise KeyboardInterrupt
+            return original(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("mkdir", "rename", "replace", "touch"):
+            patched.setattr(Path, name, killed(getattr(Path, name)))
+        with suppress(KeyboardInterrupt):
+            start()
+    assert next(calls) > operation
+    assert start().name == "step_00000006"
+    assert steps(run) == [2, 4, 6]
+    assert [path.name for path in run.glob("*decayed*")] == ["decayed_00000010"]
+    assert steps(run / "decayed_00000010") == [8, 10]
+    assert (run / "decayed_00000010" / "metrics.jsonl").read_bytes() == before
+    assert max(by_step(run)) == 6
+
+
+def test_where_the_checkpoint_before_the_decay_is_gone_the_newest_continues_with_a_warning(
+    shards, decayed_run, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(decayed_run, run)
+    shutil.rmtree(run / "step_00000006")
+    _, output = train(shards, run, **MUON | {"max_steps": 14})
+    assert "step_00000006, the last checkpoint before the decay, cannot be used" in output
+    assert "from step 10 " in output
+    assert "the learning rate at step 10 was 0 and is" in output
+    assert 10 in steps(run)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(shards, long_run, tmp_path):
