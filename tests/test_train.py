@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
 from tests import processes as programs
-from tests.conftest import ROOT, TINY, by_step, environment, flags, run_train, train
+from tests.conftest import ROOT, TINY, by_step, environment, flags, metrics, run_train, train
 
 GOLDEN = ROOT / "tests" / "golden_loss.json"
 GOLDEN_CONFIG = {"sequence_length": 32, "total_batch_tokens": 256, "micro_batch_size": 8, "eval_tokens": 1024}
@@ -184,6 +184,24 @@ def test_running_again_says_that_the_run_is_complete_and_fresh_keeps_the_old_one
     again, output = train(shards, run, max_steps=6, save_steps=0, fresh="true")
     assert losses(again) == losses(first)
     assert (tmp_path / "run.old-1" / "step_00000006").is_dir()
+
+
+def test_an_extended_run_keeps_what_its_last_step_measured_and_so_its_best_checkpoint(shards, tmp_path):
+    """The last step is evaluated whatever eval_steps; then a constant learning rate at which the run diverges."""
+    run, plan = tmp_path / "run", {"eval_steps": 20, "save_total_limit": 1}
+    first, _ = train(shards, run, **plan, max_steps=65, learning_rate=2e-3, sample_steps=40)
+    extended, output = train(shards, run, **plan, max_steps=90, learning_rate=1, min_lr_fraction=1)
+    assert "the learning rate at step 65 was 0 and is" in output
+    measured = {step: line["val_loss"] for step, line in extended.items() if line["val_loss"] is not None}
+    assert list(measured) == [0, 20, 40, 60, 65, 80, 90]
+    assert min(measured, key=measured.get) == 65
+    of_this_process = dict.fromkeys(("save_wait", "seconds", "peak_memory_bytes"))
+    assert extended[65] | of_this_process == first[65] | of_this_process
+    assert extended[65]["sample"]
+    assert [p.name for p in checkpoints(run)] == ["step_00000065", "step_00000090"]
+    again, _ = train(shards, run, max_steps=92, eval_steps=9)  # due at the step that it continues from
+    assert [s for s, line in again.items() if line["val_loss"] is not None] == [*measured, 92]
+    assert [line["step"] for line in metrics(run)] == list(range(93))
 
 
 def test_checkpoints_are_pruned_to_the_last_ones_and_the_milestones(shards, tmp_path):

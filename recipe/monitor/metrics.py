@@ -142,7 +142,8 @@ class Metrics:
         """Restores the metrics from a trainer state, with the keys of `state_dict` and "step"."""
         self.throughput = Throughput(state["seconds"], state["pauses"])
         self.loss.load_state_dict(state["running_loss"])
-        self._read_at, self._record = state["step"], state["record"]
+        earlier = self._outputs.log.earlier if self._outputs.log else {}
+        self._read_at, self._record = state["step"], earlier | (state["record"] or {}) or None
 
 
 class Throughput:
@@ -234,10 +235,13 @@ class RunningLoss:
 class MetricsLog:
     """metrics.jsonl: one JSON object a logged step, written at once; of the main process only, a context manager.
 
-    A resumed run drops the lines from `first_step` on, which it is about to write again. A line that cannot be written,
-    on a full disk, waits in memory for the next one, or for the next checkpoint.
+    A resumed run drops the lines after `first_step`, which it is about to write again. That of `first_step` itself
+    stays until it writes that again: an earlier plan may have measured there what this one does not, such as the
+    validation loss after its last step. A line that cannot be written, on a full disk, waits in memory for the next
+    one, or for the next checkpoint.
 
     Attributes:
+        earlier: what the file's line of `first_step` holds, without nulls; empty if there is none.
         val_losses: {step: validation loss} of the lines so far, where it was measured and is finite.
     """
 
@@ -245,11 +249,18 @@ class MetricsLog:
         """Raises UserError where the file cannot be read or written."""
         self._path, self._unwritten = path, b""
         self._lock = threading.Lock()  # `sync` is called by the thread that writes checkpoints
-        kept = [line for line in read_metrics(path) if line["step"] < first_step]
+        # A line of step 0 that no checkpoint follows may be another configuration's.
+        lines = [n for n in read_metrics(path) if n["step"] < first_step or n["step"] == first_step > 0]
+        kept = list({line["step"]: line for line in lines}.values())
         with writing(path, "move it away, or choose another output_dir"):
-            replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-            self._file = path.open("ab", buffering=0)
+            self._replace(kept)
+        last = kept[-1] if kept and kept[-1]["step"] == first_step else {}
+        self.earlier = {k: v for k, v in last.items() if v is not None}
         self.val_losses = {line["step"]: line["val_loss"] for line in kept if line.get("val_loss") is not None}
+
+    def _replace(self, lines: list[dict]) -> None:
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._file = self._path.open("ab", buffering=0)
 
     def write(self, record: dict) -> None:
         """Appends a line; a number that is not finite becomes null."""
@@ -258,6 +269,12 @@ class MetricsLog:
         if clean.get("val_loss") is not None:
             self.val_losses[clean["step"]] = clean["val_loss"]
         with self._lock:
+            if clean["step"] == self.earlier.get("step"):
+                before = self._file
+                with suppress(OSError):  # on a full disk it waits, like any other line
+                    self._replace([*(n for n in read_metrics(self._path) if n["step"] < clean["step"]), clean])
+                    before.close()
+                    return
             first, self._unwritten = not self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
             try:
                 self._write_waiting()
