@@ -187,7 +187,7 @@ class RunConfig:
         0.0, "dollars per hour for one device, to estimate the price of the run (0: not shown)"
     )
     max_hours: float = _opt(
-        0.0, "stop after this many hours with a checkpoint; the same command continues (0: no limit)"
+        0.0, "stop after this many hours (and one step) with a checkpoint; the same command continues (0: no limit)"
     )
     plan_device: str = _opt("", "estimate the time for this device, such as h100 or 8xh100, with dry_run")
     dry_run: bool = _opt(False, "print what the run would do and take, and stop")

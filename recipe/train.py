@@ -127,7 +127,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
         grad_norm, skipped = engine.optimizer_step(model, optimizer, metrics.loss.step)
         metrics.end_step(grad_norm, skipped)
         engine.flush()
-        engine.stop.begin()  # from the first step on there is progress that a signal must not cost
+        engine.stop.end_step()  # from the first step on there is progress that a signal must not cost
         step += 1
 
     saved = parts.checkpoints.conclude()

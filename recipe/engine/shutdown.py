@@ -23,6 +23,7 @@ _ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed o
 _UNWINDING = 10.0  # seconds in which a run without progress must end
 _LEAST_PATIENCE = 20.0  # seconds in which a run must reach its next step boundary
 _POLL = 0.2  # seconds between two looks: at the launcher, and at the signals while a step waits for its data
+_MOST_BETWEEN_POLLS = 1.0  # seconds: if more have passed, the process was stopped (SIGSTOP) or the machine suspended
 
 
 class Interrupted(Exception):
@@ -33,17 +34,19 @@ class StopSignal:
     """Listens for SIGINT, SIGTERM, SIGHUP and the death of the launcher, in a thread: the main thread may be waiting
     for the device, or in a collective for a process that will never come.
 
-    Until `begin` there is nothing to save, and the main thread gets a KeyboardInterrupt. After it `requested` is set,
-    and the loop stops at a step boundary with a checkpoint. A second Ctrl-C ends the process at once. If no boundary
-    comes, the process ends by itself.
+    Until `begin` there is nothing to save, and the main thread gets a KeyboardInterrupt, once. After it `requested` is
+    set, and the loop stops at a step boundary with a checkpoint. A second Ctrl-C ends the process at once. If no
+    boundary comes, the process ends by itself.
     """
 
     def __init__(self):
         self.requested = False
         self.before_leaving: Callable[[], object] = lambda: None  # what to finish before leaving without a boundary
         self._graceful, self._leaving, self._patient = False, False, False
+        self._awake = 0.0  # seconds that this process has run, the clock of all below but the deadline
         self._heard = math.inf  # when the first signal came
-        self._last_boundary, self._longest_step = time.monotonic(), 0.0
+        self._last_boundary, self._longest_step = 0.0, 0.0
+        self._stepped, self._hours, self._deadline = False, math.inf, math.inf
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -57,22 +60,21 @@ class StopSignal:
     def begin(self) -> None:
         """From now on there is progress to save."""
         if not self._graceful:
-            self._graceful, self._last_boundary = True, time.monotonic()
+            self._graceful, self._last_boundary = True, self._awake
 
     def after(self, hours: float) -> None:
-        """This process hears a SIGTERM of its own after so many hours."""
+        """This process hears a SIGTERM of its own so many hours from now, but not before it has taken a step: a run
+        that is started again and again must come further each time."""
+        self._hours, self._deadline = hours, time.monotonic() + 3600 * hours
 
-        def stop() -> None:
-            logger.warning("max_hours  %g hours have passed", hours)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        timer = threading.Timer(3600 * hours, stop)
-        timer.daemon = True
-        timer.start()
+    def end_step(self) -> None:
+        """This process has taken a step: there is progress to save."""
+        self.begin()
+        self._stepped = True
 
     def at_boundary(self) -> None:
         """The loop is at a place where it can stop."""
-        now = time.monotonic()
+        now = self._awake
         self._longest_step, self._last_boundary = max(self._longest_step, now - self._last_boundary), now
 
     @contextmanager
@@ -82,7 +84,7 @@ class StopSignal:
         try:
             yield
         finally:
-            self._patient, self._last_boundary = False, time.monotonic()
+            self._patient, self._last_boundary = False, self._awake
 
     def leave(self) -> None:
         """The loop has stopped; the final checkpoint may take its time."""
@@ -90,12 +92,23 @@ class StopSignal:
 
     def _in_main_thread(self, number: int, _frame) -> None:
         if not self._graceful:
+            for each in _SIGNALS:  # another one would cut short how this one ends, down to the interpreter's own exit
+                signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
 
     def _listen(self, pipe: int, launcher: int | None) -> None:
+        before = time.monotonic()
         while True:
-            if select.select([pipe], [], [], _POLL)[0]:
+            heard = select.select([pipe], [], [], _POLL)[0]
+            now = time.monotonic()
+            self._awake += min(now - before, _MOST_BETWEEN_POLLS)
+            before = now
+            if heard:
                 self._hear(os.read(pipe, 1)[0])
+            if self._stepped and now > self._deadline:
+                self._deadline = math.inf
+                logger.warning("max_hours  %g hours have passed", self._hours)
+                os.kill(os.getpid(), signal.SIGTERM)
             if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
                 launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -110,18 +123,17 @@ class StopSignal:
             for fd in (1, 2):
                 if os.isatty(fd):
                     os.dup2(nowhere, fd)
-        now = time.monotonic()
-        if self.requested and number == signal.SIGINT and now - self._heard > _ECHO:
+        if self.requested and number == signal.SIGINT and self._awake - self._heard > _ECHO:
             logger.warning(
                 "stopped at once; the same command, without --fresh, continues from the last checkpoint if there is one"
             )
             _end(ExitCode.LEFT_AT_ONCE)
-        self._heard = min(self._heard, now)
+        self._heard = min(self._heard, self._awake)
 
     def _stop(self) -> None:
         """Sees to it that a process that was told to stop does: one that has died lets the others wait in a collective
         for ever."""
-        now = time.monotonic()
+        now = self._awake
         if not self._graceful:
             if now - self._heard > _UNWINDING:
                 os._exit(ExitCode.RUN_AGAIN)

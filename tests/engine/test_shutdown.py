@@ -75,10 +75,14 @@ def test_nohup_stays_nohup(start):
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(start):
-    running = start("time.sleep(60)", begun=False)
-    running.send_signal(signal.SIGTERM)
+    """And more signals, while the process ends, do not cut that short."""
+    clean_up = "time.sleep(0.5); print('cleaned up', flush=True)"
+    running = start(f"try: time.sleep(60)\n    finally: {clean_up}", begun=False)
+    for _ in range(10):
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
     assert running.wait(30) == 75
-    assert running.stdout == "ready\nunwound\n"
+    assert running.stdout == "ready\ncleaned up\nunwound\n"
 
 
 # A lock taken twice, in C: no handler of Python's is called there, as in a collective.
@@ -103,6 +107,29 @@ def test_a_process_that_reaches_no_boundary_ends_by_itself_after_its_last_work(s
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) == 75
     assert "the step did not end within 1 s; stopped without a checkpoint of it\nfinished" in running.stdout
+
+
+def test_time_in_which_the_process_was_frozen_is_no_time_of_the_step(start):
+    """As in a suspended machine: it takes two seconds of its own after the signal, and has three for it."""
+    step = (
+        "while not stop.requested: time.sleep(0.01)\n    for _ in range(200): time.sleep(0.01)\n    stop.at_boundary()"
+    )
+    running = start(step, patience=3.0)
+    running.send_signal(signal.SIGTERM)
+    until(lambda: "stopping" in running.stdout)
+    running.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    running.send_signal(signal.SIGCONT)
+    assert running.wait(60) == 0, running.stdout
+
+
+@pytest.mark.parametrize("hours", [1e-9, 1e30])
+def test_hours_that_are_over_before_the_first_step_end_the_run_after_it(start, hours):
+    running = start(f"stop.after({hours}); time.sleep(1); print('step', flush=True); stop.end_step(); time.sleep(1)")
+    assert running.wait(60) == 0, running.stdout
+    assert running.stderr == ""
+    stopped = "ready\nstep\nmax_hours  1e-09 hours have passed\nstopping at the next step boundary"
+    assert (stopped in running.stdout) == (hours < 1)
 
 
 def test_the_last_checkpoint_may_take_its_time(start):
