@@ -152,10 +152,7 @@ class OwnTokenizer(GPT2Tokenizer):
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
-        # By what it does: the text of tokenizer.json changes with the version of the library that writes it.
-        (probe,) = self.encode([_PROBE])
-        known = json.dumps([sorted(vocabulary.items()), self.end_of_text, probe.tolist()])
-        self.digest = hashlib.sha256(known.encode()).hexdigest()[:16]
+        self.digest = _digest(self._bpe.to_str(), self.end_of_text)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As GPT2Tokenizer's."""
@@ -178,8 +175,16 @@ class OwnTokenizer(GPT2Tokenizer):
         tokenizer.save_pretrained(directory)
 
 
-# Spaces, digits, scripts, cases and what looks like a special token: where tokenizers of one vocabulary differ.
-_PROBE = "Hello world's  12345\t\n\n naïve日本語 CamelCase x=y;\r\n<|endoftext|>🙂 the end"
+def _digest(tokenizer_json: str, end_of_text: int) -> str:
+    """16 hexadecimal digits of those parts of a tokenizer.json that decide which tokens come out. `tokenizer_json` is
+    that of the loaded tokenizer, in which tokenizer_config.json has had its effect (add_prefix_space, added tokens)."""
+    # What is null or false counts as absent: later versions of the library write such keys for their new options.
+    parts = json.loads(
+        tokenizer_json, object_hook=lambda of: {k: v for k, v in of.items() if v is not None and v is not False}
+    )
+    deciding = [parts.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    return hashlib.sha256(json.dumps([*deciding, end_of_text], sort_keys=True).encode()).hexdigest()[:16]
+
 
 _HUB_FILES = ["*token*.json", "config.json", "vocab.json", "merges.txt"]
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -135,6 +136,47 @@ def test_nothing_published_is_shown_beside_other_tokens(trained_run, tmp_path):
     assert str(at) not in card.content
 
 
+def merge_removed(own, config):
+    own["model"]["merges"].pop(20)
+
+
+def nfkc(own, config):
+    own["normalizer"] = {"type": "NFKC"}
+
+
+def another_normalizer(own, config):
+    own["normalizer"] = {"type": "Lowercase"}
+
+
+def no_regex(own, config):
+    own["pre_tokenizer"]["use_regex"] = False
+
+
+def prefix_space(own, config):
+    config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}  # others take it from tokenizer.json
+
+
+def changed(source, directory, change=lambda own, config: None) -> str:
+    """A copy of a tokenizer's directory with a change in its files, which are written in another layout."""
+    shutil.copytree(source, directory)
+    files = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    own, config = (json.loads(file.read_text()) for file in files)
+    change(own, config)
+    for file, content in zip(files, (own, config), strict=True):
+        file.write_text(json.dumps(content, sort_keys=True))
+    return str(directory)
+
+
+def test_the_digest_is_that_of_the_tokens(trained_run, tmp_path):
+    """Whatever changes the tokens of some text changes the digest; layout, name and a checkpoint's copy do not."""
+    at, _ = trained_run
+    changes = (merge_removed, nfkc, another_normalizer, no_regex, prefix_space)
+    found = [open_tokenizer(changed(at / "own", tmp_path / c.__name__, c)).digest for c in changes]
+    same = [at / "own", changed(at / "own", tmp_path / "same"), at / "run" / "step_00000020"]
+    (digest,) = {open_tokenizer(str(directory)).digest for directory in same}
+    assert len({digest, *found}) == 1 + len(changes)
+
+
 def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tmp_path):
     at, _ = trained_run
     other = saved(trained(VOCABULARY - 1), tmp_path / "other", eos_token=END)
@@ -148,6 +190,8 @@ def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tm
     assert "run was trained with another tokenizer, own, and tokenizer is other now; set it back" in refused(
         tokenizer=other
     )
+    similar = changed(at / "own", tmp_path / "similar", merge_removed)
+    assert "trained with another tokenizer, own, and tokenizer is similar now" in refused(tokenizer=similar)
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=at / "text.txt")
