@@ -20,8 +20,8 @@ DATASETS = {
     "openwebtext": ("Skylion007/openwebtext", ""),
     "tinystories": ("roneneldan/TinyStories", ""),
 }
-TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
-PACKED = (".gz", ".bz2")  # a text file may be compressed
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
+PACKED = (".gz", ".bz2", ".xz", ".zst")  # a text file may be compressed
 # The settings that decide what the shards of a text hold.
 SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "first_shard_tokens", "text_column")
 
@@ -84,13 +84,27 @@ def text_suffix(path: Path) -> str:
 def text_files(name: str) -> list[Path]:
     """The text files of a path, a directory with its subdirectories, or a glob, by name. Hidden ones, and links to
     directories, which can lead in a circle, are skipped in a directory."""
+    return [path for path in _found(name) if _is_text_file(path, name) and path.is_file()]
+
+
+def skipped_files(name: str) -> list[Path]:
+    """The other files there, which are not read."""
+    return [path for path in _found(name) if not _is_text_file(path, name) and path.is_file()]
+
+
+def _found(name: str) -> list[Path]:
     path, found = Path(name), []
     for directory, below, files in os.walk(name):
         below[:] = [one for one in below if not one.startswith(".")]
         found += [os.path.join(directory, file) for file in files if not file.startswith(".")]
     if not path.is_dir():
         found = [name] if path.is_file() else glob.glob(name)
-    return [p for p in map(Path, sorted(found)) if text_suffix(p) and p.is_file()]
+    return [Path(path) for path in sorted(found)]
+
+
+def _is_text_file(path: Path, name: str) -> bool:
+    # The README.md of a directory is most often a data set's card.
+    return bool(text_suffix(path)) and not (path.name == "README.md" and Path(name).is_dir())
 
 
 def _token_files(directory: Path) -> bool:
@@ -119,15 +133,27 @@ def is_on_hub(name: str) -> bool:
     return known or name.startswith("hf://") or (is_hub_id(name) and not Path(Path(name).parts[0]).exists())
 
 
-def unknown_data(name: str) -> UserError:
-    """The error for a dataset_name that is neither a path nor a known name."""
-    known, suffixes = ", ".join(DATASETS), ", ".join(TEXT_SUFFIXES)
+def kinds_of_text() -> str:
+    """The endings of the text files that are read."""
+    return f"{', '.join(TEXT_SUFFIXES)}, or one of these with {', '.join(PACKED)} behind it"
+
+
+def unknown_data(name: str, field: str = "dataset_name") -> UserError:
+    """The error for a name that is neither a path of text or shards nor a known name."""
+    kinds = (
+        f"text is a file, directory or quoted glob of {kinds_of_text()}; shards are a directory, a .bin file or a "
+        "quoted glob of them"
+    )
+    if Path(name).is_file():
+        return UserError(f"{field} {name}: files of this kind are not read; {kinds}")
+    if others := skipped_files(name):
+        return UserError(f"{field} {name}: none of its files are read, such as {others[0].name}; {kinds}")
     close = difflib.get_close_matches(name, DATASETS, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
+    what = "an empty directory" if Path(name).is_dir() else "no such file, directory or data set"
     return UserError(
-        f"dataset_name {name}: no such file, directory or data set. {meant}Known names are {known}; a data set on the "
-        f"Hub is ORG/NAME; text is a file, directory or quoted glob of {suffixes}; shards are a directory, a .bin file "
-        "or a quoted glob of them"
+        f"{field} {name}: {what}. {meant}Known names are {', '.join(DATASETS)}; a data set on the Hub is ORG/NAME; "
+        f"{kinds}"
     )
 
 

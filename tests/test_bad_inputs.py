@@ -169,7 +169,7 @@ STORIES = {"config": "tinystories", "streaming": "false", "train_text": "ronenel
 
 # The mistake with its number: the command's words (prepare's where they have --out), and what the error says.
 TABLE = {
-    "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such directory, and no .bin file", PREPARE),
+    "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such file, directory", ".bin file"),
     "1 not prepared": (
         lambda at: flags(**STORIES, dataset_name=at.path / "stories"),
         f"{PREPARE} --train_text roneneldan/TinyStories",

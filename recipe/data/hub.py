@@ -88,6 +88,8 @@ class _Repository:
 class HubText(_Repository):
     """A data set of text on the Hub, streamed."""
 
+    skipped = ()  # as TextFiles'
+
     def __init__(self, data: DataConfig):
         self.repo, self.revision, self._data = data.train_text, data.dataset_revision or None, data
         self._files: list[Callable] | None = None

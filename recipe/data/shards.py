@@ -235,21 +235,19 @@ def find_shards(name: str, split: str) -> list[Shard]:
     fineweb_val_000000.bin; or a .bin file or a glob of them, taken as they are. Raises UserError where there are none.
     """
     directory = Path(name)
-    if not directory.is_dir():
-        paths = [path for path in map(Path, sorted(glob.glob(name))) if path.is_file()]
-        if not paths and not glob.has_magic(name) and split == "train" and "/" not in name:
-            raise unknown_data(name)
-        if not paths:
-            raise UserError(f"{name}: no such directory, and no .bin file matches; prepare the text: {_PREPARE}")
-        if split == "val" and is_text(name):
-            raise UserError(f"{name} is text, and validation needs shards; prepare it: {_PREPARE}")
-        return [Shard(path, len(read_shard(path)), None) for path in paths]
     manifest = Manifest.load(directory)
     if manifest is None:
-        paths = sorted(path for path in directory.glob("*.bin") if split in path.name)
-        below = sorted(directory.glob("*/*.bin"))
-        if below and not any(directory.glob("*.bin")):
+        if split == "val" and is_text(name):
+            raise UserError(f"{name} is text, and validation needs shards; prepare it: {_PREPARE}")
+        found = sorted(directory.glob("*.bin")) if directory.is_dir() else map(Path, sorted(glob.glob(name)))
+        files = [path for path in found if path.is_file() and path.suffix == ".bin"]
+        if not files and (below := sorted(directory.glob("*/*.bin"))):
             raise UserError(f"{name} holds directories of shards; name one of them, such as {below[0].parent}")
+        if not files and split == "train":
+            raise unknown_data(name)
+        if not files:
+            raise UserError(f"val_data {name}: no .bin file matches; prepare the text: {_PREPARE}")
+        paths = [path for path in files if split in path.name] if directory.is_dir() else files
         if not paths:
             raise UserError(
                 f"{name}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}"

@@ -94,7 +94,7 @@ def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
     prepare(data_of("d.jsonl", "data/mine"))
     with pytest.raises(UserError, match=r"data/mine holds shards of another text .* --train_text ''"):
         opened("--dataset_name=data/mine", "--train_text=other.txt")
-    with pytest.raises(UserError, match=r"train_text gone\.txt: no file matches"):
+    with pytest.raises(UserError, match=r"train_text gone\.txt: no such file"):
         opened("--dataset_name=data/mine", "--train_text=gone.txt")
     opened("--dataset_name=data/mine", "--train_text=")  # as they are
 
@@ -173,6 +173,18 @@ def test_a_recipe_streams_another_data_set_of_the_hub_too_and_nothing_that_is_he
     assert not streams("--dataset_name=mine.txt")
     assert not streams("--dataset_name=shards/*.bin", "--val_data=shards")
     assert streams("--dataset_name=mine.txt", "--streaming=true")
+
+
+@pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
+@pytest.mark.parametrize("name", ["a.csv", "tables", "tables/*.csv", "x.zst", "empty", "none.txt", "no/none.txt"])
+def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, name):
+    (here / "tables").mkdir()
+    (here / "empty").mkdir()
+    for file in ("a.csv", "tables/a.csv", "x.zst"):
+        (here / file).write_text("text\na")
+    kinds = r"text is a .*\.txt, \.md, \.jsonl, .*\.zst.*; shards are a directory, a \.bin file"
+    with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: .*{kinds}"):
+        opened(f"--{flag}={name}")
 
 
 def test_a_run_on_a_file_of_text(here):

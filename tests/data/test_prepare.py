@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import lzma
 import os
 import re
 import signal
@@ -54,8 +55,18 @@ def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
     assert (reference.manifest.complete, reference.manifest.documents) == (True, 300)
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "json.bz2", "parquet", "directory", "glob"])
-def test_every_format_gives_the_same_bytes(reference, tmp_path, kind):
+OPENERS = {
+    "gz": gzip.open,
+    "bz2": bz2.open,
+    "xz": lzma.open,
+    "zst": lambda path, mode: pa.output_stream(str(path), compression="zstd"),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "json.bz2", "jsonl.xz", "jsonl.zst", "parquet", "directory", "glob"])
+def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
+    """What a directory or a glob holds besides is not read, and is named."""
+    set_up_logging()
     text = tmp_path / f"d.{kind}"
     if kind == "parquet":
         pq.write_table(pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]}), text, row_group_size=50)
@@ -65,19 +76,23 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind):
         write_jsonl(tmp_path / "d" / "a.jsonl", DOCUMENTS[:100])
         write_jsonl(tmp_path / "d" / "b.jsonl.gz", DOCUMENTS[100:170], gzip.open)
         pq.write_table(pa.table({"text": DOCUMENTS[170:]}), tmp_path / "d" / "c.parquet")
-        (tmp_path / "d" / "README.md").write_text("not text")
+        (tmp_path / "d" / "README.md").write_text("a data set's card")
+        (tmp_path / "d" / "b.csv").write_text("not text")
         text = tmp_path / "d" if kind == "directory" else tmp_path / "d" / "[a-c].*"
     else:
-        write_jsonl(text, opener={"gz": gzip.open, "bz2": bz2.open}[kind.split(".")[-1]])
+        write_jsonl(text, opener=OPENERS[kind.split(".")[-1]])
     prepare(data_of(text, tmp_path / "out", shard_tokens=3000), threads=1)
     assert contents(tmp_path / "out") == reference.contents
+    skipped = {"directory": "2 files are not read: README.md, b.csv", "glob": "1 files are not read: b.csv"}
+    assert skipped.get(kind, "") in capsys.readouterr().out
 
 
 def test_text_files_are_one_document_each(tmp_path):
-    for name, text in (("b.txt", "second\r\n"), ("a.txt", "first"), ("c.txt.gz", "third")):
+    """Without a byte-order mark."""
+    for name, text in (("b.md", "second\r\n"), ("a.txt", "\ufefffirst"), ("c.txt.gz", "third")):
         data = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    prepare(data_of(tmp_path / "*.txt*", tmp_path / "out", val_documents=1))
+    prepare(data_of(tmp_path / "*.*", tmp_path / "out", val_documents=1))
     assert tokens_in(tmp_path / "out", "val") == tokens_of(["first"])
     assert tokens_in(tmp_path / "out", "train") == tokens_of(["second\r\n", "third"])
 
@@ -282,11 +297,12 @@ def test_patience_ends(monkeypatch):
         ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz: cannot be read .*whole"),
         ("d.parquet", b"nonsense", r"d\.parquet: not a parquet file"),
         ("d.txt", b"caf\xe9", r"d\.txt: cannot be read .*UTF-8"),
-        ("d.csv", b"text\na", r"d\.csv is not a \.txt, \.jsonl"),
+        ("d.txt.xz", lzma.compress(b"text" * 9000)[:-20], r"d\.txt\.xz: cannot be read"),
+        ("d.txt.zst", b"nonsense", r"d\.txt\.zst: cannot be read"),
         ("d.py", b"import os", r"d\.py is a program that would make the text, and is not run"),
-        ("d.txt", b"", "leaves none for one of the splits"),
-        ("*.txt", None, "no file matches"),
-        ("", None, r"holds no \.txt"),
+        ("d.txt", b"", "holds no text"),
+        ("d.txt", b"\xef\xbb\xbf", "holds no text"),
+        ("d.txt", b"a few words", "leaves none for one of the splits"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, data, message):

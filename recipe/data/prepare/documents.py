@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recipe.catalog import TEXT_SUFFIXES, text_files, text_suffix
+from recipe.catalog import kinds_of_text, skipped_files, text_files, text_suffix, unknown_data
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import without_surrogates
 from recipe.errors import UserError
@@ -24,7 +25,14 @@ from recipe.files import sha256_of
 PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
 LONGEST_PIECE = 1 << 20
 
-_OPENERS = {".gz": gzip.open, ".bz2": bz2.open}
+
+def _open_zst(path: Path, mode: str) -> io.BufferedReader:
+    import pyarrow  # Python has zstd from 3.14 on
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+_OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
 # No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the whole.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
@@ -77,26 +85,24 @@ def _cut(text: str) -> int:
 def open_files(name: str, text_column: str) -> TextFiles | None:
     """The documents of a file, a glob or a directory; None where nothing matches. Raises UserError for other files."""
     if paths := text_files(name):
-        return TextFiles(paths, text_column)
-    path, kinds = Path(name), ", ".join(TEXT_SUFFIXES)
+        return TextFiles(paths, text_column, skipped_files(name))
+    path = Path(name)
     if scripts := [path] * (path.suffix == ".py") or sorted(path.glob("*.py") if path.is_dir() else []):
         raise UserError(
             f"train_text {name}: {scripts[0].name} is a program that would make the text, and is not run: run it "
-            f"yourself if you trust it, and give the {kinds} files that it writes"
+            f"yourself if you trust it, and give the files that it writes ({kinds_of_text()})"
         )
     if path.exists():
-        what = "holds no" if path.is_dir() else "is not a"
-        raise UserError(
-            f"train_text {name} {what} {kinds} file (or .gz, .bz2 of them); convert the text to one of them"
-        )
+        raise unknown_data(name, "train_text")
     return None
 
 
 class TextFiles:
     """Local files in order, which are never held in memory as a whole."""
 
-    def __init__(self, paths: list[Path], text_column: str):
-        self.paths, self.text_column = paths, text_column
+    def __init__(self, paths: list[Path], text_column: str, skipped: list[Path]):
+        """`skipped` are the files beside them that are not read."""
+        self.paths, self.text_column, self.skipped = paths, text_column, skipped
 
     def __str__(self) -> str:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
@@ -127,7 +133,7 @@ class TextFiles:
         """(number, texts) of a parquet file's row groups from `first` on; another file is one group."""
         if text_suffix(path) == ".parquet":
             yield from self._parquet(path, first)
-        elif text_suffix(path) == ".txt":
+        elif text_suffix(path) in (".txt", ".md"):
             yield 0, iter([partial(_file_chunks, path, _OPENERS.get(path.suffix, open))])
         else:
             yield 0, self._json_lines(path)
@@ -190,8 +196,8 @@ def text_chunks(text: str) -> Iterator[str]:
 
 
 def _file_chunks(path: Path, opener) -> Iterator[str]:
-    # newline="": the model should see the line ends that the text has
-    with _readable(path), opener(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+    # utf-8-sig: a byte-order mark is not of the text. newline="": the model should see the line ends that it has.
+    with _readable(path), opener(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
         while chunk := file.read(LONGEST_PIECE):
             yield chunk
 
@@ -200,7 +206,7 @@ def _file_chunks(path: Path, opener) -> Iterator[str]:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+    except (EOFError, OSError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); is it whole, and UTF-8?") from None
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import filelock
 from tqdm import tqdm
 
-from recipe.catalog import TEXT_SUFFIXES
+from recipe.catalog import TEXT_SUFFIXES, kinds_of_text
 from recipe.config import DataConfig, data_sets, parse_config
 from recipe.data.prepare.documents import TextFiles
 from recipe.data.prepare.producer import TextProducer
@@ -81,6 +81,9 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
         manifest = producer.open()
         continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
         logger.info("data       tokenizing %s into %s%s", producer.text, out, continuing)
+        if skipped := producer.text.skipped:
+            some = ", ".join(path.name for path in skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+            logger.info("data       %d files are not read: %s (text is %s)", len(skipped), some, kinds_of_text())
         start = time.monotonic()
         with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
             made = sum(bar.update(tokens) or tokens for tokens in producer.everything())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.catalog import text_suffix
+from recipe.catalog import text_suffix, unknown_data
 from recipe.config import DataConfig
 from recipe.data.hub import HubText
 from recipe.data.prepare.documents import TextFiles, as_integer, in_pieces, open_files
@@ -36,9 +36,7 @@ def open_text(data: DataConfig) -> TextFiles | HubText:
         return files
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", data.train_text) and not text_suffix(Path(data.train_text)):
         return HubText(data)
-    raise UserError(
-        f"train_text {data.train_text}: no file matches; give a file, a quoted glob, a directory or a Hub data set id"
-    )
+    raise unknown_data(data.train_text, "train_text")
 
 
 def options_of(data: DataConfig, text: TextFiles | HubText) -> dict:
@@ -199,7 +197,7 @@ class TextProducer:
         while (yield from self.make("val", number)):
             number += 1
         if not self.manifest.of("val"):
-            raise UserError(f"{self.text}: no text is left for validation; raise val_fraction or val_documents")
+            raise UserError(f"{self.text}: holds no text, or none for validation; raise val_fraction or val_documents")
 
     def make(self, split: str, number: int) -> Iterator[int]:
         """Makes a shard, or finds that the text ends before it. Yields the tokens that were added, and returns whether
@@ -302,6 +300,8 @@ class TextProducer:
                 whole.append(run.tokens)
                 yield len(run.tokens)
             held_out = int(whole.tokens * self.val_fraction)
+            if not whole.tokens:
+                raise UserError(f"{self.text}: holds no text")
             if not 0 < held_out < whole.tokens:
                 raise UserError(
                     f"{self.text}: val_fraction {self.val_fraction} of {whole.tokens:,} tokens leaves none for one of "
