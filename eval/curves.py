@@ -136,13 +136,17 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
-    """Which of DATASETS a run trains and validates on; empty for any other, for shards without a manifest, and for
-    another tokenizer than GPT-2's, with which a loss a token is another measure.
+    """Which of DATASETS a run trains and validates on; empty for any other, for shards of which neither a manifest nor
+    dataset_source says what they are, and for another tokenizer than GPT-2's, with which a loss a token is another
+    measure.
 
-    `about` is trainer_state.json's: for each part of the run, the text that the shards were made from.
+    `about` is trainer_state.json's: for each part of the run, the text that the shards were made from. All parts read
+    the same shards, so that those which say nothing of them do not count.
     """
-    names = {_dataset_of_manifest(part["data"]) for part in about}
-    own = config["val_data"] or config.get("tokenizer", "gpt2") != "gpt2"
+    sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
+    names = {_dataset_of_manifest(source) for source in sources}
+    declared = any("shards" in source for source in sources)
+    own = (config["val_data"] and not declared) or config.get("tokenizer", "gpt2") != "gpt2"
     return names.pop() if len(names) == 1 and not own else ""
 
 

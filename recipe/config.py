@@ -67,6 +67,9 @@ class DataConfig:
     dataset_revision: str = _opt(
         "", "branch, tag or commit of a Hub data set (empty: the newest commit; a run keeps it)"
     )
+    dataset_source: str = _opt(
+        "", "the data set that .bin files without a manifest are from, for validation too, by its name as above"
+    )
     text_column: str = _opt("text", "column, or key of the JSON objects, that holds the text")
     tokenizer: str = _opt(
         "gpt2", "gpt2, or another byte-level BPE of at most 65,536 tokens: a directory, or ORG/NAME on the Hub"
@@ -245,6 +248,7 @@ _OF_ONE_DATA_SET = (
     "dataset_config",
     "dataset_split",
     "dataset_revision",
+    "dataset_source",
     "text_column",
 )
 
@@ -354,7 +358,8 @@ def _located(data: DataConfig) -> DataConfig:
         data = _with_home(data)
         if data.train_text and not Path(data.train_text).exists() and (ROOT / data.train_text).exists():
             data = dataclasses.replace(data, train_text=str(ROOT / data.train_text))  # text that ships, from anywhere
-        return resolve(data)
+        source = DATASETS.get(data.dataset_source, (data.dataset_source,))[0]
+        return resolve(dataclasses.replace(data, dataset_source=source))
     sets, mixture = data_sets(data), []
     if len(sets) == 1:
         return _located(sets[0].data)
@@ -503,6 +508,11 @@ def _check_names(config: Config) -> None:
             f"{name} {value} is a URL, which is not read; download it and give the path, or name a Hub repository",
         )
     _require(bool(data.dataset_name), "dataset_name is empty; give a directory of shards or a glob of .bin files")
+    if data.dataset_source:
+        check_repo_name(data.dataset_source, "dataset_source")
+        _require(
+            not data.train_text, f"dataset_source is for .bin files, and the data are {data.train_text}; remove it"
+        )
     names_text = bool(data.train_text) and not set("*?[") & set(data.dataset_name)
     _require(
         names_text or not data.streaming,

@@ -74,8 +74,8 @@ def _git(*arguments: str) -> str | None:
 
 def _data(data: DataConfig) -> dict:
     """The text and the options that the shards were made from, by their manifest. Without one of this recipe's,
-    {"shards": the name of their directory}: the configuration may name another text. Of a mixture,
-    {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
+    {"shards": the name of their directory}, with the "train_text" that dataset_source declares: the configuration may
+    name another text. Of a mixture, {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
     sets = data_sets(data)
     if len(sets) > 1:
         return {"mixture": [{"name": one.name, "share": one.count / BLOCK} | _data(one.data) for one in sets]}
@@ -85,7 +85,8 @@ def _data(data: DataConfig) -> dict:
     except (UserError, OSError):
         manifest = None
     if manifest is None or not manifest.source:
-        return {"shards": Path(redact(name)).name}
+        declared = {"train_text": data.dataset_source} if data.dataset_source else {}
+        return {"shards": Path(redact(name)).name} | declared
     files = manifest.source.get("files", [])
     some = {"files": files[:_FILES], "of": len(files)} if files else {}
     return manifest.source | some | {"options": manifest.options}

@@ -124,10 +124,10 @@ def data_sets(state: dict) -> list[dict]:
 
 def _text(source: dict) -> dict:
     hub = source.get("train_text") or source.get("uri", "").removeprefix("hf://datasets/")
-    if hub and source.get("commit"):
+    if hub and (source.get("commit") or source.get("shards")):  # shards: by dataset_source
         subset, split = source.get("dataset_config"), source.get("dataset_split")
         repository = "/".join(hub.split("@")[0].split("/")[:2])
-        return {"text": repository, "id": repository, "commit": source["commit"], "subset": subset, "split": split}
+        return {"text": repository, "id": repository, "commit": source.get("commit"), "subset": subset, "split": split}
     if files := source.get("files"):
         more = source["of"] - 1
         return {"text": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}

@@ -8,14 +8,28 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import Manifest
 from recipe.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, flags
 from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
+
+SMALL = flags(
+    n_layer=1,
+    n_head=1,
+    n_embd=8,
+    n_positions=32,
+    sequence_length=32,
+    max_steps=2,
+    total_batch_tokens=64,
+    micro_batch_size=2,
+    warmup_steps=0,
+    eval_tokens=64,
+)
 
 
 class Engine:
@@ -175,6 +189,25 @@ def test_a_recipe_streams_another_data_set_of_the_hub_too_and_nothing_that_is_he
     assert streams("--dataset_name=mine.txt", "--streaming=true")
 
 
+def test_a_run_on_bin_files_declares_what_they_are(here):
+    """So that the reference curves and OpenAI's loss for that data set are shown, as for the data set itself."""
+    for split, first in (("train", 0), ("val", 1)):
+        tokens = np.random.default_rng(first).integers(0, 50257, 3000).astype(np.uint16)
+        tokens.tofile(here / f"{split}.bin")
+    for number, words in enumerate((["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"])):
+        run = here / f"run{number}"
+        declared = [*words, "--dataset_source=openwebtext", f"--output_dir={run}", *SMALL]
+        ran = processes.run(ROOT / "recipe/train.py", *declared, env=environment(), cwd=here)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert read_run(run).dataset == "OpenWebText"
+    for words, message in (
+        (["--dataset_name=fineweb", "--dataset_source=openwebtext"], "dataset_source is for .bin files"),
+        (["--dataset_name=.", "--dataset_source=open/web/text"], "dataset_source 'open/web/text' must be ORG/NAME"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse_config(words)
+
+
 @pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
 @pytest.mark.parametrize("name", ["a.csv", "tables", "tables/*.csv", "x.zst", "empty", "none.txt", "no/none.txt"])
 def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, name):
@@ -190,10 +223,7 @@ def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, n
 def test_a_run_on_a_file_of_text(here):
     """The command as a person types it."""
     (here / "mine.txt").write_text(TEXT[:20_000])
-    words = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32, "sequence_length": 32, "max_steps": 2}
-    words |= {"total_batch_tokens": 64, "micro_batch_size": 2, "warmup_steps": 0, "eval_tokens": 64}
-    flags = [f"--{k}={v}" for k, v in words.items()]
-    command = [ROOT / "recipe/train.py", f"--dataset_name={here}/mine.txt", f"--output_dir={here}/run", *flags]
+    command = [ROOT / "recipe/train.py", f"--dataset_name={here}/mine.txt", f"--output_dir={here}/run", *SMALL]
     ran = processes.run(*command, env=environment(), cwd=here)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"tokenizing {here}/mine.txt into data/mine-" in ran.stdout

@@ -398,6 +398,7 @@ def test_a_recipes_settings_are_those_of_its_reference(preset):
         ([{"data": {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2/*.bin"}}], "FineWeb-Edu"),
         ([{"data": {"uri": "hf://datasets/somebody/fineweb/*.bin"}}], ""),
         ([{"data": {"shards": "fineweb10B"}}], ""),
+        ([{"data": {"shards": "x"}}, {"data": {"shards": "x", "train_text": "Skylion007/openwebtext"}}], "OpenWebText"),
     ],
 )
 def test_a_manifest_names_the_text_that_was_trained_on(about, dataset):

@@ -220,6 +220,7 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "machines": 
         ([PART | {"data": ON_SHARDS}], ["kjj0/finewebedu10B-gpt2"], None, "| commit of the data set | abc |"),
         ([PART | {"data": {"files": [{"name": "a.txt"}] * 2, "of": 31}}], None, None, "a.txt and 30 more files"),
         ([PART | {"data": {"shards": "mine"}}], None, None, "tokens of mine:"),
+        ([PART | {"data": {"shards": "mine", "train_text": "a/b"}}], ["a/b"], None, "| text | a/b |"),
         (
             [PART | {"init_from": "openai-community/gpt2"}],
             FINEWEB,
