@@ -234,8 +234,8 @@ def user_error(name: str, error: Exception) -> UserError:
     if "scripts are no longer supported" in str(error):
         return UserError(
             f"{name}: this data set is a script that wants to run on your machine, which is refused; "
-            "look for its parquet version (often --dataset_revision refs/convert/parquet, which may be a part of it only), "
-            "or give local files"
+            "look for its parquet version (often --dataset_revision refs/convert/parquet, which may hold a part of it "
+            "only), or give local files"
         )
     return UserError(
         f"{name}: no such local file, and the Hub reports {_status_and_reason(error)[1]}; check the name and the "

@@ -13,7 +13,7 @@ from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
 from recipe.data.prepare.pipeline import prepare_for_training
 from recipe.data.prepare.producer import check_same
-from recipe.data.shards import Manifest, Shard, check_tokenizer, describe_shards, find_shards
+from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
 from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
@@ -79,6 +79,8 @@ def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[To
     _prepare(data, engine)
     check_tokenizer(data.dataset_name, open_tokenizer(data.tokenizer))
     train, val = find_shards(data.dataset_name, "train"), _validation_shards(data)
+    for shards in (train, val):
+        check_tokens(shards, open_tokenizer(data.tokenizer))
     check_data(train, val, *shape[:2])
     found = describe_shards(train), describe_shards(val)
     logger.info("data       %s: %s; validation %s", data.dataset_name, *found)

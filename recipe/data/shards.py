@@ -31,6 +31,8 @@ FORMAT_VERSION = 1
 
 _PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
 _AGAIN = "mend that, and the same command continues after the last finished shard"
+_SAMPLE = 1 << 20  # tokens that are looked at where no manifest names the tokenizer
+_ENOUGH = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
 _CHUNK = 1 << 24  # tokens counted together, so that their widened copies stay small
 
 
@@ -225,6 +227,29 @@ def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
         raise UserError(
             f"{name} holds shards of {theirs}, and tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
+        )
+
+
+def check_tokens(shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
+    """Raises UserError for shards without a manifest that hold other tokens than the tokenizer's, such as characters.
+
+    These are nanoGPT's, by the meta.pkl beside them (which is not opened); or the largest token of a long sample is
+    below a sixteenth of the vocabulary.
+    """
+    first = shards[0]
+    if first.sha256:
+        return
+    way_out = "train on the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
+    if tokenizer.digest == GPT2 and (first.path.parent / "meta.pkl").exists():
+        raise UserError(
+            f"{first.path}: meta.pkl lies beside it, as beside nanoGPT's character-level data, which are no tokens of "
+            f"GPT-2; {way_out}. If they are GPT-2's tokens, move meta.pkl away"
+        )
+    sample = read_shard(first.path)[:_SAMPLE]
+    if len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
+        raise UserError(
+            f"{first.path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
+            f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; {way_out}"
         )
 
 

@@ -13,6 +13,7 @@ from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import Manifest
+from recipe.data.tokenizer import encode
 from recipe.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment, flags
@@ -133,6 +134,25 @@ def test_single_files_and_globs_of_tokens(here):
     for name in ("*.bin", "train.bin"):
         with pytest.raises(UserError, match=r"name validation files in val_data: --dataset_name .* --val_data '.*val"):
             opened(f"--dataset_name={name}")
+
+
+def test_characters_are_not_trained_on_as_tokens(here):
+    """nanoGPT's data/shakespeare_char: 65 characters, with a meta.pkl that would run code if it were opened."""
+    ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
+    tokens = np.array([ids[character] for character in TEXT], np.uint16)
+    tokens[:1_003_854].tofile(here / "train.bin")
+    tokens[1_003_854:].tofile(here / "val.bin")
+    for words in (["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"]):
+        with pytest.raises(UserError, match=r"train\.bin: no token .* above 64, .*docs/data\.md"):
+            opened(*words)
+    (here / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    with pytest.raises(UserError, match=r"train\.bin: meta\.pkl lies beside it, .*docs/data\.md"):
+        opened("--dataset_name=.")
+    assert not (here / "opened").exists()
+    (here / "meta.pkl").unlink()
+    for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
+        encode(text).tofile(here / f"{split}.bin")
+    opened("--dataset_name=.")
 
 
 def test_a_directory_of_directories_of_shards_is_no_text(here):
