@@ -1,5 +1,6 @@
 """The order of the data: a pure function of (seed, step). Numbers in names are QUALITY's bad inputs."""
 
+import hashlib
 import itertools
 import math
 import os
@@ -8,10 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from recipe.config import Batch, DataSet
 from recipe.data import dataset as dataset_module
 from recipe.data.dataset import TokenDataset, check_data, check_same_data, permutation
+from recipe.data.mixed import MixedDataset
 from recipe.data.shards import Shard, find_shards
 from recipe.errors import UserError
+from recipe.mixture import counts_of
 from tests.data import write_shard
 
 T = 8
@@ -84,6 +88,60 @@ GOLDEN_FIRST_TOKENS = [
     [141, 149, 8, 80, 48, 32],
 ]
 GOLDEN_PERMUTATION = [78221, 97203, 28477, 35538, 39948, 4518, 73742, 77485, 69221, 67148]
+
+
+def documented_permutation(x: int, n: int, *key: int) -> int:
+    """Rules 3 and 4 of "The order of the data" in docs/data.md, in Python's own integers."""
+    a = math.isqrt(n - 1) + 1
+    b = math.ceil(n / a)
+    left, right = divmod(x, b)
+    for i in range(8):
+        digest = hashlib.blake2b(" ".join(map(str, (*key, i))).encode(), digest_size=16).digest()
+        m, c = int.from_bytes(digest[:8], "little") | 1, int.from_bytes(digest[8:], "little")
+        h = ((left if i % 2 else right) * m + c) % 2**64
+        f = (h ^ h >> 31) * 0x94D049BB133111EB % 2**64 >> 32
+        left, right = (left, (right + f) % b) if i % 2 else ((left + f) % a, right)
+    y = left * b + right
+    return y if y < n else documented_permutation(y, n, *key)
+
+
+def documented_sequence(files: list, seed: int, g: int) -> list[int]:
+    """Rules 1 and 2: sequence g of a run on these .bin files."""
+    shards = [np.fromfile(file, "<u2")[512:] for file in sorted(files)]
+    windows = [(len(tokens) - 1) // T for tokens in shards]
+    epoch, x = divmod(g, sum(windows))
+    s = next(s for s in range(len(shards)) if x < sum(windows[: s + 1]))
+    i = documented_permutation(x - sum(windows[:s]), windows[s], seed, epoch, s)
+    return shards[s][i * T : i * T + T + 1].tolist()
+
+
+def documented_mixture(seed: int, counts: list[int], g: int) -> tuple[int, int]:
+    """Rule 6: which data set gives sequence g, and which of its own it is."""
+    q, place = divmod(g, 1000)
+    drawn = [documented_permutation(x, 1000, seed, q) for x in range(place + 1)]
+    of = [next(d for d in range(len(counts)) if v < sum(counts[: d + 1])) for v in drawn]
+    return of[-1], q * counts[of[-1]] + of[:-1].count(of[-1])
+
+
+@pytest.mark.parametrize("seed", [0, 1337])
+def test_the_documented_rule_is_the_order(three, tmp_path, seed):
+    """Written from the page alone, and from nothing of recipe.data."""
+    (tmp_path / "other").mkdir()
+    other = make_shards(tmp_path / "other", 70, start=1000)
+    files = [[shard.path for shard in shards] for shards in (three, other)]
+    B, world, micro = 12, 2, 3
+    for step in (0, 1, 17, 4321):
+        alone = TokenDataset(three, T, B, seed)
+        for rank, k in itertools.product(range(world), range(2)):
+            lo, hi = Batch(B, world, micro, accumulation=2).slice(k, rank)
+            taken = range((k * world + rank) * micro, (k * world + rank) * micro + micro)
+            expected = [documented_sequence(files[0], seed, step * B + j) for j in taken]
+            assert alone.rows(step, lo, hi).tolist() == expected
+        sets = [DataSet("a", 667, None), DataSet("b", 333, None)]  # of weights 2 and 1
+        assert counts_of([{"name": "a", "weight": 2.0}, {"name": "b", "weight": 1.0}]) == [667, 333]
+        mixed = MixedDataset(sets, [TokenDataset(shards, T, B, seed) for shards in (three, other)], B, seed)
+        dealt = [documented_mixture(seed, [667, 333], step * B + j) for j in range(B)]
+        assert mixed.rows(step, 0, B).tolist() == [documented_sequence(files[d], seed, g) for d, g in dealt]
 
 
 def test_permutation_is_a_bijection():
