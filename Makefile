@@ -72,8 +72,8 @@ train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
-plan: $(TRAINING) ## batch, memory, disk, time, price of a run (DEVICE=8xh100)
-	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device $(DEVICE)) $(ARGS)
+plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100: there)
+	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device '$(DEVICE)') $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         check_tracker(config.run.report_to)
-        engine = open_engine(config.run.precision)
+        engine = open_engine(config.run.precision, config.run.plan_device)
         set_up_logging(main=engine.is_main)
         code = run(config, engine)
         engine.close()
