@@ -15,6 +15,7 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
 
 from recipe.components import (
     Components,
+    check_inputs,
     check_same_launch,
     is_complete,
     open_components,
@@ -61,6 +62,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
     batch = batch_arithmetic(config, engine.world, engine.devices)
     announce(config, batch, engine, found)
     if config.run.dry_run:
+        check_inputs(config, batch, engine)
         return ExitCode.DONE
     if config.run.max_hours:
         engine.stop.after(config.run.max_hours)

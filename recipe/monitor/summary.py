@@ -52,9 +52,6 @@ def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
     if len(sets) > 1:
         shares = ", ".join(f"{100 * one.count / BLOCK:g} % {one.name}" for one in sets)
         logger.info("mixture    %s, exact in every %s sequences", shares, f"{BLOCK:,}")
-    for one in sets if config.run.dry_run else []:  # a run says more about its data when it has opened them
-        text = " ".join(filter(None, (one.data.train_text, one.data.dataset_config)))
-        logger.info("data       %s%s", f"{text}, as shards in " if text else "", one.data.dataset_name)
     for line in describe(config, batch, engine, found):
         logger.info(line)
     if engine.idle_gpus:
