@@ -61,7 +61,7 @@ def by_hand() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, shards, whole_run) -> Path:
+def clone(tmp_path_factory, whole_run) -> Path:
     """What commands expect to find: the code, the environments of make, a run and the data that the pages name."""
     at = tmp_path_factory.mktemp("clone")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -69,9 +69,11 @@ def clone(tmp_path_factory, shards, whole_run) -> Path:
     for name in ("recipe", "eval", "benchmarks", "accelerate_configs", "ds_configs"):
         (at / name).symlink_to(ROOT / name)
     shutil.copytree(whole_run[0], at / "runs" / "shakespeare")
-    for name, target in {"data/openwebtext": shards, "openai-community/gpt2": at / "runs" / "shakespeare"}.items():
-        (at / name).parent.mkdir()
-        (at / name).symlink_to(target)
+    (at / "openai-community").mkdir()
+    (at / "openai-community" / "gpt2").symlink_to(at / "runs" / "shakespeare")
+    (at / "data" / "openwebtext").mkdir(parents=True)  # in nanoGPT's format, enough for a step of GPT-2's batch
+    for name, tokens in {"train": 600_000, "val": 6_000}.items():
+        (at / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\0" * tokens)
     lines = SHAKESPEARE.read_text().split("\n\n")[:400]
     (at / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return at
