@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment in .venv with pinned versions. `make` alone lists them.
+# Every target sets up what it needs: a virtual environment in .venv with pinned versions. `make help` lists them.
 PYTHON ?= python3
 CONFIG ?= recipe/configs/shakespeare.yaml
 ACCELERATE ?= accelerate_configs/single.yaml
@@ -51,9 +51,15 @@ define install
 @test -e $@
 endef
 
-.DEFAULT_GOAL := help
+.DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
+
+start:
+	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
+	@echo
+	@awk '/^(train|sample|report|plan):.*## / {split($$0, part, /:.*## /); line[part[1]] = part[2]} END {n = split("train sample report plan", order, " "); for (i = 1; i <= n; i++) printf "  make %-14s %s\n", order[i], line[order[i]]}' $(firstword $(MAKEFILE_LIST))
+	@echo "  make help           all targets and their variables"
 
 help:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -72,8 +78,8 @@ train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
-plan: $(TRAINING) ## batch, memory, disk, time, price of a run (DEVICE=8xh100)
-	@$(LAUNCH) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device $(DEVICE)) $(ARGS)
+plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100: there)
+	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device '$(DEVICE)') $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

@@ -15,6 +15,8 @@ from itertools import product
 
 from recipe.config import ModelConfig
 from recipe.data.tokenizer import VOCAB_SIZE
+from recipe.engine.device import DEVICES
+from recipe.estimate.cost import mfu_of
 from recipe.estimate.memory import flops_per_token, parameter_count
 
 BUS_EFFICIENCY = 0.8  # assumed share of a link's speed that large collectives reach; not measured here
@@ -25,27 +27,18 @@ TOTAL_SEQUENCES, SEQUENCE_LENGTH = 512, 1024  # 524,288 tokens a step
 
 @dataclass(frozen=True)
 class Gpu:
-    """Dense bf16 peak in FLOP/s; bytes/s in one direction of its link within a node and of a node's adapters."""
+    """Bytes/s in one direction of a GPU's link within a node, and of a node's adapters."""
 
-    peak: float
     link: float
     network: float
 
 
 # Nvidia's data sheets of A100, H100 SXM, DGX A100 and DGX H100: 12 and 18 links of 25 GB/s each way; eight adapters of
 # 200 and of 400 Gb/s.
-GPUS = {"A100": Gpu(312e12, 300e9, 200e9), "H100": Gpu(989e12, 450e9, 400e9)}
+GPUS = {"A100": Gpu(300e9, 200e9), "H100": Gpu(450e9, 400e9)}
 MODELS = {"124M": ModelConfig(), "1558M": ModelConfig(n_layer=48, n_head=25, n_embd=1600)}
 # Sequences at once at which the runs below were measured; a device whose share is smaller takes its share at once.
 MICRO_BATCH = {"124M": 64, "1558M": 16}
-# Assumed share of the peak (PaLM's FLOPs) while a device computes: that of published runs, tokens/s a GPU in brackets.
-# All but the H100's 124M had eight GPUs, so that their communication is in it and counts twice here.
-MFU = {
-    ("A100", "124M"): 0.599,  # llm.c, 8 x A100, 300 ms a step (218 K)
-    ("H100", "124M"): 0.362,  # a PyTorch loop on one H100 with micro-batches of 64 (419 K)
-    ("A100", "1558M"): 0.64,  # nothing of this size was published; llm.c's 774M on 8 x A100 (38.6 K)
-    ("H100", "1558M"): 0.487,  # llm.c, 8 x H100 (46.8 K)
-}
 
 
 @dataclass(frozen=True)
@@ -100,11 +93,13 @@ class Prediction:
 
 
 def predict(gpu: str, model: str, strategy: str, world: int, mfu: float | None = None) -> Prediction:
-    """A step of TOTAL_SEQUENCES on `world` GPUs, which compute at `mfu`, by default MFU's."""
+    """A step of TOTAL_SEQUENCES on `world` GPUs, which compute at `mfu`, by default that of the published run nearest
+    to one GPU. (All but the H100's 124M had eight GPUs, so that their communication is in it and counts twice here.)"""
     share = TOTAL_SEQUENCES // world
     micro = min(MICRO_BATCH[model], share)
     flops = share * SEQUENCE_LENGTH * flops_per_token(MODELS[model], SEQUENCE_LENGTH)
-    compute = flops / ((mfu or MFU[gpu, model]) * GPUS[gpu].peak)
+    mfu = mfu or mfu_of(gpu, 1, parameter_count(MODELS[model]))[0]
+    compute = flops / (mfu * DEVICES[gpu].peak)
     communication = hideable = 0.0
     for collective in collectives(strategy, MODELS[model]):
         seconds = collective.seconds(GPUS[gpu], world)

@@ -34,29 +34,30 @@ class Sequences(int):
         return int(word)
 
 
-# nanoGPT's names and other usual ones, for the message that refuses them.
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "min_lr": "min_lr_fraction",
-    "decay_lr": "lr_scheduler_type",
-    "dtype": "precision",
-    "gradient_accumulation_steps": "total_batch_tokens",
-    "always_save_checkpoint": "save_steps",
-    "wandb_log": "report_to",
-    "tracker": "report_to",
-    "max_iters": "max_steps",
-    "batch_size": "micro_batch_size",
-    "block_size": "sequence_length",
-    "out_dir": "output_dir",
-    "data": "dataset_name",
-    "dataset": "dataset_name",
-    "source": "train_text",
-    "compile": "torch_compile",
-    "warmup_iters": "warmup_steps",
-    "grad_clip": "max_grad_norm",
-    "eval_interval": "eval_steps",
-    "log_interval": "logging_steps",
-}
+_MIGRATING = Path(__file__).parents[1] / "docs" / "migrating.md"
+
+
+def _names_elsewhere() -> dict[str, str]:
+    """Names that nanoGPT, llm.c and the Trainer have for something -> what docs/migrating.md's table says of it here,
+    for the message that refuses them."""
+    if not _MIGRATING.is_file():  # an installation without the repository
+        return {}
+    rows = [
+        line.strip("| ").split("|") for line in _MIGRATING.read_text(encoding="utf-8").splitlines() if line[:1] == "|"
+    ]
+    return {
+        name: row[-1].replace("`", "").strip() for row in rows for name in re.findall(r"`(-?\w+)", "|".join(row[:-1]))
+    }
+
+
+def _whole(word: str) -> int:
+    """As int, but also of 1e3 and 1000.0. Raises ValueError."""
+    try:
+        return int(word)
+    except ValueError:
+        if (value := float(word)).is_integer():
+            return int(value)
+        raise
 
 
 class Help(argparse.HelpFormatter):
@@ -72,6 +73,10 @@ class Help(argparse.HelpFormatter):
 
 class Parser(HfArgumentParser):
     """Of a word that it does not know it says the name, not the value: that may be a secret in the wrong place."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register("type", int, _whole)
 
     def error(self, message: str):
         """Raises UserError with argparse's message, without the value."""
@@ -94,13 +99,13 @@ class Parser(HfArgumentParser):
             raise UserError(f"{origin}{e}") from None
         if not unknown:
             return tuple(parts)
-        if not unknown[0].startswith("--"):
+        name = unknown[0].partition("=")[0]
+        if not (name.startswith("--") or name in _names_elsewhere()):
             before = [word.partition("=")[0] for word in argv[: argv.index(unknown[0])] if word.startswith("--")]
             after = f" after {before[-1]}" if before else ""
             raise UserError(f"{origin}a word{after} that belongs to no field; write fields as --NAME VALUE")
-        name = unknown[0].partition("=")[0]
         fields = {field.name for part in self.dataclass_types for field in dataclasses.fields(part)}
-        raise UserError(f"{origin}unknown {name!r}{_nearest(name.lstrip('-'), fields)}")
+        raise UserError(f"{origin}unknown {name!r}{_nearest(name.removeprefix('--'), fields)}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -162,8 +167,8 @@ def flags_of(values: dict, fields: Iterable[str], origin: str) -> list[str]:
 
 
 def _nearest(name: str, fields: Iterable[str]) -> str:
-    if _ELSEWHERE.get(name) in fields:
-        return f"; did you mean {_ELSEWHERE[name]!r}?"
+    if here := _names_elsewhere().get(name):
+        return f"; here: {here} (docs/migrating.md)"
     secret = looks_secret(name)
     close = difflib.get_close_matches(name, fields, n=1, cutoff=0.8 if secret else 0.6)
     if secret and not close:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,19 +16,19 @@ from recipe.checkpoint.format import Checkpoint, Retention, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.provenance import about
 from recipe.checkpoint.run_dir import check_same_run, open_run, set_aside
-from recipe.config import ROOT, Batch, Config, ModelConfig
+from recipe.config import ROOT, Batch, Config, ModelConfig, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
-from recipe.data.open import open_datasets
+from recipe.data.open import check_dataset, open_datasets
 from recipe.data.prefetch import Batches
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
-from recipe.errors import UserError, writing
+from recipe.errors import Unreachable, UserError, writing
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
 from recipe.mixture import counts_in
-from recipe.model.build import build_model
+from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
 from recipe.monitor.progress import Progress
@@ -247,6 +248,18 @@ def _outputs(
     closing.callback(progress.close)
     tracker = closing.enter_context(Tracker(config, step, tracked_as, active=engine.is_main))
     return Outputs(log, progress, tracker)
+
+
+def check_inputs(config: Config, batch: Batch, engine: Engine) -> None:
+    """For a plan: raises UserError, on all processes, where the run could not open its data or `init_from`; what only
+    the Hub knows is not checked without a network. A collective call."""
+    checks = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
+    with engine.shared_error("the inputs cannot be read"):
+        for check in [*checks, partial(check_init_from, config.model)] if engine.is_main else []:
+            try:
+                check()
+            except Unreachable as error:
+                logger.warning("note       not checked: %s", error)
 
 
 @contextmanager

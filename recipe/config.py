@@ -192,7 +192,7 @@ class RunConfig:
     max_hours: float = _opt(
         0.0, "stop after this many hours (and one step) with a checkpoint; the same command continues (0: no limit)"
     )
-    plan_device: str = _opt("", "estimate the time for this device, such as h100 or 8xh100, with dry_run")
+    plan_device: str = _opt("", "plan the run for these devices, such as 8xh100, instead of those here, with dry_run")
     dry_run: bool = _opt(False, "print what the run would do and take, and stop")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from recipe.errors import UserError
+from recipe.errors import Unreachable, UserError
 
 _TIMEOUT = 5.0  # seconds for the Hub's first answer
 
@@ -16,7 +16,8 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
     """The directory `name`, or the Hub's model of that name in its local cache, downloaded if need be.
 
     Asks the Hub once, with a short timeout: the libraries' own retries take most of a minute without a network.
-    `patterns` are of the files to download, `needed` names those that a directory must hold. Raises UserError.
+    `patterns` are of the files to download, `needed` names those that a directory must hold. Raises UserError;
+    Unreachable where the Hub does not answer.
     """
     if Path(name).exists():
         return name
@@ -30,7 +31,7 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
         try:
             return snapshot_download(name, allow_patterns=patterns, local_files_only=True)
         except LocalEntryNotFoundError:
-            raise UserError(
+            raise Unreachable(
                 f"{problem} the Hub cannot be reached ({first_line(error)}). Is this machine offline? Connect it, or "
                 f"give a directory that holds {needed}"
             ) from None

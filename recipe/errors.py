@@ -11,6 +11,10 @@ class UserError(ValueError):
     """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
 
 
+class Unreachable(UserError):
+    """The Hub does not answer, so that nothing is known of what a name stands for there."""
+
+
 class ExitCode(IntEnum):
     """Exit codes of every command; those above 2 are sysexits.h's, and 130 is a shell's for Ctrl-C. `recipe.checkpoint`
     also returns 1: a checkpoint is damaged."""

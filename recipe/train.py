@@ -15,6 +15,7 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
 
 from recipe.components import (
     Components,
+    check_inputs,
     check_same_launch,
     is_complete,
     open_components,
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         check_tracker(config.run.report_to)
-        engine = open_engine(config.run.precision)
+        engine = open_engine(config.run.precision, config.run.plan_device)
         set_up_logging(main=engine.is_main)
         code = run(config, engine)
         engine.close()
@@ -61,6 +62,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
     batch = batch_arithmetic(config, engine.world, engine.devices)
     announce(config, batch, engine, found)
     if config.run.dry_run:
+        check_inputs(config, batch, engine)
         return ExitCode.DONE
     if config.run.max_hours:
         engine.stop.after(config.run.max_hours)

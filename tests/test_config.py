@@ -48,6 +48,14 @@ def test_yaml_then_command_line(recipe):
         config.run.seed = 3
 
 
+def test_a_whole_number_may_be_written_as_a_power_of_ten(recipe):
+    path = recipe("dataset_name: x\nmax_steps: 1e3\n")
+    assert parse_config(["--config", path]).optimizer.max_steps == 1000
+    assert parse_config(["--config", path, "--eval_steps=2.5e2"]).run.eval_steps == 250
+    for word in ("1.5", "1e400", "nan", "1e-3"):
+        assert f"invalid int value: '{word}'" in refused("--config", path, f"--max_steps={word}")
+
+
 def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
     message = refused("--config", recipe("dataset_name: x\nlearning_rat: 1"))
     assert "mine.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?" in message
@@ -58,19 +66,44 @@ def test_unknown_keys_are_refused_with_the_nearest_name(recipe):
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("lr", "learning_rate"),
         ("max_iters", "max_steps"),
-        ("batch_size", "micro_batch_size"),
-        ("block_size", "sequence_length"),
-        ("out_dir", "output_dir"),
-        ("data", "dataset_name"),
-        ("compile", "torch_compile"),
-        ("tracker", "report_to"),
         ("min_lr", "min_lr_fraction"),
+        ("eval_iters", "eval_tokens"),
+        ("eval_only", "eval/perplexity.py"),
+        ("device", "ACCELERATE_USE_CPU"),
+        ("lr_decay_iters", "max_steps"),
+        ("bias", "as in GPT-2"),
+        ("wandb_project", "WANDB_PROJECT"),
+        ("num_train_epochs", "max_steps"),
+        ("bf16", "precision"),
+        ("eval_strategy", "eval_steps"),
+        ("model_name_or_path", "init_from"),
+        ("resume_from_checkpoint", "resumes by itself"),
+        ("per_device_train_batch_size", "micro_batch_size"),
+        ("val_loss_every", "eval_steps"),
     ],
 )
-def test_names_of_nanogpt_and_llm_c_are_refused_with_ours(theirs, ours):
-    assert f"unknown '--{theirs}'; did you mean '{ours}'?" in refused(f"--{theirs}=1")
+def test_names_of_other_programs_are_refused_with_what_there_is_here(theirs, ours, recipe):
+    given = refused(f"--{theirs}=1")
+    assert re.search(rf"^unknown '--{theirs}'; here: .*{ours}", given)
+    assert given.partition("; ")[2] in refused("--config", recipe(f"dataset_name: x\n{theirs}: 1"))
+
+
+def test_the_table_of_other_programs_names_covers_nanogpts_and_names_fields_that_exist():
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    nanogpt = re.findall(
+        r"\w+",
+        """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
+        wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
+        dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters
+        min_lr backend device dtype compile""",
+    )  # train.py, commit 3adf61e
+    assert [name for name in nanogpt if f"`{name}`" not in page] == []
+    here = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]
+    values = {"auto", "cosine", "linear", "wsd", "adamw", "muon", "wandb", "tensorboard", "trackio"}
+    named = {name for cell in here for name in re.findall(r"`([a-z]\w+)`", cell)} - values
+    assert named - FIELDS.keys() <= {"bf16", "fp16", "tf32", "fp32"}
+    assert refused("-d", "524288").startswith("unknown '-d'; here: total_batch_tokens")
 
 
 def test_help_shows_the_recipes_values_in_groups(capsys):

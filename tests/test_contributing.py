@@ -67,7 +67,7 @@ def test_the_guide_has_the_four_and_each_is_short(copy):
 @pytest.mark.slow
 def test_a_model_size_and_a_data_set(call):
     assert "6 layers, 6 heads, 384 wide" in call("A model size")
-    assert "data       Salesforce/wikitext wikitext-103-raw-v1, as shards in data/" in call("A data set")
+    assert "data       Salesforce/wikitext wikitext-103-raw-v1, streamed into data/" in call("A data set")
 
 
 @pytest.mark.slow

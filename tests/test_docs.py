@@ -61,7 +61,7 @@ def by_hand() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, shards, whole_run) -> Path:
+def clone(tmp_path_factory, whole_run) -> Path:
     """What commands expect to find: the code, the environments of make, a run and the data that the pages name."""
     at = tmp_path_factory.mktemp("clone")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -69,9 +69,11 @@ def clone(tmp_path_factory, shards, whole_run) -> Path:
     for name in ("recipe", "eval", "benchmarks", "accelerate_configs", "ds_configs"):
         (at / name).symlink_to(ROOT / name)
     shutil.copytree(whole_run[0], at / "runs" / "shakespeare")
-    for name, target in {"data/openwebtext": shards, "openai-community/gpt2": at / "runs" / "shakespeare"}.items():
-        (at / name).parent.mkdir()
-        (at / name).symlink_to(target)
+    (at / "openai-community").mkdir()
+    (at / "openai-community" / "gpt2").symlink_to(at / "runs" / "shakespeare")
+    (at / "data" / "openwebtext").mkdir(parents=True)  # in nanoGPT's format, enough for a step of GPT-2's batch
+    for name, tokens in {"train": 600_000, "val": 6_000}.items():
+        (at / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\0" * tokens)
     lines = SHAKESPEARE.read_text().split("\n\n")[:400]
     (at / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return at
@@ -86,7 +88,8 @@ def started(clone) -> list[list[str]]:
         for name in ("python", "accelerate"):
             (clone / folder / name).write_text(NOTE)
             (clone / folder / name).chmod(0o755)
-    for name in ("docker", "gcloud", "hf", "sbatch", "sky"):  # tests/engine/test_nodes.py runs sbatch's script
+    (clone / "gpt2-recipe").symlink_to(".")
+    for name in ("git", "docker", "gcloud", "hf", "sbatch", "sky"):  # tests/engine/test_nodes.py runs sbatch's script
         (fakes / name).symlink_to("/bin/true")
     for folder in (".venv", ".venv-tpu"):
         (clone / folder / "constraints.txt").touch()
@@ -164,8 +167,11 @@ def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
 
 
 def test_every_target_is_in_the_help():
-    help = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == TARGETS - {"help"}
+    first = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  make (\w+)", first, re.MULTILINE) == ["train", "sample", "report", "plan", "help"]
+    assert len(first.splitlines()) < 24  # a terminal's lines
+    help = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == TARGETS - {"start", "help"}
     groups = re.findall(r"^(\w[\w ]*)$", help, re.MULTILINE)
     assert groups == ["Train", "Look and evaluate", "Share", "Measure speed", "Develop"]
     assert max(map(len, help.splitlines())) <= 80
@@ -210,4 +216,9 @@ def test_versions_named_beside_the_code_are_its_own():
     assert f"\nversion: {recipe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     ruff = re.search(r"ruff==([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
     assert f"rev: v{ruff} " in (ROOT / ".pre-commit-config.yaml").read_text()
+    address = re.search(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    texts = [*PAGES.values(), *(path.read_text() for path in (ROOT / "recipe" / "notebooks").glob("*.ipynb"))]
+    named = [found for text in texts for found in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)]
+    assert len(named) > 5
+    assert set(named) == {address}
     assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

@@ -8,13 +8,17 @@ import subprocess
 import sys
 import time
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.checkpoint.format import checkpoints
+from recipe.train import main
 from tests import processes as programs
 from tests.conftest import ROOT, TINY, by_step, environment, flags, metrics, run_train, train
 
@@ -243,3 +247,38 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
     start = run / "step_00000020"
     tuned, _ = train(shards, tmp_path / "run", max_steps=2, warmup_steps=0, init_from=start, learning_rate=1e-6)
     assert tuned[0]["val_loss"] == pytest.approx(lines[20]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "output"),
+    [
+        ({}, 0, r"data .* tokens in .*; validation .* tokens in "),
+        ({"dataset_name": "nowhere"}, 2, "dataset_name nowhere: no such file, directory or data set"),
+        ({"dataset_name": "{tmp}/*.bin", "val_data": "{tmp}/*.bin"}, 2, "short.bin: "),
+        ({"total_batch_tokens": 2**30}, 2, "total_batch_tokens takes .* sequences a step"),
+        ({"dataset_name": "ORG/NAME", "streaming": "true"}, 0, "note +not checked: train_text ORG/NAME: .*the Hub "),
+        ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
+        ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
+        ({"init_from": "ORG/NAME"}, 0, "note +not checked: init_from ORG/NAME .*the Hub cannot be reached"),
+    ],
+)
+def test_a_plan_checks_its_inputs(shards, whole_run, tmp_path, capsys, monkeypatch, fields, code, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.bin").write_bytes(b"x")
+    names = {k: v.format(tmp=tmp_path, run=whole_run[0]) if isinstance(v, str) else v for k, v in fields.items()}
+    settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"} | names
+    assert main([*flags(**settings), "--dry_run", "--plan_device=h100"]) == code
+    printed = capsys.readouterr()
+    assert re.search(output, printed.err if code else printed.out), printed
+    assert [path.name for path in tmp_path.iterdir()] == ["short.bin"]  # it writes nothing
+
+
+def test_a_plan_refuses_a_data_set_that_the_hub_does_not_have(tmp_path, capsys, monkeypatch):
+    def missing(self, repo, **_):
+        raise RepositoryNotFoundError("none", response=httpx.Response(404, request=httpx.Request("GET", "/")))
+
+    monkeypatch.setattr(HfApi, "dataset_info", missing)
+    monkeypatch.chdir(tmp_path)
+    settings = {"config": "gpt2", "dataset_name": "ORG/NAME", "streaming": "true", "plan_device": "h100"}
+    assert main([*flags(**settings), "--dry_run"]) == 2
+    assert "train_text ORG/NAME: no such local file, and the Hub reports HTTP 404" in capsys.readouterr().err

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub.errors import HFValidationError
+
 from recipe.config import DataConfig
 from recipe.data.prepare.documents import Document, text_chunks, text_of
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest, move
-from recipe.errors import UserError
+from recipe.errors import Unreachable, UserError
 from recipe.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -230,14 +232,17 @@ def _status_and_reason(error: Exception) -> tuple[int | None, str]:
 
 
 def user_error(name: str, error: Exception) -> UserError:
-    """One sentence for what the Hub's libraries raise, which is dozens of types."""
+    """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not said
+    what is wrong with the name."""
     if "scripts are no longer supported" in str(error):
         return UserError(
             f"{name}: this data set is a script that wants to run on your machine, which is refused; "
             "look for its parquet version (often --dataset_revision refs/convert/parquet, which may hold a part of it "
             "only), or give local files"
         )
-    return UserError(
-        f"{name}: no such local file, and the Hub reports {_status_and_reason(error)[1]}; check the name and the "
+    status, reason = _status_and_reason(error)
+    refused = status in _PERMANENT or isinstance(error, HFValidationError)
+    return (UserError if refused else Unreachable)(
+        f"{name}: no such local file, and the Hub reports {reason}; check the name and the "
         "network, or give local .txt, .jsonl or .parquet files"
     )

@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from recipe.config import Batch, Config, DataConfig, data_sets
+from recipe.config import Batch, Config, DataConfig, DataSet, data_sets
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
-from recipe.data.prepare.pipeline import prepare_for_training
+from recipe.data.prepare.pipeline import must_prepare, prepare_for_training
 from recipe.data.prepare.producer import check_same
 from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
+from recipe.data.streaming.builder import Builder
 from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
@@ -55,6 +56,22 @@ def open_datasets(
         yield tuple(MixedDataset(sets, these, batch.sequences, run.seed) for these in (trains, validations))
 
 
+def check_dataset(one: DataSet, batch: Batch) -> None:
+    """For a plan: logs what a data set of the run is, and prepares and downloads nothing. Raises UserError where it
+    cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
+    data = one.data
+    what = " ".join(filter(None, (data.train_text, data.dataset_config)))
+    if _is_streamed(data):
+        logger.info("data       %s, streamed into %s", what, data.dataset_name)
+        if data.val_data:
+            _validation_shards(data)
+        Builder(data, readers=1).producer.text.newest()
+    elif must_prepare(data):
+        logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
+    else:
+        _prepared_shards(data, data.sequence_length, -(-batch.sequences * one.count // BLOCK))
+
+
 def _is_streamed(data: DataConfig) -> bool:
     """Whether shards must be made or downloaded while the model trains: not all of them are on this disk."""
     downloads = data.train_text.startswith("hf://")
@@ -77,14 +94,19 @@ def _prepare(data: DataConfig, engine) -> None:
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
     """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
     _prepare(data, engine)
+    train, val = _prepared_shards(data, *shape[:2])
+    return TokenDataset(train, *shape), TokenDataset(val, *shape)
+
+
+def _prepared_shards(data: DataConfig, sequence_length: int, batch_size: int) -> tuple[list[Shard], list[Shard]]:
     check_tokenizer(data.dataset_name, open_tokenizer(data.tokenizer))
     train, val = find_shards(data.dataset_name, "train"), _validation_shards(data)
     for shards in (train, val):
         check_tokens(shards, open_tokenizer(data.tokenizer))
-    check_data(train, val, *shape[:2])
+    check_data(train, val, sequence_length, batch_size)
     found = describe_shards(train), describe_shards(val)
     logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
-    return TokenDataset(train, *shape), TokenDataset(val, *shape)
+    return train, val
 
 
 def _validation_shards(data: DataConfig) -> list[Shard]:

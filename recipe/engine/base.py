@@ -113,6 +113,11 @@ class Engine:
         return self.device.type.upper()
 
     @property
+    def memory(self) -> int | None:
+        """Bytes of the device's own memory; None where it has none or it is not known."""
+        return hardware.memory(self.device)
+
+    @property
     def model_options(self) -> dict:
         """Arguments of GPT2LMHeadModel that depend on the device."""
         return {"attention": self.attention, "checkpoint": self.checkpoint, "pad_vocab_to": self.pad_vocab_to}

@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,32 +16,48 @@ import torch
 
 from recipe.errors import UserError
 
-# Dense bf16 (fp16 where there is no bf16) peak in FLOP/s with sums in fp32, from the vendors' data sheets and, for
-# GeForce, Nvidia's architecture papers. A name counts only if all of it is known (see `peak_flops`): a laptop's GPU,
-# a slice of one or a "D" has almost the same name. A GPU that is not listed has no MFU rather than a guess.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,
-    "H100 SXM": 989e12,
-    "H100 PCIE": 756e12,
-    "H100 NVL": 835e12,
-    "A100": 312e12,
-    "A100 SXM": 312e12,
-    "A100 PCIE": 312e12,
-    "A10": 125e12,
-    "A10G": 70e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100 SXM": 125e12,
-    "V100 PCIE": 112e12,
-    "T4": 65e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU or a TPU device: its dense bf16 (fp16 where it has no bf16) peak in FLOP/s with sums in fp32; its memory in
+    10^9 bytes, None for a TPU, whose micro-batch is not chosen by memory; whether it has bf16."""
+
+    peak: float
+    memory: float | None
+    bf16: bool = True
+
+
+# From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU's name counts only if all of it is
+# known (see `known_name`): a laptop's GPU, a slice of one or a "D" has almost the same name. A GPU that is not listed
+# has no MFU rather than a guess. Where there are several sizes of memory, one of them (--device_memory_gb plans
+# another). A chip of TPU v2 and v3 is two devices, later ones are one.
+DEVICES = {
+    "B200": Device(2250e12, 180),
+    "GH200": Device(989e12, 96),
+    "H200": Device(989e12, 141),
+    "H200 NVL": Device(835e12, 141),
+    "H100": Device(989e12, 80),
+    "H100 SXM": Device(989e12, 80),
+    "H100 PCIE": Device(756e12, 80),
+    "H100 NVL": Device(835e12, 94),
+    "A100": Device(312e12, 80),
+    "A100 SXM": Device(312e12, 80),
+    "A100 PCIE": Device(312e12, 80),
+    "A10": Device(125e12, 24),
+    "A10G": Device(70e12, 24),
+    "L40S": Device(362e12, 48),
+    "L40": Device(181e12, 48),
+    "L4": Device(121e12, 24),
+    "T4": Device(65e12, 16, bf16=False),
+    "RTX 5090": Device(209.5e12, 32),
+    "RTX 4090": Device(165.2e12, 24),
+    "RTX 3090": Device(71e12, 24),
+    "TPU V2": Device(22.5e12, None),
+    "TPU V3": Device(61.5e12, None),
+    "TPU V4": Device(275e12, None),
+    "TPU V5E": Device(197e12, None),
+    "TPU V5P": Device(459e12, None),
+    "TPU V6E": Device(918e12, None),
 }
 # Parts of a name beside the model: vendor, memory, socket generation.
 _VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
@@ -48,14 +65,30 @@ _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 _SOCKET = re.compile(r" SXM\d(?= |$)")
 
 
-def peak_flops(name: str) -> float | None:
-    """Dense half-precision peak in FLOP/s of the GPU called `name`, as CUDA reports it; None where it is not known.
+def known_name(name: str) -> str:
+    """The name in DEVICES of what CUDA or the XLA engine calls `name`; empty where it is not known.
 
     The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
     slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
     """
     words = " ".join(name.upper().replace("-", " ").split())
-    return PEAK_FLOPS.get(_MEMORY.sub("", _SOCKET.sub(" SXM", _VENDOR.sub("", words))))
+    found = _MEMORY.sub("", _SOCKET.sub(" SXM", _VENDOR.sub("", words)))
+    return found if found in DEVICES else ""
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense half-precision peak in FLOP/s of the device called `name`; None where it is not known."""
+    return DEVICES[found].peak if (found := known_name(name)) else None
+
+
+def named_devices(text: str) -> tuple[int, str]:
+    """ "8xh100", "8 x H100", "4090" or "8xtpu v5e" -> how many, and the name in DEVICES. Raises UserError for an
+    unknown name."""
+    count, name = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE).groups()
+    for known in (name.upper(), f"RTX {name}"):
+        if known in DEVICES:
+            return int(count or 1), known
+    raise UserError(f"plan_device {text!r}: no such device is known; there are {', '.join(DEVICES)}")
 
 
 def peak_of(device: torch.device) -> float | None:
@@ -137,22 +170,35 @@ def same_random_numbers(device: torch.device) -> AbstractContextManager:
 def resolve_precision(precision: str, *, cpu: bool) -> str:
     """Resolves `auto` to the fastest precision that the device (with `cpu`, the processor) computes natively. Raises
     UserError where the device lacks the one named."""
-    cuda = torch.cuda.is_available() and not cpu
-    mps = torch.backends.mps.is_available() and not cpu
-    if cuda:
-        native_bf16 = torch.cuda.get_device_capability() >= (8, 0)  # is_bf16_supported() counts emulation
+    if torch.cuda.is_available() and not cpu:  # is_bf16_supported() counts emulation
+        return gpu_precision(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability() >= (8, 0))
     if precision == "auto":
-        if cuda:
-            return "bf16" if native_bf16 else "fp16"
         # MPS stays in fp32 until its autocast has been tested here.
+        mps = torch.backends.mps.is_available() and not cpu
         return "bf16" if not mps and _cpu_has_bf16() else "fp32"
-    if precision == "fp16" and not cuda:
+    if precision == "fp16":
         raise UserError("precision fp16 needs a CUDA GPU (Accelerate would silently run fp32); use auto, bf16 or fp32")
-    if precision == "tf32" and not (cuda and native_bf16):
+    if precision == "tf32":
         raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
-    if precision == "bf16" and cuda and not native_bf16:
-        raise UserError(f"precision bf16 is only emulated on {torch.cuda.get_device_name()}; use auto or fp16")
     return precision
+
+
+def gpu_precision(precision: str, name: str, bf16: bool) -> str:
+    """As `resolve_precision`, for the GPU called `name`; `bf16`: whether it computes that natively."""
+    if precision == "auto":
+        return "bf16" if bf16 else "fp16"
+    if precision == "tf32" and not bf16:
+        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
+    if precision == "bf16" and not bf16:
+        raise UserError(f"precision bf16 is only emulated on {name}; use auto or fp16")
+    return precision
+
+
+def tpu_precision(precision: str, best: str = "bf16") -> str:
+    """As `resolve_precision`, for a TPU; `best` is that of `auto`."""
+    if precision in ("fp16", "tf32"):
+        raise UserError(f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32")
+    return best if precision == "auto" else precision
 
 
 def _cpu_has_bf16() -> bool:

@@ -5,9 +5,14 @@ from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp, wants_xla
 
 
-def open_engine(precision: str = "auto") -> Engine:
-    """The engine of this process: XLA, DeepSpeed or FSDP where the launch chose it, else one device or DDP. A
-    collective call. Raises UserError for a launch that would not train what the recipe describes."""
+def open_engine(precision: str = "auto", planned: str = "") -> Engine:
+    """The engine of this process: XLA, DeepSpeed or FSDP where the launch chose it, else one device or DDP; or one that
+    stands for the devices `planned`. A collective call. Raises UserError for a launch that would not train what the
+    recipe describes."""
+    if planned:
+        from recipe.engine.planned import PlannedEngine
+
+        return PlannedEngine(precision, planned)
     check_launch()
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroEngine as engine

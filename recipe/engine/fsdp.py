@@ -40,17 +40,11 @@ class FsdpEngine(Engine):
     optimizers = ("adamw",)  # Muon needs whole matrices
 
     def __init__(self, precision: str):
-        self.sharding = "fsdp" if _take_settings() else "fsdp_gathered"
+        self.sharding = "fsdp" if take_settings() else "fsdp_gathered"
         super().__init__(precision)
 
     def _resolve_precision(self, precision: str) -> str:
-        resolved = super()._resolve_precision(precision)
-        if resolved == "fp16":
-            raise UserError(
-                "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
-                "or choose --precision fp32"
-            )
-        return resolved
+        return supported_precision(super()._resolve_precision(precision))
 
     @property
     def name(self) -> str:
@@ -104,6 +98,16 @@ class FsdpEngine(Engine):
         return {name: p.full_tensor() for name, p in _shards(model).items()}
 
 
+def supported_precision(resolved: str) -> str:
+    """`resolved` as it is. Raises UserError for fp16."""
+    if resolved == "fp16":
+        raise UserError(
+            "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
+            "or choose --precision fp32"
+        )
+    return resolved
+
+
 def _shards(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """This process's part of each parameter, by name. A forward pass without a backward may have left whole ones."""
     for module in model.modules():
@@ -112,7 +116,7 @@ def _shards(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def _take_settings() -> bool:
+def take_settings() -> bool:
     """Takes the launch's settings of FSDP out of the environment, and returns whether blocks are freed between forward
     and backward. Raises UserError where the file asks for what is not supported."""
     del os.environ["ACCELERATE_USE_FSDP"]

@@ -35,13 +35,12 @@ from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import Batch
+from recipe.engine import device as hardware
 from recipe.engine.base import Engine, Judge
 from recipe.engine.shutdown import Agreement
 from recipe.errors import UserError
 from recipe.optim.optimizer import state_names
 
-# Dense bf16 peak of a device in FLOP/s, from Google's pages; a chip of v2 and v3 is two devices, later ones are one.
-_PEAK_FLOPS = {"v2": 22.5e12, "v3": 61.5e12, "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12}
 _FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
 _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"
 
@@ -69,7 +68,7 @@ class XlaEngine(Engine):
             logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
             torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
         self.devices = xr.global_runtime_device_count()
-        peak = _PEAK_FLOPS.get(self.generation)
+        peak = hardware.peak_flops(f"TPU {self.generation}")
         self.peak_flops = peak * self.devices if peak else None
         self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
         self.eval_multiples = (math.lcm(32, self.devices), 64, 1024)  # few shapes, each of which is compiled
@@ -87,11 +86,7 @@ class XlaEngine(Engine):
             self._agreement = Agreement(self.stop, self._hosts)
 
     def _resolve_precision(self, precision: str) -> str:
-        if precision in ("fp16", "tf32"):
-            raise UserError(f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32")
-        if precision == "auto":
-            return "bf16" if self.generation else "fp32"
-        return precision
+        return hardware.tpu_precision(precision, "bf16" if self.generation else "fp32")
 
     def _mixed_precision(self) -> str:
         # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.

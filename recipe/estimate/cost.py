@@ -5,26 +5,63 @@ python -m recipe.estimate.cost --price_per_hour 1.75
 
 import argparse
 import math
-import re
 import time
+from typing import NamedTuple
 
 import torch
 
 from recipe.config import parse_config
-from recipe.engine.device import PEAK_FLOPS
-from recipe.errors import UserError
+from recipe.engine.device import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.units import plural, si
 
-# An assumption until something is measured. By flops_per_token llm.c trains the 124M model at 60 % on 8 A100s (300 ms a
-# step: karpathy/llm.c, discussion 481) and at 40 % on 8 H100s (the log of eval/references/gpt2-fineweb.json).
-MFU = 0.5
+
+class Speed(NamedTuple):
+    """A published speed: the device by its name in DEVICES, how many of them, the model's parameters, the share of the
+    peak (MFU by `flops_per_token`), and whose run that was."""
+
+    device: str
+    count: int
+    parameters: float
+    mfu: float
+    run: str
+
+
+PUBLISHED = (
+    Speed("A100", 8, 124e6, 0.599, "llm.c"),  # 300 ms a step, 1.75 M tokens/s: karpathy/llm.c, discussion 481
+    Speed("A100", 8, 355e6, 0.62, "llm.c"),  # 639 K tokens/s
+    Speed("A100", 8, 774e6, 0.64, "llm.c"),  # 308 K tokens/s
+    Speed("H100", 8, 1558e6, 0.487, "llm.c"),  # 374 K tokens/s: discussion 677
+    Speed(
+        "H100", 1, 124e6, 0.362, "the scaling journal"
+    ),  # 419 K tokens/s of a PyTorch loop: jjschwartz.github.io/blog/scaling-gpt2
+    Speed("H100", 8, 124e6, 0.329, "the scaling journal"),  # 3.05 M tokens/s
+    # 18 hours for 10 B tokens (its 243 K tokens/s would be 11.4): ducto489.github.io/projects/train-gpt-2-with-tpu
+    Speed("TPU V3", 8, 124e6, 0.268, "a Kaggle notebook"),
+)
+ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
 
 RECIPES = ("gpt2", "gpt2-fast", "gpt2-medium", "gpt2-large", "gpt2-xl")
-DEVICES = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of PEAK_FLOPS
+TABLE = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of DEVICES
 
 
-def training_seconds(flops: float, peak_flops: float, mfu: float = MFU) -> float:
+def mfu_of(device: str, count: int, parameters: int) -> tuple[float, str]:
+    """The MFU to expect of `count` devices called `device`, and where it is from: the published run on that device
+    whose model, then whose number of devices, is nearest; or an assumption."""
+    name = known_name(device).removesuffix(" SXM")
+    runs = [run for run in PUBLISHED if run.device == name]
+    if not runs:
+        return ASSUMED_MFU, f"an assumed {100 * ASSUMED_MFU:.0f} % MFU"
+
+    def distance(run: Speed) -> tuple[float, float]:
+        return abs(math.log(run.parameters / parameters)), abs(math.log(run.count / count))
+
+    run = min(runs, key=distance)
+    of = f"{si(run.parameters, 'B')} parameters on {run.count} x {run.device}"
+    return run.mfu, f"{100 * run.mfu:.1f} % MFU, published by {run.run} for {of}"
+
+
+def training_seconds(flops: float, peak_flops: float, mfu: float) -> float:
     """Seconds for `flops` in all, on devices whose peaks add up to `peak_flops`, at the MFU `mfu`. Validation, saving
     and communication come on top."""
     return flops / (mfu * peak_flops)
@@ -33,14 +70,6 @@ def training_seconds(flops: float, peak_flops: float, mfu: float = MFU) -> float
 def price(seconds: float, devices: int, per_hour: float) -> float:
     """Dollars: each of the devices costs `per_hour`."""
     return seconds / 3600 * devices * per_hour
-
-
-def named_devices(text: str) -> tuple[int, str]:
-    """ "8xh100", "8 x H100" or "h100" -> how many, and the name in PEAK_FLOPS. Raises UserError for an unknown name."""
-    count, name = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE).groups()
-    if name.upper() not in PEAK_FLOPS:
-        raise UserError(f"plan_device {text!r}: no such GPU is known; there are {', '.join(PEAK_FLOPS)}")
-    return int(count or 1), name.upper()
 
 
 def cpu_flops(precision: str, size: int = 256) -> float:
@@ -58,31 +87,34 @@ def cpu_flops(precision: str, size: int = 256) -> float:
     return threads * 2 * size**3 / best
 
 
-def table(mfu: float = MFU, price_per_hour: float = 0.0) -> list[str]:
-    """Lines for the terminal: each recipe on each device, at `mfu` of its peak and dollars an hour of one device."""
+def table(mfu: float | None = None, price_per_hour: float = 0.0) -> list[str]:
+    """Lines for the terminal: each recipe on each device, at `mfu` of its peak (None: what `mfu_of` expects) and
+    dollars an hour of one device."""
     dollars = f", ${price_per_hour:g} an hour of a device" if price_per_hour else "; --price_per_hour 2 adds dollars"
-    lines = [f"cost       an estimate, not measured: {mfu:.0%} MFU of the dense bf16 peak{dollars}"]
+    lines = [f"cost       an estimate from published speeds, not measured here{dollars}"]
     for recipe in RECIPES:
         config = parse_config([f"--config={recipe}"])
         tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
         flops = tokens * flops_per_token(config.model, config.data.sequence_length)
-        size = si(parameter_count(config.model), "B")
-        lines.append(f"{recipe}, {size} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP")
-        for count, name in DEVICES:
-            time_ = training_seconds(flops, count * PEAK_FLOPS[name], mfu) / 3600
-            line = f"  {f'{count} x {name}':14} " + (f"{time_:8.1f} h   " if time_ < 48 else f"{time_ / 24:8.1f} days")
-            line += f"  {plural(round(count * time_), 'device-hour'):>20}"
-            lines.append(line + (f"  ${price(3600 * time_, count, price_per_hour):,.0f}" if price_per_hour else ""))
+        parameters = parameter_count(config.model)
+        lines.append(f"{recipe}, {si(parameters, 'B')} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP")
+        for count, name in TABLE:
+            share, basis = (mfu, f"{100 * mfu:g} % MFU, as given") if mfu else mfu_of(name, count, parameters)
+            hours = training_seconds(flops, count * DEVICES[name].peak, share) / 3600
+            time_ = f"{hours:6.1f} h   " if hours < 48 else f"{hours / 24:6.1f} days"
+            cost = f"  ${price(3600 * hours, count, price_per_hour):,.0f}" if price_per_hour else ""
+            used = plural(round(count * hours), "device-hour")
+            lines.append(f"  {f'{count} x {name}':12} {time_} {used:>17}{cost}  at {basis}")
     return lines
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints time and cost of GPT-2's sizes on several devices; returns the exit code."""
     parser = argparse.ArgumentParser(description="Time and cost of training GPT-2's sizes.", allow_abbrev=False)
-    parser.add_argument("--mfu", type=float, default=MFU, help=f"share of a device's peak (default {MFU:g})")
+    parser.add_argument("--mfu", type=float, help="share of a device's peak (default: that of published runs)")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device")
     args = parser.parse_args(argv)
-    if not (0 < args.mfu <= 1 and args.price_per_hour >= 0):
+    if not ((args.mfu is None or 0 < args.mfu <= 1) and args.price_per_hour >= 0):
         parser.error("--mfu is a share above 0 and at most 1, --price_per_hour not negative")
     print("\n".join(table(args.mfu, args.price_per_hour)))
     return 0

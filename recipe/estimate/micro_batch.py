@@ -108,7 +108,7 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> t
 
 def memory_of(config: Config, engine: Engine) -> int | None:
     """Bytes of a device that the run may take, None where that is not known."""
-    return int(1e9 * config.run.device_memory_gb) or hardware.memory(engine.device)
+    return int(1e9 * config.run.device_memory_gb) or engine.memory
 
 
 def engine_kind(config: Config, engine: Engine) -> dict:

@@ -4,11 +4,11 @@ import dataclasses
 
 from transformers import GPT2Config
 
-from recipe.config import Config
+from recipe.config import Config, ModelConfig
 from recipe.data.tokenizer import open_tokenizer
 from recipe.download import on_this_disk
 from recipe.errors import UserError
-from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights
+from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
 
 _FILES = ["config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
 _NEEDED = "config.json and model.safetensors"
@@ -22,10 +22,9 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     cannot be loaded or has another architecture.
     """
     model = config.model
-    sizes = {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_") or k == "vocab_size"}
     special = dict.fromkeys(("bos_token_id", "eos_token_id"), open_tokenizer(config.data.tokenizer).end_of_text)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    wanted = GPT2Config(**sizes, **special, **dropout)
+    wanted = GPT2Config(**_sizes(model), **special, **dropout)
     built = GPT2LMHeadModel(
         wanted,
         gradient_checkpointing=config.run.gradient_checkpointing,
@@ -35,10 +34,29 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     )
     if model.init_from and load_init_from:
         directory = on_this_disk(model.init_from, "init_from", _FILES, _NEEDED)
-        theirs = read_config(directory)
-        found = {k: getattr(theirs, k) for k in sizes}
-        if wrong := [f"{k} {v} (recipe: {getattr(wanted, k)})" for k, v in found.items() if v != getattr(wanted, k)]:
-            raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
-        check_supported(theirs)
+        _check_config(model, directory)
         built.load_weights(read_weights(directory), model.init_from)
     return built
+
+
+def check_init_from(model: ModelConfig) -> None:
+    """For a plan: raises UserError where `init_from` is not there or has another architecture, and Unreachable where
+    the Hub does not answer. Weights are neither read nor downloaded."""
+    if not model.init_from:
+        return
+    directory = on_this_disk(model.init_from, "init_from", _FILES[:1], _NEEDED)
+    if directory == model.init_from:
+        weight_files(directory)
+    _check_config(model, directory)
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    return {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_") or k == "vocab_size"}
+
+
+def _check_config(model: ModelConfig, directory: str) -> None:
+    theirs = read_config(directory)
+    found = {k: getattr(theirs, k) for k in _sizes(model)}
+    if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in found.items() if v != getattr(model, k)]:
+        raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
+    check_supported(theirs)

@@ -288,14 +288,18 @@ def read_config(name_or_path: str) -> GPT2Config:
 
 def read_weights(name_or_path: str) -> dict[str, torch.Tensor]:
     """The tensors of a directory or a Hub id, on the CPU. Raises UserError where there are none in safetensors."""
+    tensors = {}
+    for path in weight_files(name_or_path):
+        with reading(Path(path), "copy or download it again"):
+            tensors |= load_file(path)
+    return tensors
 
-    def read(name: str) -> dict[str, torch.Tensor]:
-        path = Path(cached_file(name_or_path, name))
-        with reading(path, "copy or download it again"):
-            return load_file(path)
 
+def weight_files(name_or_path: str) -> list[str]:
+    """The files in safetensors that hold the weights of a directory or a Hub id. Raises UserError where there are
+    none."""
     try:
-        return read("model.safetensors")
+        return [cached_file(name_or_path, "model.safetensors")]
     except OSError:  # not one file: transformers splits large models and writes an index
         pass
     try:
@@ -308,4 +312,4 @@ def read_weights(name_or_path: str) -> dict[str, torch.Tensor]:
         ) from e
     with reading(Path(index), "copy or download it again"):
         names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return {k: v for name in names for k, v in read(name).items()}
+    return [cached_file(name_or_path, name) for name in names]

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 # tqdm's, with our own speed and time left behind it: they do not count compilation, nor an earlier process's steps.
 _FORMAT = "{desc}{percentage:.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 _LIVE = 20  # the steps of a process after which the loss is shown at once
+_SETTLING = 10  # steps of a process that the time left does not count: several times as slow as those after them
 _BETWEEN_DRAWINGS, _BETWEEN_LINES = 0.25, 60.0  # seconds, in a long pause
 
 
@@ -28,7 +29,7 @@ class Progress:
         """For a run of `steps` steps of `step_tokens` tokens each that has done `step` of them."""
         self._steps, self._step_tokens, self._show = steps, step_tokens, show
         self._first = self._done = step
-        self._begun = self._first_done = self._last_shown = time.monotonic()
+        self._begun = self._first_done = self._settled = self._last_shown = time.monotonic()
         self._doing = "first step"  # in which a compilation can take minutes
         self._newest: dict[str, float] = {}  # of each column that the bar shows
         self._warning = ""
@@ -55,6 +56,8 @@ class Progress:
         if self._done == self._first + 1:
             self._first_done, self._doing = time.monotonic(), ""
             self._draw()
+        if self._done == self._first + _SETTLING:
+            self._settled = time.monotonic()
         if not self._bar.disable:
             self._bar.set_postfix_str(self._figures(self._newest, short=True), refresh=False)
             self._bar.update(self._step_tokens)
@@ -101,12 +104,12 @@ class Progress:
             self._line(f"step {self._done}: {self._doing}, {done} of {of} batches")
 
     def seconds_left(self) -> float | None:
-        """Until the end of the run, at the mean pace of this process since its first step, pauses included; None before
-        its second step is done."""
-        steps = self._done - self._first - 1
+        """Until the end of the run, at the mean pace of this process, pauses included, without its first _SETTLING
+        steps; None until one more is done."""
+        steps = self._done - self._first - _SETTLING
         if steps < 1:
             return None
-        return (self._steps - self._done) * (time.monotonic() - self._first_done) / steps
+        return (self._steps - self._done) * (time.monotonic() - self._settled) / steps
 
     def close(self) -> None:
         """Removes the bar."""

@@ -10,9 +10,8 @@ from recipe.config import ROOT, Batch, Config, OptimizerConfig, data_sets
 from recipe.data.mixed import Dataset
 from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
-from recipe.engine.device import PEAK_FLOPS
 from recipe.errors import ExitCode
-from recipe.estimate.cost import MFU, cpu_flops, named_devices, price, training_seconds
+from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of, price, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
     REMEDIES,
@@ -53,9 +52,6 @@ def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
     if len(sets) > 1:
         shares = ", ".join(f"{100 * one.count / BLOCK:g} % {one.name}" for one in sets)
         logger.info("mixture    %s, exact in every %s sequences", shares, f"{BLOCK:,}")
-    for one in sets if config.run.dry_run else []:  # a run says more about its data when it has opened them
-        text = " ".join(filter(None, (one.data.train_text, one.data.dataset_config)))
-        logger.info("data       %s%s", f"{text}, as shards in " if text else "", one.data.dataset_name)
     for line in describe(config, batch, engine, found):
         logger.info(line)
     if engine.idle_gpus:
@@ -134,25 +130,21 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
     """How long the whole run takes, and what it costs: N devices cost N times what one does."""
     run, opt, devices = config.run, config.optimizer, batch.world * batch.devices
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
-    if run.plan_device:
-        devices, name = named_devices(run.plan_device)
     each = f"{money(run.price_per_hour)} an hour of {'the device' if devices == 1 else f'each of {devices} devices'}"
     # The peaks of GPUs are those of half precision; another precision, unless it is the best the device has, has
     # another peak, which is not known.
-    if run.plan_device:
-        peak = devices * PEAK_FLOPS[name]
-        basis = f"on {devices} x {name} at {100 * MFU:.0f} % MFU, an assumption"
-    elif engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
+    if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
         peak = engine.peak_flops * batch.world
-        basis = f"at {100 * MFU:.0f} % MFU, an assumption; the progress shows more"
+        mfu, basis = mfu_of(engine.name.partition(", ")[0], devices, parameter_count(config.model))
+        basis = f"at {basis}"
     elif engine.device.type == "cpu":
-        peak = cpu_flops(engine.precision) * batch.world
-        basis = f"if a step reaches {100 * MFU:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
+        peak, mfu = cpu_flops(engine.precision) * batch.world, ASSUMED_MFU
+        basis = f"if a step reaches {100 * mfu:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
     else:
         why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
         later = [f"price      {each}"] if run.price_per_hour else []
         return [f"time       {why} is not known; the progress shows it after the first steps", *later]
-    seconds = training_seconds(flops, peak)
+    seconds = training_seconds(flops, peak, mfu)
     lines = [f"time       about {duration(seconds)} {basis}"]
     if run.price_per_hour:
         lines.append(f"price      about {money(price(seconds, devices, run.price_per_hour))}: {each}")

@@ -72,8 +72,6 @@ NAMES = {
     "NVIDIA L4": 121,
     "NVIDIA L40S": 362,
     "Tesla T4": 65,
-    "Tesla V100-SXM2-16GB": 125,
-    "Tesla V100-PCIE-16GB": 112,
     "NVIDIA GeForce RTX 4090": 165.2,
 }
 # Laptops' GPUs, slices, shares, export models and others with almost the same name.

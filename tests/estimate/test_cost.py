@@ -17,15 +17,20 @@ def test_the_time_is_llm_cs_published_run_at_its_mfu():
     assert cost.price(seconds, 8, 20 / 1.5 / 8) == pytest.approx(20.92, abs=0.01)  # $13.33 an hour for all
 
 
-def test_the_table_prices_a_published_run(capsys, tmp_path, monkeypatch):
-    """karpathy/llm.c, discussion 677: 1558M on 8 H100 in 24 h for $672, $28 an hour of the node, at about 50 % MFU."""
+def test_the_table_prices_published_runs(capsys, tmp_path, monkeypatch):
+    """karpathy/llm.c: 1558M on 8 H100 in 24 h for $672, $28 an hour of the node (discussion 677); 355M on 8 A100 in
+    13.7 h."""
     monkeypatch.chdir(tmp_path)
     assert cost.main(["--price_per_hour=3.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    xl = next(i for i, line in enumerate(lines) if line.startswith("gpt2-xl"))
-    assert "8 x H100           24.2 h         194 device-hours  $678" in lines[xl + 2]
-    assert cost.main([]) == 0
-    assert "  $" not in capsys.readouterr().out
+    medium, xl = (next(i for i, line in enumerate(lines) if line.startswith(f"gpt2-{size}")) for size in ("med", "xl"))
+    assert lines[medium + 1].split()[3:5] == ["13.7", "h"]
+    assert "8 x H100       24.9 h     199 device-hours  $696  at 48.7 % MFU, published by llm.c" in lines[xl + 2]
+    assert lines[xl + 4].endswith("at an assumed 40 % MFU")  # of an RTX 4090
+    assert cost.main(["--mfu=0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "  $" not in shown
+    assert "24.2 h" in shown
     assert not any(tmp_path.iterdir())  # it writes nothing
     with pytest.raises(SystemExit):
         cost.main(["--mfu=2"])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from recipe.config import Batch, OptimizerConfig
+from recipe.engine import device
 from recipe.errors import UserError
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
@@ -223,7 +224,7 @@ def test_generations(engine, monkeypatch, kind, generation, peak):
     monkeypatch.setattr(xla.tpu, "get_tpu_type", Mock(side_effect=[kind]))
     assert xla._generation() == generation
     monkeypatch.setattr(engine, "generation", generation)
-    assert xla._PEAK_FLOPS.get(generation) == peak
+    assert device.peak_flops(f"TPU {generation}") == peak
     assert f"TPU {generation}, 4 devices" in engine.name
     assert engine._resolve_precision("auto") == "bf16"
 

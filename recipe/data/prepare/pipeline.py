@@ -94,21 +94,28 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
 
 def prepare_for_training(data: DataConfig) -> None:
     """Prepares `train_text`, if its files are here, into the directory `dataset_name`, unless that was done before.
+    Raises what `must_prepare` raises."""
+    if must_prepare(data):
+        prepare(data)
+
+
+def must_prepare(data: DataConfig) -> bool:
+    """Whether local text is to be prepared before a run.
 
     Raises UserError where the directory holds shards of another text, or made with other settings; and for a Hub data
     set that is not prepared, which takes hours that no other process should wait.
     """
     if not data.train_text:
-        return
+        return False
     producer = TextProducer(data, Path(data.dataset_name))
     if producer.finished():
-        return
+        return False
     if not isinstance(producer.text, TextFiles):
         raise UserError(
             f"{data.dataset_name}: not prepared yet; first run: {command(data)}\n"
             "       or pass --streaming true, which tokenizes while the model trains"
         )
-    prepare(data)
+    return True
 
 
 def command(data: DataConfig) -> str:

@@ -16,18 +16,18 @@ class HubProducer:
     """TextProducer's counterpart for hf://datasets/ORG/NAME/PATTERN."""
 
     def __init__(self, data: DataConfig, out: Path):
-        self.shards, self.out, self.tokenizer = HubShards(data.train_text), out, open_tokenizer(data.tokenizer)
+        self.text, self.out, self.tokenizer = HubShards(data.train_text), out, open_tokenizer(data.tokenizer)
         check_own_directory(out)
 
     def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
         """As TextProducer's. Raises UserError."""
-        identity = self.shards.identity()
+        identity = self.text.identity()
         self.manifest = continued(self.out, earlier, {**identity, "tokenizer": self.tokenizer.digest})
         if self.manifest is None:
-            version = {"commit": commit} if commit else self.shards.newest()
+            version = {"commit": commit} if commit else self.text.newest()
             self.manifest = Manifest({**identity, **version}, {}, complete=True, **of_tokenizer(self.tokenizer))
-            self.manifest.shards = self.shards.entries(version["commit"])
-        self.shards.pin(self.manifest)
+            self.manifest.shards = self.text.entries(version["commit"])
+        self.text.pin(self.manifest)
         self.manifest.save(self.out)
         return self.manifest
 
@@ -50,4 +50,4 @@ class HubProducer:
         entry = self.manifest.of(split)[number]
         yield 0
         if not (self.out / entry["file"]).exists():
-            self.shards.download(entry, self.out / entry["file"])
+            self.text.download(entry, self.out / entry["file"])
