@@ -87,6 +87,7 @@ class BenchConfig:
             precision=self.precision,
             compile=run.torch_compile_mode if run.torch_compile else "",
             loss_chunk_size=run.loss_chunk_size,
+            fused_loss=run.fused_loss,
             gradient_checkpointing=run.gradient_checkpointing,
         )
 

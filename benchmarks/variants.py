@@ -57,6 +57,7 @@ class Variant:
     loss_by_rows: bool = False
     pad_vocab_to: int = 1
     loss_chunk_size: int = 0
+    fused_loss: bool = False
     gradient_checkpointing: bool = False
     checkout: str = ""
 
@@ -98,6 +99,7 @@ def our_model(variant: Variant) -> GPT2LMHeadModel:
         _gpt2_config(variant.model),
         gradient_checkpointing=variant.gradient_checkpointing,
         loss_chunk_size=variant.loss_chunk_size,
+        fused_loss=variant.fused_loss,
         pad_vocab_to=variant.pad_vocab_to,
         seed=SEED,
         attention=ATTENTION[variant.attention],

@@ -144,6 +144,7 @@ def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
             "torch_compile_mode": variant.compile or "default",
             "gradient_checkpointing": variant.gradient_checkpointing,
             "loss_chunk_size": variant.loss_chunk_size,
+            "fused_loss": variant.fused_loss,
             "seed": SEED,
             "logging_steps": OPTIMIZER.max_steps,
             "eval_steps": 0,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -329,12 +330,15 @@ def with_vocabulary(config: Config, engine: Engine) -> Config:
 
 def check_same_launch(config: Config, engine: Engine) -> None:
     """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
-    one, where a restart would start over, and where the engine cannot run the optimizer. A collective call."""
+    one, where a restart would start over, and where the engine cannot run the optimizer or the loss. A collective
+    call."""
     if engine.optimizers and config.optimizer.optim not in engine.optimizers:
         raise UserError(
             f"optim {config.optimizer.optim} is not supported on {engine.name}; launch with accelerate_configs/"
             f"ddp.yaml or single.yaml, or choose --optim {' or '.join(engine.optimizers)} and its learning rate"
         )
+    if config.run.fused_loss and (engine.device.type != "cuda" or not find_spec("triton")):
+        raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
     if config.run.fresh and (limit := restarts()[0]):
         raise UserError(
             f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "

@@ -164,6 +164,9 @@ class RunConfig:
         False, "recompute activations in the backward pass: less memory, about a quarter slower"
     )
     loss_chunk_size: int = _opt(0, "positions whose logits are held at once (0: the whole micro-batch)")
+    fused_loss: bool = _opt(
+        False, "compute the loss and its gradient in one Triton kernel, on CUDA; not yet measured on a GPU"
+    )
     logging_steps: int = _opt(10, "steps between lines of metrics.jsonl")
     eval_steps: int = _opt(250, "steps between validations (0: at the end only)")
     eval_tokens: int = _opt(10_485_760, "most tokens in a validation (the same ones every time)")

@@ -320,6 +320,7 @@ TABLE = {
         "decay_fraction is for lr_scheduler_type wsd, but lr_scheduler_type is cosine; remove decay_fraction, or set",
     ),
     "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
+    "18 fused loss": (lambda at: at.train(fused_loss=True), "fused_loss", "remove fused_loss"),
     "18 fp16": (lambda at: at.train(precision="fp16"), "precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"),
     "18 tf32": (lambda at: at.train(precision="tf32"), "precision tf32 needs an Ampere", "use auto or fp32"),
     "21 architecture": (

@@ -66,7 +66,8 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
     - the loss, when all blocks' tensors for backward are kept: 36 n D a block in 16 bits and 64 n D in fp32, since
       CUDA's autocast keeps layer norm's input and output in fp32; compiled 32 n D and 64 n D; with checkpointing only
       the block's input. In 16 bits also 2 bytes a weight of autocast's copies. The logits take 12 n V (in fp32:
-      log-softmax, its gradient and the gradient of its result), compiled w n V, in chunks what next_token_loss holds;
+      log-softmax, its gradient and the gradient of its result), compiled or fused w n V, in chunks what
+      next_token_loss holds;
     - the first block's backward, with the gradient of the head waiting for that of the embedding, which it shares;
     - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
       compiles bucket by bucket.
@@ -100,11 +101,11 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
         chunk = max(c * V * ((4 + w) + (4 + w + w if c < n else 0)), c * V * (4 + 2 * w) + w * V * D)
         forward = (casts if not compiled or not run.gradient_checkpointing else 0) + head + fp32 + chunk
         loss = last + n * D * w + max(forward, held_casts + 2 * fp32 + head)
-    elif compiled:
+    elif compiled or run.fused_loss:
         loss = last + held_casts + head + w * n * V + w * V * D
     else:
         loss = last + held_casts + head + 12 * n * V
-    if run.gradient_checkpointing and half and not compiled and not run.loss_chunk_size:
+    if run.gradient_checkpointing and half and not (compiled or run.fused_loss or run.loss_chunk_size):
         loss = max(loss, last + casts + head + 10 * n * V)  # still in the forward, where autocast holds its copies
 
     in_block = 18 * n * D * w // 2 + (block + casts // L if run.gradient_checkpointing else 0)

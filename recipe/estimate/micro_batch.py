@@ -32,7 +32,7 @@ UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU mor
 _SAME = (
     *("n_layer", "n_head", "n_embd", "n_positions", "dropout", "sequence_length", "total_batch_tokens"),
     *("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size"),
-    "device_memory_gb",
+    *("fused_loss", "device_memory_gb"),
 )
 
 

@@ -29,6 +29,7 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
         wanted,
         gradient_checkpointing=config.run.gradient_checkpointing,
         loss_chunk_size=config.run.loss_chunk_size,
+        fused_loss=config.run.fused_loss,
         seed=config.run.seed,
         **device_options,
     )

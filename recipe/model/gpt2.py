@@ -171,7 +171,7 @@ class GPT2LMHeadModel(nn.Module):
     Args:
         config: a transformers GPT2Config. Raises UserError where it asks for an unsupported variant.
         gradient_checkpointing: recompute each block's activations in backward instead of keeping them.
-        loss_chunk_size, pad_vocab_to: see `recipe.model.loss.next_token_loss`.
+        loss_chunk_size, pad_vocab_to, fused_loss: see `recipe.model.loss.next_token_loss`.
         seed: of the initial weights, drawn on the CPU: the same on every device.
         attention, checkpoint: replace SDPA and torch's checkpoint where a device has better ones: (q, k, v, dropout)
             -> y over (B, H, T, K), and (block, x) -> block(x).
@@ -184,6 +184,7 @@ class GPT2LMHeadModel(nn.Module):
         gradient_checkpointing: bool = False,
         loss_chunk_size: int = 0,
         pad_vocab_to: int = 1,
+        fused_loss: bool = False,
         seed: int = 0,
         attention: Callable | None = None,
         checkpoint: Callable | None = None,
@@ -191,7 +192,7 @@ class GPT2LMHeadModel(nn.Module):
         super().__init__()
         check_supported(config)
         self.config = config
-        self.loss_chunk_size, self.pad_vocab_to = loss_chunk_size, pad_vocab_to
+        self.loss_options = {"chunk_size": loss_chunk_size, "pad_vocab_to": pad_vocab_to, "fused": fused_loss}
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
         self.transformer = Transformer(config, gradient_checkpointing, attention or causal_attention, checkpoint)
         # A tied head is no second Parameter: moving a module to an XLA device would break the tie unnoticed.
@@ -226,7 +227,7 @@ class GPT2LMHeadModel(nn.Module):
         hidden = self.transformer(input_ids)
         if targets is None:
             return self.head(hidden)
-        return next_token_loss(hidden, self.head_weight, targets, self.loss_chunk_size, self.pad_vocab_to)
+        return next_token_loss(hidden, self.head_weight, targets, **self.loss_options)
 
     def save_config(self, directory: Path) -> None:
         """Writes config.json and generation_config.json: with the weights, all that transformers needs."""

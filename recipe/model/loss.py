@@ -12,7 +12,12 @@ _ROWS = 16  # of 50,257 fp32 logits are 3 MB; 8 to 32 measured alike
 
 
 def next_token_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_size: int = 0, pad_vocab_to: int = 1
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    chunk_size: int = 0,
+    pad_vocab_to: int = 1,
+    fused: bool = False,
 ) -> torch.Tensor:
     """Mean cross-entropy in nats of `targets` under softmax(hidden @ weight.T); a 0-d fp32 tensor.
 
@@ -23,6 +28,7 @@ def next_token_loss(
         chunk_size: positions whose logits are held at once; 0 holds all of them.
         pad_vocab_to: the product's row count is rounded up to a multiple of this. The rows added are sliced off
             before the softmax, so that neither the loss nor a gradient changes; tensor cores like the round number.
+        fused: softmax, loss and gradient of the logits are one Triton kernel, on CUDA.
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (N, D), (N,)
     vocab_size = weight.shape[0]
@@ -33,10 +39,11 @@ def next_token_loss(
         weight = F.pad(weight, (0, 0, 0, rows))
     count = (targets != IGNORE_INDEX).sum().clamp(min=1)
     if chunk_size:
-        return _chunked(hidden, weight, targets, chunk_size, vocab_size) / count
-    if _by_rows(hidden):
+        return _chunked(hidden, weight, targets, chunk_size, vocab_size, fused) / count
+    if fused or _by_rows(hidden):
         need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        return _loss_by_rows(hidden, weight, targets, vocab_size, need_grad)[0] / count
+        loss_sum = _fused_loss if fused else _loss_by_rows
+        return loss_sum(hidden, weight, targets, vocab_size, need_grad)[0] / count
     logits = F.linear(hidden, weight)[:, :vocab_size]  # (N, V)
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
 
@@ -50,7 +57,7 @@ class _ChunkedLossSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk_size, vocab_size):
+    def forward(ctx, hidden, weight, targets, chunk_size, vocab_size, fused):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         need_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         if need_grad:
@@ -60,17 +67,12 @@ class _ChunkedLossSum(torch.autograd.Function):
             rows = slice(start, start + chunk_size)
             h, y = hidden[rows], targets[rows]
             valid = y != IGNORE_INDEX
-            index = y.clamp(min=0)[:, None]
-            log_p = F.log_softmax((h @ weight.t())[:, :vocab_size], -1, dtype=torch.float32)  # (chunk, V)
-            loss -= (log_p.gather(1, index).squeeze(1) * valid).sum()
+            loss_and_gradient = _cross_entropy_fused if fused else _cross_entropy
+            loss_sum, p = loss_and_gradient(h @ weight.t(), y, vocab_size, need_grad)
+            loss += loss_sum
             if not need_grad:
                 continue
-            # d loss / d logits = p - onehot. Ignored rows are masked on the narrow side: D numbers a row, not V.
-            p = log_p.exp_()
-            p.scatter_add_(1, index, p.new_full((1, 1), -1.0).expand_as(index))
-            p = p.to(h.dtype)
-            if pad := weight.shape[0] - vocab_size:
-                p = F.pad(p, (0, pad))
+            # Ignored rows are masked on the narrow side: D numbers a row, not V.
             grad_hidden[rows] = (p @ weight) * valid[:, None]
             grad_weight += p.t() @ (h * valid[:, None])
         if need_grad:
@@ -85,10 +87,28 @@ class _ChunkedLossSum(torch.autograd.Function):
         return (
             (grad_hidden * grad_loss).to(hidden_dtype),
             (grad_weight * grad_loss).to(weight_dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
+
+
+def _cross_entropy(logits, targets, vocab_size, need_grad):
+    """Summed cross-entropy of (N, V) logits, and their gradient, which ignored rows have, too."""
+    index = targets.clamp(min=0)[:, None]
+    log_p = F.log_softmax(logits[:, :vocab_size], -1, dtype=torch.float32)
+    loss = -(log_p.gather(1, index).squeeze(1) * (targets != IGNORE_INDEX)).sum()
+    if not need_grad:
+        return loss, None
+    p = log_p.exp_()  # d loss / d logits = p - onehot
+    p.scatter_add_(1, index, p.new_full((1, 1), -1.0).expand_as(index))
+    p, padding = p.to(logits.dtype), logits.shape[1] - vocab_size
+    return loss, F.pad(p, (0, padding)) if padding else p
+
+
+def _cross_entropy_fused(logits, targets, vocab_size, need_grad):
+    """The same in one kernel, which turns the logits into their gradient."""
+    from recipe.model.loss_kernel import cross_entropy_  # here, because it needs Triton
+
+    return cross_entropy_(logits, targets, vocab_size, need_grad).sum(), logits
 
 
 def _by_rows(hidden: torch.Tensor) -> bool:
@@ -149,6 +169,38 @@ def _scale_gradients(ctx, grad_loss, *_):
 
 
 _loss_by_rows.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+@torch.library.custom_op("recipe::fused_loss", mutates_args=())
+def _fused_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, need_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy, and the gradient of the (N, V) logits in their place (empty unless `need_grad`)."""
+    loss, gradient = _cross_entropy_fused(hidden @ weight.t(), targets, vocab_size, need_grad)
+    return loss, gradient if need_grad else hidden.new_empty(0)
+
+
+@_fused_loss.register_fake
+def _(hidden, weight, targets, vocab_size, need_grad):
+    loss = torch.empty((), dtype=torch.float32, device=hidden.device)
+    return loss, hidden.new_empty((hidden.shape[0], weight.shape[0]) if need_grad else 0)
+
+
+def _keep_logits_gradient(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:2], output[1])
+
+
+def _multiply_logits_gradient(ctx, grad_loss, _):
+    if grad_loss is None:
+        return (None,) * 5
+    hidden, weight, gradient = ctx.saved_tensors
+    # The factor 1/count (and a loss scale) meets the D numbers of a row and not the V: cheaper, and in fp16 a sum over
+    # all rows cannot overflow.
+    return gradient @ weight * grad_loss, gradient.t() @ (hidden * grad_loss), None, None, None
+
+
+_fused_loss.register_autograd(_multiply_logits_gradient, setup_context=_keep_logits_gradient)
 
 
 # Never compiled: Inductor orders the chunks' kernels as it likes and then holds the logits of all of them at once.

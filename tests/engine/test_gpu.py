@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import memory_estimate
+from recipe.model.loss import IGNORE_INDEX, next_token_loss
 from tests.conftest import EQUAL, TINY, flags, launch, metrics
+from tests.model.loss_probe import distances, relative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
@@ -59,6 +61,49 @@ def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, com
     losses = curve(shards, tmp_path / "run", config, cpu=False, **options)
     assert losses == pytest.approx(reference, abs=tolerance)
     assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "run/step_00000050/model.safetensors").values())
+
+
+@pytest.mark.parametrize("config", ["single", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"precision": "fp32"}, 1e-3),
+        ({"precision": "fp32", "loss_chunk_size": "50"}, 1e-3),
+        ({"precision": "auto", "torch_compile": "true"}, 2e-2),
+    ],
+    ids=str,
+)
+def test_gpu_follows_the_cpu_with_the_fused_loss(shards, reference, tmp_path, config, options, tolerance):
+    if config == "fsdp" and options["precision"] == "auto" and not BF16:
+        pytest.skip("fp16 is refused")
+    losses = curve(shards, tmp_path / "run", config, cpu=False, fused_loss="true", **options)
+    assert losses == pytest.approx(reference, abs=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("options", [{"rows": 1001}, {"rows": 1}, {"rows": 1001, "chunk_size": 300}], ids=str)
+def test_gpu_computes_the_fused_loss(dtype, tolerance, options):
+    if dtype == "bfloat16" and not BF16:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no bf16")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = distances(dtype, vocab_size=50257, pad_vocab_to=128, device="cuda", **options)
+    assert max(found) < tolerance
+
+
+def test_gpu_computes_the_fused_loss_of_more_logits_than_32_bits_count():
+    """The last rows of 64 x 1024 (beyond element 2^31) as if they were alone."""
+    if torch.cuda.get_device_properties(0).total_memory < 16e9:
+        pytest.skip("needs 16 GB")
+    torch.manual_seed(1)
+    hidden, weight = (torch.randn(n, 64, device="cuda").half() for n in (65536, 50304))
+    targets = torch.randint(50257, (65536,), device="cuda")
+    targets[:-9] = IGNORE_INDEX
+    grads = []
+    for rows in (slice(None), slice(-9, None)):
+        h = hidden[rows].clone().requires_grad_()
+        next_token_loss(h[None], weight, targets[None, rows], fused=True).backward()
+        grads.append(h.grad[-9:])
+    assert relative(*grads) < 0.01
 
 
 @pytest.mark.parametrize("config", ["single", "zero1", "zero3", "fsdp"])
@@ -114,7 +159,9 @@ SIZED = {
         {"precision": "fp32"},
         {"gradient_checkpointing": "true"},
         {"loss_chunk_size": 512},
+        {"fused_loss": "true"},
         {"torch_compile": "true"},
+        {"torch_compile": "true", "fused_loss": "true"},
         {"torch_compile": "true", "gradient_checkpointing": "true"},
     ],
     ids=str,

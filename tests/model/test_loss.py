@@ -1,4 +1,10 @@
-"""The loss in its three forms: whole, in chunks, and by rows on a CPU."""
+"""The loss in its four forms: whole, in chunks, by rows on a CPU, and fused for a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -71,3 +77,35 @@ def test_nothing_to_predict_is_zero_and_bf16_autocast_stays_close(chunk_size):
     assert rounded.dtype == torch.float32
     assert rounded.item() == pytest.approx(exact.item(), abs=0.05)
     assert rounded.item() != exact.item()  # or autocast did nothing
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
+def test_the_fused_loss_is_exact():
+    """Against fp64, by Triton's interpreter: rows and columns that are multiples of nothing, one row, several blocks of
+    columns, padding, chunks, ignored positions and a target that is hopeless."""
+    cases = {
+        2e-6: [
+            {"dtype": "float32", "rows": 50, "vocab_size": 503},
+            {"dtype": "float32", "rows": 1, "vocab_size": 503, "pad_vocab_to": 64},
+            {"dtype": "float32", "rows": 13, "vocab_size": 9001, "pad_vocab_to": 128},
+            {"dtype": "float32", "rows": 13, "vocab_size": 9001, "pad_vocab_to": 128, "chunk_size": 5},
+        ],
+        1e-3: [
+            {"dtype": "float16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64},
+            {"dtype": "float16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64, "chunk_size": 7},
+        ],
+        1e-2: [{"dtype": "bfloat16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64}],
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "tests.model.loss_probe",
+        json.dumps([case for some in cases.values() for case in some]),
+    ]
+    # A process of its own: TRITON_INTERPRET counts when Triton is imported.
+    result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stderr
+    found = iter(json.loads(result.stdout))
+    for tolerance, some in cases.items():
+        for case in some:
+            assert max(next(found)) < tolerance, case

@@ -1,0 +1,46 @@
+"""How far the fused loss and its gradients are from fp64, for tests on a GPU and by Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m tests.model.loss_probe CASES
+
+prints three distances a case as JSON; `distances` has a case's names.
+"""
+
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from recipe.model.loss import IGNORE_INDEX, next_token_loss
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
+
+
+def distances(dtype: str, rows: int, vocab_size: int, device: str = "cpu", **options) -> list[float]:
+    """Relative ones of the loss, the hidden states' gradient and the head's from fp64 on the same inputs."""
+    torch.manual_seed(1)
+    kind = getattr(torch, dtype)
+    hidden, weight = (torch.randn(n, 16).to(device, kind) for n in (rows, vocab_size))
+    targets = torch.randint(vocab_size, (1, rows)).to(device)
+    targets[0, : rows // 3] = IGNORE_INDEX
+    hidden[-1] = 8 * weight[5]  # sure of token 5, by a hundred nats
+    targets[0, -1] = (weight.float() @ weight[5].float()).argmin()
+    found = [t.clone().requires_grad_() for t in (hidden[None], weight)]
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    loss = next_token_loss(*found, targets, fused=True, **options)
+    expected = F.cross_entropy(exact[0] @ exact[1].t(), targets[0])
+    (loss * 3).backward()  # as a loss scale would
+    (expected * 3).backward()
+    with torch.no_grad():
+        assert next_token_loss(*found, targets, fused=True, **options).item() == loss.item()
+    return [
+        relative(loss.double(), expected),
+        relative(found[0].grad[0].double(), exact[0].grad),
+        relative(found[1].grad.double(), exact[1].grad),
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps([distances(**case) for case in json.loads(sys.argv[1])]))
