@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -237,6 +238,20 @@ def _rows(variant: Variant, source: TokenDataset, on: torch.device) -> Iterator[
             yield rows.pin_memory().to(on, non_blocking=True) if pinned else rows.to(on)
 
 
+@dataclass
+class Rows(torch.utils.data.Dataset):
+    """The windows of an epoch, (n, T + 1), again and again; a GPU's data loaders take it into other processes."""
+
+    windows: torch.Tensor
+
+    def __len__(self) -> int:
+        return 10**6 * len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = self.windows[index % len(self.windows)]
+        return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
+
+
 def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
     from transformers import Trainer, TrainerCallback
@@ -245,16 +260,6 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     source = _source_of(variant, shards)
     epoch = max(1, source.windows // variant.sequences)  # steps
     windows = torch.cat([torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(epoch)])
-
-    class Rows(torch.utils.data.Dataset):
-        """The windows of the first epoch in the trainer's order, again and again."""
-
-        def __len__(self) -> int:
-            return 10**6 * variant.sequences
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            window = windows[index % len(windows)]
-            return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 
     class Gated(TrainerCallback):
         def on_step_begin(self, *_, **__) -> None:
@@ -274,7 +279,7 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
     with tempfile.TemporaryDirectory() as directory:
         arguments = _training_arguments(variant, directory)
         model = transformers_model(variant)
-        Recorded(model, arguments, train_dataset=Rows(), callbacks=[Gated()]).train()
+        Recorded(model, arguments, train_dataset=Rows(windows), callbacks=[Gated()]).train()
 
 
 def _training_arguments(variant: Variant, directory: str):
