@@ -117,6 +117,7 @@ def transformers_model(variant: Variant) -> torch.nn.Module:
     missing, unexpected = model.load_state_dict(our_model(variant).state_dict(), strict=False)
     if unexpected or set(missing) > {"lm_head.weight"}:
         raise RuntimeError(f"transformers' names are others now: {missing}, {unexpected}")
+    model.loss_type = "ForCausalLM"  # its own is None, about which it warns at every loss: a break in a compiled graph
     return model.train()
 
 

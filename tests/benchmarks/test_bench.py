@@ -2,16 +2,20 @@
 
 import json
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as bench
 from benchmarks import peers, report, scaling
 from benchmarks.bench_config import Timing
 from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
 from benchmarks.scoreboard import Row, applied, ladder, scoreboard
-from benchmarks.variants import Variant
+from benchmarks.variants import Variant, loss_of, transformers_model
+from benchmarks.worker import Rows
 from recipe.config import ModelConfig, parse_config
 from recipe.estimate.memory import flops_per_token, parameter_count
 from tests.conftest import ROOT
@@ -110,6 +114,23 @@ def test_nanogpt_takes_the_same_steps(start, reference, tmp_path):
     # its 47 rows more in the vocabulary stand in the softmax: log(50304 / 50257) = 9e-4
     assert worker.losses[0] - reference.losses[0] == pytest.approx(9.3e-4, abs=2e-4)
     assert agree(worker, reference) < 2e-3
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_the_rows_of_the_peers_trainer_reach_the_processes_of_its_data_loader(start_method):
+    """As on a GPU; on a CPU the Trainer reads them itself."""
+    rows = Rows(torch.arange(12).view(3, 4))
+    loader = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context=start_method)
+    batches = [batch["input_ids"].tolist() for batch in islice(loader, 2)]
+    assert batches == [[[0, 1, 2], [4, 5, 6]], [[8, 9, 10], [0, 1, 2]]]
+
+
+def test_the_compiled_peer_is_one_graph():
+    """transformers' model warns at a loss without a type, and a warning breaks the graph."""
+    model = transformers_model(TINY)
+    rows = torch.zeros(2, 33, dtype=torch.int64)
+    explained = torch._dynamo.explain(loss_of(TINY.but(kind="hf-loop"), model))(rows[:, :-1], rows[:, 1:])
+    assert explained.graph_break_count == 0, explained.break_reasons
 
 
 def test_other_work_and_a_variant_that_fails_are_void(start, reference):
