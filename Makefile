@@ -37,6 +37,21 @@ XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
+# The parts of gpu-proof, each within nine minutes: what begins in the last of them ends in the next one or two.
+PROOF_PYTHON = $(firstword $(wildcard .venv/bin/python) $(PYTHON))
+PROOF_OUT = $(if $(filter-out file,$(origin OUT)),$(OUT),bench)
+PROOF_tests = gpu_tests --minutes 7.5
+PROOF_peers = peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
+PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
+define NAME_MISSING
+import sys
+from importlib.util import find_spec
+needed = "torch transformers accelerate safetensors huggingface_hub tiktoken filelock numpy psutil yaml tqdm pytest"
+if lacks := [name for name in needed.split() if not find_spec(name)]:
+    sys.exit(f"error: {sys.executable} lacks {', '.join(lacks)}; give PYTHON=, or install what the tests need: make .venv/installed-dev")
+endef
+export NAME_MISSING
+
 # A variable, because a comma would end an argument of $(call).
 DEV := .[dev,deepspeed,trackers]
 
@@ -126,10 +141,10 @@ bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CON
 bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
 	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
 
-gpu-proof: .venv/installed-dev ## all GPU measurements in 25 minutes (TEXT, OUT)
-	-$(BIN)/python -m pytest tests -k gpu -q
-	-$(BIN)/python -m benchmarks all --minutes 7 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
-	$(BIN)/python -m benchmarks optimizers --sizes gpt2 $(if $(TEXT),--dataset_name $(TEXT)) $(if $(filter-out file,$(origin OUT)),--out $(OUT))
+# Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
+gpu-proof: ## tests, peers and optimizers on a GPU (PART, TEXT, OUT)
+	@$(PROOF_PYTHON) -c "$$NAME_MISSING"
+	$(foreach part,$(or $(PART),tests peers optimizers),$(PROOF_PYTHON) -m benchmarks $(PROOF_$(part)) --out $(PROOF_OUT) $(ARGS);)
 
 bench-data: .venv/installed ## preparing and reading data vs. datasets.map
 	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)

@@ -46,15 +46,17 @@ def run_peers(bench: BenchConfig) -> None:
     """transformers' Trainer and others, compared with recipe/train.py: a table, peers.json, peers.png."""
     results, timing = bench.introduce("peers"), bench.timing
     ours = bench.ours()
-    others = peers.contenders(ours, bench.arguments.nanogpt)
+    others = peers.contenders(ours, bench.arguments.nanogpt, bench.device.type == "cuda")
     say(
         f"same       {ours.tokens:,} tokens a step, weights, {ours.precision}, AdamW, clipping; "
         f"{timing.rounds} rounds of A B B A, turns of {timing.seconds:g} s"
     )
+    results["rows"] = []
     with prepared() as directory:
-        results["rows"] = peers.compare_peers(bench, others, directory)
+        for row in peers.compare_peers(bench, others, directory):
+            results["rows"].append(row)
+            report.write(results, bench.out / "peers.json")
     say("\n" + "\n".join(peers.lines(results["rows"])))
-    report.write(results, bench.out / "peers.json")
     report.peers_chart(results, bench.out / "peers.png")
 
 
@@ -107,6 +109,8 @@ OTHERS = {
     "data": "Preparing and reading data, compared with datasets.map",
     "hellaswag": "HellaSwag, compared with lm-evaluation-harness",
     "optimizers": "How many tokens Muon needs for AdamW's loss",
+    "gpu_tests": "The tests that need a GPU, for some minutes at a time",
+    "merge": "Results of several commands as one",
 }
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import torch
 from benchmarks import report
 from recipe.config import ROOT
 from recipe.engine import device as hardware
+from recipe.errors import ExitCode
 from recipe.monitor.metrics import read_metrics
 
 
@@ -79,14 +82,20 @@ OPTIMIZERS = {
 BESIDE_MUON = {"gpt2": 1.8e-3}  # AdamW's rate for the embeddings; in the small sizes 3e-3
 
 
+class TimeUp(Exception):
+    """A run could not be finished in time."""
+
+
 class Runs:
     """Runs of one size on one data set; each is made once, and read back afterwards."""
 
-    def __init__(self, size: str, dataset_name: str, directory: Path):
+    def __init__(self, size: str, dataset_name: str, directory: Path, ends: float = math.inf):
+        """`ends`: when the runs should stop, by time.monotonic()."""
         self.name, self.size, self.dataset_name, self.directory = size, SIZES[size], dataset_name, directory
+        self.ends = ends
 
     def curve(self, optimizer: str, rate: float, seed: int, share: float = 1.0) -> dict[int, float]:
-        """Tokens -> validation loss of a run with this share of the steps."""
+        """Tokens -> validation loss of a run with this share of the steps. Raises TimeUp."""
         steps = round(share * self.size.steps)
         run = self.directory / f"{self.name}-{optimizer}-{rate:g}-seed{seed}-{steps}"
         rates = {"learning_rate": rate}
@@ -99,8 +108,16 @@ class Runs:
         fields |= {"dataset_name": self.dataset_name, "output_dir": run, "run_name": run.name}
         lines = read_metrics(run / "metrics.jsonl")
         if not lines or lines[-1]["step"] != steps or lines[-1].get("val_loss") is None:
+            if math.isfinite(self.ends):
+                if (left := self.ends - time.monotonic()) < 60:
+                    raise TimeUp
+                fields["max_hours"] = left / 3600
             command = [sys.executable, ROOT / "recipe/train.py", *(f"--{k}={v}" for k, v in fields.items())]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+            if code == ExitCode.RUN_AGAIN:
+                raise TimeUp
+            if code:
+                raise RuntimeError(f"recipe/train.py ended with exit code {code}; see its message above")
             lines = read_metrics(run / "metrics.jsonl")
         found = {line["tokens"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
         length = f"{max(found):>11,} tokens"
@@ -180,11 +197,8 @@ def lines(results: list[dict]) -> list[str]:
 
 def picture(results: list[dict], path: Path) -> None:
     """Validation loss against tokens, one panel a size; a line a seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    if not (plt := report.pyplot()):
+        return
     figure, panels = plt.subplots(1, len(results), figsize=(5 * len(results), 4), dpi=150, squeeze=False)
     colors = {"adamw": "#8a99a5", "muon": "#2f6f9f", "muon, half": "#d98032"}
     names = {"adamw": "AdamW, cosine", "muon": "Muon, wsd", "muon, half": "Muon, wsd, half the tokens"}
@@ -213,13 +227,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--sizes", nargs="+", choices=SIZES, default=["2x32", "2x64"], help="layers x width; gpt2: 124M"
     )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command goes on")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
     parser.add_argument("--out", default="bench", help="directory of the results")
     arguments = parser.parse_args(argv)
-    out, results = Path(arguments.out), []
+    out, results, ends = Path(arguments.out), [], time.monotonic() + 60 * arguments.minutes
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else hardware.processor()
     for size in arguments.sizes:
-        results.append(compare(Runs(size, arguments.dataset_name, Path(arguments.runs))))
+        try:
+            results.append(compare(Runs(size, arguments.dataset_name, Path(arguments.runs), ends)))
+        except TimeUp:
+            print(f"the time is up; the same command goes on with what is in {arguments.runs}")
+            return ExitCode.RUN_AGAIN
         report.write({"device": device, "torch": torch.__version__, "sizes": results}, out / "optimizers.json")
         picture(results, out / "optimizers.png")
     print("\n" + "\n".join(lines(results)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from benchmarks.variants import Variant
 from recipe.errors import UserError
 
 
-def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
-    """What is run beside `ours`: transformers' Trainer and model at their best settings, then with less, and nanoGPT's
-    model from a checkout. Raises UserError where there is none."""
+def contenders(ours: Variant, nanogpt: str = "", on_gpu: bool = False) -> list[Variant]:
+    """What is run beside `ours`: on a GPU itself with the fused loss; transformers' Trainer and model at their best
+    settings, then with less, and nanoGPT's model from a checkout. Raises UserError where there is none."""
     theirs = ours.but(loss_chunk_size=0, gradient_checkpointing=False)
     half = ours.precision
     mode = ours.compile or "default"
@@ -26,6 +27,8 @@ def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
     ]
     if half != "fp32":
         found.append(found[-1].but(name="transformers in a bare loop, fp32", precision="fp32"))
+    if on_gpu:
+        found.insert(0, ours.but(name="recipe/train.py, fused loss", fused_loss=True))
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
@@ -33,16 +36,15 @@ def contenders(ours: Variant, nanogpt: str = "") -> list[Variant]:
     return found
 
 
-def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) -> list[dict]:
+def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) -> Iterator[dict]:
     """Each of `others` in turns with ours; on a CPU twice, with the allocator as it comes ("as shipped") and as our
     trainer sets it ("our allocator"); only those whose "name, environment" matches --only.
 
-    Returns a dict a peer and environment: name, environment, ratio (how many times as fast ours is), low, high (95 %
+    Yields a dict a peer and environment: name, environment, ratio (how many times as fast ours is), low, high (95 %
     bootstrap interval), tokens_per_second of both, peak_memory_bytes of both, losses_apart in nats; null where `void`
     has the reason.
     """
     environments = (("as shipped", False), ("our allocator", True)) if bench.on_cpu else (("", True),)
-    results = []
     mine = Worker(bench.ours(), directory)
     try:
         for peer, (environment, tuned) in product(others, environments):
@@ -50,8 +52,8 @@ def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) ->
             if not re.search(bench.arguments.only, name):
                 continue
             result = {"name": peer.name, "environment": environment, "void": NO_TIME, "ratio": None}
-            results.append(result)
             if bench.timing.left < 0:
+                yield result
                 continue
             say(f"...        {name}")
             worker = Worker(peer.but(tuned=tuned), directory)
@@ -72,9 +74,9 @@ def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) ->
                 result["void"] = str(void)
             finally:
                 worker.close()
+            yield result
     finally:
         mine.close()
-    return results
 
 
 def lines(results: list[dict]) -> list[str]:

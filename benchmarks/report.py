@@ -77,15 +77,25 @@ def peers_chart(results: dict, path: Path) -> None:
     _bar_chart(bars, f"{size}: recipe/train.py is so many times as fast as", label, results, path)
 
 
+def pyplot():
+    """matplotlib's pyplot; None, with a message, where it is missing: `merge` draws the JSON elsewhere."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no chart, since matplotlib is not installed")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def _bar_chart(bars: list[dict], title: str, label: str, results: dict, path: Path) -> None:
     """Nothing where nothing could be measured."""
     if not bars:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    if not (plt := pyplot()):
+        return
     figure, axes = plt.subplots(figsize=(9, 1.3 + 0.36 * len(bars)), dpi=150)
     for y, bar in enumerate(bars):
         low, high = bar.get("interval", (bar["value"], bar["value"]))

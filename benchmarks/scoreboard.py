@@ -48,8 +48,8 @@ def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
     except UserError:
         has_tf32 = False
 
-    def where(possible: bool, name: str, changes: dict, cannot: str) -> Row:
-        return Row(name, changes) if possible else Row(name, cannot=cannot)
+    def where(possible: bool, name: str, changes: dict, cannot: str, kept: bool = True) -> Row:
+        return Row(name, changes, kept) if possible else Row(name, cannot=cannot)
 
     return first, [
         Row(first.name, {}),
@@ -69,6 +69,7 @@ def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
         Row("compile", {"compile": bench.config.run.torch_compile_mode}),
         Row("fused AdamW", {"fused": True}),
         where(large > small, f"micro-batch {large}", {"micro_batch": large}, f"{small} are the whole step here"),
+        where(not on_cpu, "fused loss", {"fused_loss": True}, "a kernel for GPUs", kept=False),
         Row("gradient checkpointing", {"gradient_checkpointing": True}, kept=False),
         Row("recipe/train.py", {"kind": "recipe"}),
     ]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as bench
-from benchmarks import peers, report, scaling
+from benchmarks import gpu_tests, peers, report, scaling
 from benchmarks.bench_config import Timing
 from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
 from benchmarks.scoreboard import Row, applied, ladder, scoreboard
@@ -290,6 +290,45 @@ def test_mistakes_of_the_command_are_named(tmp_path, capsys):
     assert "no model.py there" in capsys.readouterr().err
     assert bench.main(["scoreboard", "--config", "none-such", "--out", str(tmp_path)]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_the_gpu_tests_go_on_where_they_were(tmp_path, monkeypatch):
+    """Within their minutes, and none that has passed runs again."""
+    (tmp_path / "tests/engine").mkdir(parents=True)
+    (tmp_path / "tests/engine/test_gpu.py").write_text(
+        f"from pathlib import Path\nhere = Path({str(tmp_path)!r})\n"
+        "def test_once():\n    (here / 'once').mkdir()\n"
+        "def test_mended():\n    assert (here / 'mended').exists()\n"
+    )
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+
+    def outcomes(*words) -> dict[str, str]:
+        gpu_tests.main(["--out", str(tmp_path), *words])
+        return {r["name"]: r["outcome"] for r in json.loads((tmp_path / "gpu_tests.json").read_text())["rows"]}
+
+    assert outcomes("--minutes", "0") == {"test_once": "passed"}
+    assert outcomes() == {"test_once": "passed", "test_mended": "failed"}
+    (tmp_path / "mended").touch()
+    assert outcomes() == {"test_once": "passed", "test_mended": "passed"}
+
+
+def test_results_of_several_commands_become_one(tmp_path, capsys):
+    about = {"device": "a GPU", "torch": "2.13", "sequence_length": 1024, "model": {"parameters": 124e6}}
+    row = {"environment": "", "low": 1.0, "high": 1.2, "void": ""}
+    void = row | {"ratio": None, "void": "skipped: the time is up"}
+    for name, rows in {
+        "a": [row | {"name": "one", "ratio": 1.1}, void | {"name": "two"}],
+        "b": [void | {"name": "one"}, row | {"name": "two", "ratio": 1.2}],
+    }.items():
+        report.write(about | {"rows": rows}, tmp_path / name / "peers.json")
+    report.write(about | {"device": "another"}, tmp_path / "c" / "peers.json")
+    words = ["merge", f"--out={tmp_path}", *(f"{tmp_path}/{name}/peers.json" for name in "abc")]
+    assert bench.main(words[:-1]) == 0
+    found = json.loads((tmp_path / "gpu-peers.json").read_text())
+    assert {r["name"]: r["ratio"] for r in found["rows"]} == {"one": 1.1, "two": 1.2}
+    assert (tmp_path / "gpu-peers.png").read_bytes().startswith(b"\x89PNG")
+    assert bench.main(words) == 2
+    assert "differ in device" in capsys.readouterr().err
 
 
 def test_the_charts_of_the_documentation_can_be_drawn_again(tmp_path):

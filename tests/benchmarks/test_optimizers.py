@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import optimizers
+from recipe.errors import ExitCode
 from tests import processes as programs
 from tests.conftest import SHAKESPEARE, TINY, environment
 
@@ -54,3 +55,8 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
     monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time
     assert optimizers.main(arguments) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_without_time_left_the_command_asks_to_be_run_again(tmp_path, capsys):
+    assert optimizers.main([f"--runs={tmp_path}", f"--out={tmp_path}", "--minutes=0"]) == ExitCode.RUN_AGAIN
+    assert "the same command goes on" in capsys.readouterr().out
