@@ -43,14 +43,6 @@ PROOF_OUT = $(if $(filter-out file,$(origin OUT)),$(OUT),bench)
 PROOF_tests = gpu_tests --minutes 7.5
 PROOF_peers = peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
 PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
-define NAME_MISSING
-import sys
-from importlib.util import find_spec
-needed = "torch transformers accelerate safetensors huggingface_hub tiktoken filelock numpy psutil yaml tqdm pytest"
-if lacks := [name for name in needed.split() if not find_spec(name)]:
-    sys.exit(f"error: {sys.executable} lacks {', '.join(lacks)}; give PYTHON=, or install what the tests need: make .venv/installed-dev")
-endef
-export NAME_MISSING
 
 # A variable, because a comma would end an argument of $(call).
 DEV := .[dev,deepspeed,trackers]
@@ -143,7 +135,6 @@ bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
 
 # Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
 gpu-proof: ## tests, peers and optimizers on a GPU (PART, TEXT, OUT)
-	@$(PROOF_PYTHON) -c "$$NAME_MISSING"
 	$(foreach part,$(or $(PART),tests peers optimizers),$(PROOF_PYTHON) -m benchmarks $(PROOF_$(part)) --out $(PROOF_OUT) $(ARGS);)
 
 bench-data: .venv/installed ## preparing and reading data vs. datasets.map

@@ -337,7 +337,8 @@ def check_same_launch(config: Config, engine: Engine) -> None:
             f"optim {config.optimizer.optim} is not supported on {engine.name}; launch with accelerate_configs/"
             f"ddp.yaml or single.yaml, or choose --optim {' or '.join(engine.optimizers)} and its learning rate"
         )
-    if config.run.fused_loss and (engine.device.type != "cuda" or not find_spec("triton")):
+    has_triton = engine.device.type == "cuda" and find_spec("triton")
+    if config.run.fused_loss and not (has_triton or config.run.plan_device):
         raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
     if config.run.fresh and (limit := restarts()[0]):
         raise UserError(
