@@ -40,7 +40,7 @@ def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: s
     if sharding.startswith("fsdp"):
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
         gathered = N if sharding == "fsdp_gathered" else root + 2 * block
-        return 16 * N // world + (2 if precision == "bf16" else 4) * gathered
+        return (16 * N - 4 * _moved_by_muon(config)) // world + (2 if precision == "bf16" else 4) * gathered
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
         return (16 if world == 1 else 20) * N - 4 * _moved_by_muon(config)
     w = 2 if precision == "fp16" else 4
@@ -51,7 +51,7 @@ def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: s
         )
     else:  # two for each type
         beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
-    return whole + ((2 * w + 12) * N - whole) // world + beside
+    return whole + ((2 * w + 12) * N - 4 * _moved_by_muon(config) - whole) // world + beside
 
 
 def _moved_by_muon(config: Config) -> int:
