@@ -20,7 +20,7 @@ from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine, Judge
 from recipe.engine.launch import wants_cpu
 from recipe.errors import UserError, reading
-from recipe.optim.optimizer import MOMENTS
+from recipe.optim.optimizer import MOMENTS, MUON, state_names
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THE_RECIPES = (
@@ -47,7 +47,6 @@ class ZeroEngine(Engine):
     """ZeRO-1, 2 or 3, on GPUs or on CPU processes."""
 
     supported = (DistributedType.DEEPSPEED,)
-    optimizers = ("adamw",)  # which it creates and shards itself; its own Muon would take GPT-2's embeddings too
 
     def __init__(self, precision: str):
         if "LOCAL_RANK" not in os.environ:
@@ -76,6 +75,7 @@ class ZeroEngine(Engine):
         super().__init__(precision)
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
         self.sharding = f"zero{self.zero_stage}"
+        self.optimizers = ("adamw",) if self.zero_stage == 3 else None  # Muon's matrices lie in parts of parts there
         # A copy of what the file holds: Accelerate and `prepare` write into the original.
         self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.zero_stage == 3:
@@ -132,6 +132,8 @@ class ZeroEngine(Engine):
         assert prepared.gradient_accumulation_steps() == batch.accumulation
         assert prepared.gradient_clipping() == self.max_grad_norm
         self._zero = _Internals(prepared)
+        if self.zero_stage < 3:
+            self._zero.describe_to_muon(optimizer)
         if self.precision == "fp16":
             # max_skipped_steps ends a run that overflows for ever, with an error that explains it.
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -162,16 +164,17 @@ class ZeroEngine(Engine):
 
     def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
         """As Engine's, gathered tensor by tensor. A collective call."""
-        weights, moments = {}, {}
+        weights, state = {}, {}
         if optimizer.state:  # there is none before the first step
             self._zero.link()
+        names = state_names(model, optimizer)
         for name, p in model.named_parameters():  # one whole tensor at a time is on the device
-            parts = {"": weights} | (dict.fromkeys(MOMENTS, moments) if optimizer.state else {})
+            parts = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
             for key, into in parts.items():
                 whole = self._zero.get(p, key)
                 if self.is_main:
                     into[f"{key}.{name}" if key else name] = whole.cpu()
-        return weights, moments
+        return weights, state
 
     def load_optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
@@ -179,8 +182,9 @@ class ZeroEngine(Engine):
         """As Engine's; each process keeps its shard."""
         if tensors:
             self._zero.make_state(steps)
+            names = state_names(model, optimizer)
             for name, p in model.named_parameters():
-                for key in MOMENTS:
+                for key in names[name]:
                     self._zero.set(p, tensors[f"{key}.{name}"], key)
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
@@ -263,12 +267,30 @@ class _Internals:
         return self.optimizer.single_partition_of_fp32_groups
 
     def make_state(self, steps: int) -> None:
-        """Optimizer state with moments of zero, as after `steps` steps."""
-        state = self.optimizer.optimizer.state
+        """Optimizer state of zeros, as after `steps` steps."""
+        optimizer = self.optimizer.optimizer
+        muon = [flat for group in optimizer.param_groups if group.get("muon") for flat in group["params"]]
         for flat in self.partitions:
-            state[flat] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=flat.device)}
-            state[flat] |= {key: torch.zeros_like(flat) for key in MOMENTS}
+            keys = MUON if any(flat is one for one in muon) else MOMENTS
+            optimizer.state[flat] = {key: torch.zeros_like(flat) for key in keys}
+            if keys == MOMENTS:
+                step = torch.tensor(float(steps), dtype=torch.float32, device=flat.device)
+                optimizer.state[flat] = {"step": step} | optimizer.state[flat]
         self.link()
+
+    def describe_to_muon(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tells a Muon what this process's flat part of each parameter group holds (see Muon)."""
+        for group, parameters in zip(optimizer.param_groups, self.optimizer.bit16_groups, strict=True):
+            if group.get("muon"):
+                group["layout"] = [self._held(p) for p in parameters]
+
+    @staticmethod
+    def _held(p: torch.nn.Parameter) -> tuple[tuple[int, ...], int, int, int]:
+        """(shape, start in the flattened parameter, start in this process's part of the group, length)."""
+        if p._hp_mapping is None:
+            return tuple(p.shape), 0, 0, 0
+        of_parameter, of_part = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+        return tuple(p.shape), of_parameter.start, of_part.start, of_part.numel
 
     def link(self) -> None:
         """Links parameters to the optimizer state of every group; needed before the state is read."""

@@ -37,8 +37,6 @@ class FsdpEngine(Engine):
     weights before sharding.
     """
 
-    optimizers = ("adamw",)  # Muon needs whole matrices
-
     def __init__(self, precision: str):
         self.sharding = "fsdp" if take_settings() else "fsdp_gathered"
         super().__init__(precision)

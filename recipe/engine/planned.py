@@ -32,7 +32,7 @@ class PlannedEngine(Engine):
             supported_precision(self.precision)
         if is_tpu or self.sharding == "zero3":
             self.no_compile = "XLA itself compiles whole steps" if is_tpu else "ZeRO-3 is not compiled"
-        self.optimizers = ("adamw",) if self.sharding else None
+        self.optimizers = ("adamw",) if self.sharding == "zero3" else None
         self.device, self.peak_flops = torch.device("meta"), its.peak * self.devices
         self.rank = self.local_rank = int(os.environ.get("RANK", 0))
         self.local_world, self.is_main, self.idle_gpus = min(self.world, 8), self.rank == 0, 0

@@ -5,7 +5,10 @@ of torch.optim.Muon. GPT-2's weights are Conv1D's, (in, out), and c_attn holds t
 by side: each is orthogonalized by itself.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,41 @@ import torch.distributed as dist
 # Of the quintic iteration, tuned for speed (Jordan et al.): five steps bring all singular values into about 0.7 to 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
+# Numbers of the matrices that are orthogonalized at once: all of them together would take half as much memory again as
+# the weights, and these (67 MB in bf16) are enough to keep a GPU busy.
+SLICE = 2**25
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this process holds of a parameter (in, parts x out): the numbers from `start` on of the flattened tensor,
+    all of them unless `sharded`. `weight`, `grad` and `momentum` are flat, in fp32."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    momentum: torch.Tensor
+    shape: tuple[int, int]
+    start: int
+    sharded: bool
+    group: dict
+
+    @property
+    def parts(self) -> int:
+        """How many matrices stand side by side."""
+        return self.group["parts"]
+
+    @property
+    def wide(self) -> bool:
+        """Whether a matrix is wider than high."""
+        return self.shape[0] < self.shape[1] // self.parts
+
+    def matrices(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(in, out) each, with this process's numbers `own`, flat, and zeros for the others'."""
+        if self.sharded:
+            whole = own.new_zeros(math.prod(self.shape))
+            whole[self.start : self.start + len(own)] = own
+            own = whole
+        return own.view(self.shape).chunk(self.parts, 1)
 
 
 class Muon(torch.optim.AdamW):
@@ -22,10 +60,14 @@ class Muon(torch.optim.AdamW):
     torch's fused optimizers, step() divides the gradients by the attribute `grad_scale` and changes nothing where
     `found_inf` is 1.
 
+    The parameters may be sharded by rows (FSDP's DTensors). Or one flat tensor is this process's part of all of them
+    (ZeRO), and the group's "layout" lists what it holds: (shape, start in the flattened parameter, start in the flat
+    tensor, length). Then each matrix is put together on the process that orthogonalizes it.
+
     Args:
-        dtype: of the orthogonalization.
-        rank, world: this process among those that hold the same gradients. Each orthogonalizes its part of the
-            matrices and gathers the others', which makes step() a collective call.
+        dtype: of the orthogonalization, and of what processes send each other for it.
+        rank, world: this process among those that train together. Each orthogonalizes its share of the matrices and
+            gathers the others', which makes step() a collective call.
     """
 
     def __init__(
@@ -46,57 +88,99 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_matrices(self, groups: list[dict]) -> None:
-        skipped, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        moved = []  # a matrix (in, out), its momentum with Nesterov's look ahead, and its group
-        for group in groups:
-            for p in group["params"]:
-                grad = p.grad if divisor is None else p.grad / divisor
-                if "momentum" not in self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-                old = self.state[p]["momentum"]
-                new = old.lerp(grad, 1 - group["momentum"])
-                look_ahead = grad.lerp(new, group["momentum"])
-                old.copy_(new if skipped is None else torch.where(skipped > 0, old, new))
-                parts = zip(p.chunk(group["parts"], 1), look_ahead.chunk(group["parts"], 1), strict=True)
-                moved += [(matrix, update, group) for matrix, update in parts]
-        for (matrix, _, group), direction in zip(moved, self._orthogonal([u for _, u, _ in moved]), strict=True):
-            fan_in, fan_out = matrix.shape
-            lr = group["lr"]
-            new = matrix * (1 - lr * group["weight_decay"])
-            new -= direction * (lr * max(1, fan_out / fan_in) ** 0.5)
-            matrix.copy_(new if skipped is None else torch.where(skipped > 0, matrix, new))
+        alike = defaultdict(list)  # (rows, cols) -> parameters whose matrices have these sizes, to be updated together
+        for piece in (piece for group in groups for piece in self._pieces(group)):
+            alike[tuple(sorted((piece.shape[0], piece.shape[1] // piece.parts)))].append(piece)
+        for (rows, cols), pieces in alike.items():
+            most = self._world * share_of(sum(piece.parts for piece in pieces), rows * cols, self._world)
+            for some in _slices(pieces, most):
+                self._step_slice(some, rows, cols)
 
-    def _orthogonal(self, updates: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each of `updates`, orthogonalized. Those of one shape are one batch, of which each process does its part."""
-        found: list[torch.Tensor] = [None] * len(updates)
-        alike = defaultdict(list)
-        for index, update in enumerate(updates):
-            alike[tuple(sorted(update.shape))].append(index)
-        for indices in alike.values():
-            share = -(-len(indices) // self._world)  # the last processes may have fewer to do
-            mine = indices[self._rank * share : (self._rank + 1) * share]
-            like = updates[indices[0]]
-            done = like.new_zeros(share, *sorted(like.shape), dtype=self._dtype)
-            if mine:
-                wide = torch.stack([_turned(updates[index], like=updates[index]) for index in mine])
-                done[: len(mine)] = orthogonalize(wide.to(self._dtype))
-            if self._world > 1:
-                everyones = [torch.empty_like(done) for _ in range(self._world)]
-                dist.all_gather(everyones, done)
-                done = torch.cat(everyones)
-            for index, matrix in zip(indices, done, strict=False):  # the rest of `done` is padding
-                found[index] = _turned(matrix, like=updates[index]).to(like)
-        return found
+    def _pieces(self, group: dict) -> Iterator[_Piece]:
+        """What this process holds of the group's parameters, with their momentum updated."""
+        for p in group["params"]:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+            sharded = hasattr(p, "to_local")  # a DTensor; importing the class takes a second
+            own = [t.to_local() if sharded else t for t in (p, p.grad, self.state[p]["momentum"])]
+            self._update_momentum(*own[1:], group["momentum"])
+            flat = [t.view(-1) for t in own]
+            if layout := group.get("layout"):
+                for shape, start, offset, length in layout:
+                    yield _Piece(*(t.narrow(0, offset, length) for t in flat), shape, start, True, group)
+            else:  # FSDP divides the rows as torch.chunk does
+                rows, cols = p.shape
+                start = min(self._rank * -(-rows // self._world), rows) * cols if sharded else 0
+                yield _Piece(*flat, (rows, cols), start, sharded, group)
+
+    def _update_momentum(self, grad: torch.Tensor, old: torch.Tensor, momentum: float) -> None:
+        skipped = getattr(self, "found_inf", None)
+        new = old.lerp(self._unscaled(grad), 1 - momentum)
+        old.copy_(new if skipped is None else torch.where(skipped > 0, old, new))
+
+    def _unscaled(self, grad: torch.Tensor) -> torch.Tensor:
+        divisor = getattr(self, "grad_scale", None)
+        return grad if divisor is None else grad / divisor
+
+    def _step_slice(self, pieces: list[_Piece], rows: int, cols: int) -> None:
+        """Updates parameters whose matrices have these sizes; each process orthogonalizes its share of them."""
+        count = sum(piece.parts for piece in pieces)
+        share = -(-count // self._world)  # the last processes may have fewer; the rest of `updates` is padding
+        mine = range(self._rank * share, min((self._rank + 1) * share, count))
+        sharded = pieces[0].sharded
+        held = range(count) if sharded else mine  # the matrices of which this process has something to send or to do
+        updates = pieces[0].weight.new_zeros(share * (self._world if sharded else 1), rows, cols, dtype=self._dtype)
+        index = 0
+        for piece in pieces:
+            indices = range(index, index := index + piece.parts)
+            if any(i in held for i in indices):
+                look_ahead = self._unscaled(piece.grad).lerp(piece.momentum, piece.group["momentum"])  # Nesterov's
+                for i, matrix in zip(indices, piece.matrices(look_ahead), strict=True):
+                    if i in held:
+                        updates[i - held.start].copy_(matrix if piece.wide else matrix.mT)
+        if sharded:
+            sent, updates = updates, updates.new_empty(share, rows, cols)
+            dist.reduce_scatter_tensor(updates, sent)
+        if mine:
+            updates[: len(mine)] = orthogonalize(updates[: len(mine)])
+        if self._world > 1:
+            own, updates = updates, updates.new_empty(share * self._world, rows, cols)
+            dist.all_gather_into_tensor(updates, own)
+        done = iter(updates)
+        for piece in pieces:
+            self._move(piece, [next(done) for _ in range(piece.parts)])
+
+    def _move(self, piece: _Piece, updates: list[torch.Tensor]) -> None:
+        """Updates what this process holds of a parameter from its orthogonalized `updates`, (rows, cols) each."""
+        skipped, lr = getattr(self, "found_inf", None), piece.group["lr"]
+        fan_in, fan_out = piece.shape[0], piece.shape[1] // piece.parts
+        whole = torch.cat([update if piece.wide else update.mT for update in updates], 1).view(-1)
+        own = whole[piece.start : piece.start + len(piece.weight)].to(piece.weight)
+        new = piece.weight * (1 - lr * piece.group["weight_decay"])
+        new -= own * (lr * max(1, fan_out / fan_in) ** 0.5)
+        piece.weight.copy_(new if skipped is None else torch.where(skipped > 0, piece.weight, new))
 
 
-def _turned(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The matrix as it is if `like` is wider than high, else transposed: the product of its rows is the smaller one,
-    and a square is (out, in) as torch's own Muon has it. The same call turns the result back."""
-    return matrix if like.shape[0] < like.shape[1] else matrix.mT
+def _slices(pieces: list[_Piece], most: int) -> Iterator[list[_Piece]]:
+    """The parameters in groups of at most `most` matrices, but at least one parameter."""
+    some: list[_Piece] = []
+    for piece in pieces:
+        if some and sum(one.parts for one in some) + piece.parts > most:
+            yield some
+            some = []
+        some.append(piece)
+    yield some
+
+
+def share_of(count: int, size: int, world: int) -> int:
+    """How many of `count` matrices of `size` numbers a process orthogonalizes at once: as many as keep those of all
+    `world` processes together within SLICE, but at least one."""
+    return max(1, min(-(-count // world), SLICE // (size * world)))
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """(n, rows, cols), rows <= cols, to about the nearest matrices with orthonormal rows, by Newton-Schulz iteration.
+    """(n, rows, cols), rows <= cols (the product of the rows is the smaller one; a square is (out, in), as torch's own
+    Muon has it), to about the nearest matrices with orthonormal rows, by Newton-Schulz iteration.
 
     Costs STEPS x n x (4 rows^2 cols + 2 rows^3) FLOPs: for GPT-2 124M 1.6 TFLOP a step, 0.4 % of a step of 524,288
     tokens.

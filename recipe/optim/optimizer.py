@@ -7,7 +7,8 @@ import torch
 from recipe.config import OptimizerConfig
 from recipe.optim.muon import Muon
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's two tensors a parameter, as torch names them
+# Optimizer state, a tensor each of a parameter's shape: AdamW's, as torch names them, and Muon's.
+MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 
 def make_optimizer(
@@ -19,8 +20,7 @@ def make_optimizer(
     an implementation of AdamW's update (fused or capturable), `muon` how Muon's work is done (dtype, rank, world).
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with_muon = config.optim == "muon"
-    matrices = {name: p for name, p in params.items() if with_muon and ".h." in name and p.ndim == 2}
+    matrices = {name: p for name, p in params.items() if config.optim == "muon" and _is_matrix(name)}
     rest = [p for name, p in params.items() if name not in matrices]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -73,8 +73,13 @@ def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def state_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:
     """Parameter name -> the names of its tensors of optimizer state, whether or not they exist yet."""
-    muon = {p for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
-    return {name: ("momentum",) if p in muon else MOMENTS for name, p in model.named_parameters()}
+    muon = any(group.get("muon") for group in optimizer.param_groups)
+    return {name: MUON if muon and _is_matrix(name) else MOMENTS for name, _ in model.named_parameters()}
+
+
+def _is_matrix(name: str) -> bool:
+    """Whether a parameter, by its name in transformers, is a matrix inside a block."""
+    return ".h." in name and name.endswith(".weight") and ".ln_" not in name
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -29,21 +29,66 @@ def long_run(shards, once):
     return once("muon", lambda run: train(shards, run, **MUON)[1])
 
 
-def test_muon_takes_the_same_steps_on_two_processes_and_checkpoints_move(shards, tmp_path):
-    settings = EQUAL | MUON | {"dataset_name": shards, "save_steps": 40}
-    runs = []
-    for config, processes in (("single", 1), ("ddp", 2)):
-        runs.append(tmp_path / config)
-        result = launch(config, processes, "recipe/train.py", *flags(**settings, output_dir=runs[-1]))
+@pytest.fixture(scope="session")
+def one_device(shards, once):
+    """50 steps of 12 sequences, which two and three processes can share: (directory, losses by step)."""
+
+    def make(directory):
+        result = launch("single", 1, "tests/optim/counted_run.py", *settings(shards, directory))
         assert result.returncode == 0, result.stdout + result.stderr
-    one, two = map(by_step, runs)
-    assert [two[s]["loss"] for s in range(1, 51)] == pytest.approx([one[s]["loss"] for s in range(1, 51)], abs=1e-4)
-    assert one[50]["loss"] < one[1]["loss"] - 0.5
-    shutil.rmtree(runs[1] / "step_00000050")
-    result = run_train(*flags(**settings, output_dir=runs[1]))
-    assert "from step 40" in result.stdout, result.stdout + result.stderr
-    moved = by_step(runs[1])
-    assert [moved[s]["loss"] for s in range(41, 51)] == pytest.approx([one[s]["loss"] for s in range(41, 51)], abs=1e-4)
+        return counts(result.stdout)
+
+    directory, found = once("muon-one-device", make)
+    assert found == [50 * MATRICES]
+    lines = losses(directory)
+    assert lines[50] < lines[1] - 0.5
+    return directory, lines
+
+
+def settings(shards, directory) -> list[str]:
+    fields = EQUAL | MUON | {"total_batch_tokens": 192, "save_steps": 10, "save_total_limit": 9}
+    return flags(**fields, dataset_name=shards, output_dir=directory)
+
+
+def losses(run) -> dict[int, float]:
+    return {step: line["loss"] for step, line in by_step(run).items() if step}
+
+
+def counts(output: str) -> list[int]:
+    return [int(line.split()[1]) for line in output.splitlines() if line.startswith("ORTHOGONALIZED")]
+
+
+MATRICES = 2 * (3 + 1 + 1 + 1)  # of the tests' two layers: query, key and value by themselves
+ENGINES = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("zero1", 2), ("zero1", 3), ("zero2", 2), ("zero2", 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "processes"), ENGINES)
+def test_muon_takes_the_same_steps_on_any_engine(shards, one_device, tmp_path, config, processes):
+    """In fp32; all processes together orthogonalize each matrix once a step."""
+    result = launch(config, processes, "tests/optim/counted_run.py", *settings(shards, tmp_path / "run"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert sum(counts(result.stdout)) == 50 * MATRICES
+    assert losses(tmp_path / "run") == pytest.approx(one_device[1], abs=1e-5)
+    for file in ("model", "optimizer"):
+        found, expected = (
+            load_file(at / "step_00000050" / f"{file}.safetensors") for at in (tmp_path / "run", one_device[0])
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_checkpoint_of_muon_moves_from_engine_to_engine(shards, one_device, tmp_path):
+    """From one device over FSDP, ZeRO-1 and DDP back to one device, ten steps further each time."""
+    run = shutil.copytree(one_device[0], tmp_path / "run")
+    for step, (config, processes) in zip(
+        (10, 20, 30, 40), (("fsdp", 2), ("zero1", 2), ("ddp", 2), ("single", 1)), strict=True
+    ):
+        for later in steps(run):
+            if later > step:
+                shutil.rmtree(run / f"step_{later:08d}")
+        result = launch(config, processes, "recipe/train.py", *settings(shards, run))
+        assert f"from step {step}" in result.stdout, result.stdout + result.stderr
+        assert losses(run) == pytest.approx(one_device[1], abs=1e-5)
 
 
 def steps(run):
