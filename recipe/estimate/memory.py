@@ -1,6 +1,7 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
 from recipe.config import Batch, Config, ModelConfig
+from recipe.optim.muon import share_of
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
 ACCURACY = 0.1  # of memory_estimate
@@ -58,6 +59,20 @@ def _moved_by_muon(config: Config) -> int:
     return config.optimizer.optim == "muon" and 12 * config.model.n_layer * config.model.n_embd**2
 
 
+def update_bytes(config: Config, world: int = 1, precision: str = "bf16") -> int:
+    """Bytes that the optimizer's update takes for a moment beside `state_bytes`: AdamW's none, Muon's those of the
+    matrices that it orthogonalizes at once."""
+    D, most = config.model.n_embd, 0
+    if not _moved_by_muon(config):
+        return 0
+    for cols, count in ((D, 4 * config.model.n_layer), (4 * D, 2 * config.model.n_layer)):
+        share = share_of(count, D * cols, world)
+        iteration = share * (3 * D * cols + 2 * D * D)  # what goes in, X before and after, X X^T and its polynomial
+        gathered = share * (world + 1) * D * cols if world > 1 else 0
+        most = max(most, iteration, gathered)
+    return (2 if precision == "bf16" else 4) * most
+
+
 def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: str = "", compiled: bool = False) -> int:
     """Bytes that the allocator of a device holds at the peak of a step, to within a tenth.
 
@@ -71,7 +86,7 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
     - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
       compiles bucket by bucket.
 
-    Under FSDP HellaSwag or a sample, which hold the whole weights, may take more than a step.
+    Muon's update (`update_bytes`), or under FSDP HellaSwag or a sample, which hold the whole weights, may take more.
 
     Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
     allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
@@ -119,7 +134,7 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
         end -= 4 * V * D + 4 * N * compiled
     evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
     whole = 4 * (N - N // batch.world) if evaluates else 0  # the weights, while there are no gradients
-    return state + max(kept + max(loss, backward, end), whole)
+    return state + max(kept + max(loss, backward, end), whole, update_bytes(config, batch.world, precision))
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -21,7 +21,7 @@ from recipe.config import Batch, Config, batch_arithmetic
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.errors import UserError
-from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes
+from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes, update_bytes
 from recipe.model.build import build_model
 from recipe.units import gb, plural
 
@@ -130,7 +130,8 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         model.train()
         # The trial holds whole fp32 weights and gradients: add what else the run will hold, or subtract what it shards.
         later = state_bytes(config, engine.world, engine.sharding, engine.precision)
-        later -= 2 * sum(p.nbytes for p in model.parameters())
+        whole = 2 * sum(p.nbytes for p in model.parameters())
+        update = whole + update_bytes(config, engine.world, engine.precision)
 
         def step(micro: int) -> None:
             shape = (micro, config.data.sequence_length + 1)
@@ -143,7 +144,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         def peak_of(micro: int) -> int | None:
             peak = hardware.peak_while(engine.device, lambda: step(micro))
             model.zero_grad()
-            return None if peak is None else peak + later
+            return None if peak is None else max(peak, update) + later - whole
 
         try:
             yield peak_of

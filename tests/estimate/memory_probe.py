@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.engine.factory import open_engine
 from recipe.estimate.memory import memory_estimate, state_bytes
 from recipe.model import loss
@@ -126,7 +125,7 @@ def measure(words: str, fake: bool) -> dict:
 
         def micro_steps():
             for number in range(batch.accumulation):
-                rows = torch.arange(shape[0] * shape[1]).remainder(VOCAB_SIZE).view(shape)
+                rows = torch.arange(shape[0] * shape[1]).remainder(config.model.vocab_size).view(shape)
                 with engine.micro_step(prepared, last=number == batch.accumulation - 1):
                     engine.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
 
