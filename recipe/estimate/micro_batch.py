@@ -28,7 +28,7 @@ from recipe.units import gb, plural
 
 logger = logging.getLogger(__name__)
 
-USEFUL = 8 * 1024  # tokens of a micro-batch, or all of a device's share: beyond these a step gains little
+USEFUL = 8 * 1024  # tokens: a micro-batch that keeps a GPU busy, unless a device's share of the step is smaller
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
 # Fields that decide what a step takes: a checkpoint of the same ones, on the same engine, tells the size.
 _SAME = (
@@ -62,11 +62,10 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if given != AUTO and switch != "auto":
         return config, ""
+    batch = batch_arithmetic(config, engine.world, engine.devices)
     ones = batch_arithmetic(_with(config, AUTO, switch), engine.world, engine.devices)
     share = ones.accumulation  # sequences a device and step
-    sizes = [n for n in range(1, share + 1) if share % n == 0]
-    if given != AUTO:
-        sizes = [batch_arithmetic(config, engine.world, engine.devices).micro // engine.devices]
+    sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [batch.micro // engine.devices]
     known = memory_of(config, engine) is not None and (hardware.free_memory(engine.device) or config.run.dry_run)
     earlier = engine.from_main(_of_checkpoint(config, engine) if engine.is_main else None)
     if earlier and earlier[0] in sizes:
@@ -90,15 +89,15 @@ def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
 
 def _chosen(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> tuple[int, bool, str]:
     """One of `sizes`, whether with gradient checkpointing, and how both were found. Raises UserError."""
-    switch, size = config.run.gradient_checkpointing, sizes[0]
+    given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if switch == "auto":
-        useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] if len(sizes) > 1 else sizes
-        size, why = _fitting(_with(config, AUTO, False), engine, ones, useful or sizes[-1:], likely=True)
+        useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] or sizes[-1:]
+        size, why = _fitting(_with(config, given, False), engine, ones, useful, likely=True)
         if size:
             return size, False, why
-        if len(sizes) == 1:
+        if given != AUTO:
             return sizes[0], True, "without it a step does not fit"
-    size, why = _fitting(_with(config, AUTO, bool(switch)), engine, ones, sizes)
+    size, why = _fitting(_with(config, given, bool(switch)), engine, ones, sizes)
     if not size:
         raise UserError(f"not even one sequence per device fits: {why}. {REMEDIES}")
     return size, bool(switch), why
@@ -122,7 +121,7 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int], *, l
         how = "an estimate; the run itself tries it" if can_try else "an estimate"
     else:
         best = None
-        if tried:
+        if tried:  # or a model would be compiled for nothing
             logger.info("micro      trying how many sequences a device holds at once")
             with trials(config, engine) as peak_of:
                 best = largest(tried, budget, estimate, peak_of)
