@@ -88,7 +88,7 @@ class BenchConfig:
             compile=run.torch_compile_mode if run.torch_compile else "",
             loss_chunk_size=run.loss_chunk_size,
             fused_loss=run.fused_loss,
-            gradient_checkpointing=run.gradient_checkpointing,
+            gradient_checkpointing=bool(run.gradient_checkpointing),  # auto as well
         )
 
     def introduce(self, what: str) -> dict:

@@ -91,10 +91,10 @@ def _on_tpu() -> bool:
 
 
 def placement(device: torch.device) -> dict:
-    """The fields `multiples` and `place` of a LanguageModel on a device that compiles a program for each shape: few
-    shapes, and rows sharded across its cores."""
-    if device.type != "xla":
-        return {}
+    """The fields `multiples` and `place` of a LanguageModel: few shapes on a device that prepares each of them, and on
+    a TPU rows sharded across its cores."""
+    if device.type != "xla":  # cuDNN plans attention with a mask for each length
+        return {"multiples": (1, 64, 1)} if device.type == "cuda" else {}
     import numpy as np
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.spmd as xs

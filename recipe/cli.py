@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from recipe.errors import UserError, reading
 from recipe.redaction import looks_secret
@@ -32,6 +33,14 @@ class Sequences(int):
         if not (word.isascii() and word.isdecimal() and int(word) > 0):
             raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1, nor auto")
         return int(word)
+
+
+class Switch:
+    """A field's type: true, false, or `auto`, which stays that word."""
+
+    def __new__(cls, word: str) -> bool | str:
+        """The bool that `word` means, or "auto". Raises argparse's ArgumentTypeError."""
+        return word if word == "auto" else string_to_bool(word)
 
 
 _MIGRATING = Path(__file__).parents[1] / "docs" / "migrating.md"

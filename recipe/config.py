@@ -19,7 +19,7 @@ from typing import Literal
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from recipe.catalog import DATASETS, is_on_hub, license_error, resolve, short_name
-from recipe.cli import Help, Parser, Sequences, flags_of, yaml_flags
+from recipe.cli import Help, Parser, Sequences, Switch, flags_of, yaml_flags
 from recipe.errors import UserError
 from recipe.mixture import BLOCK, counts_of, entries
 
@@ -160,8 +160,14 @@ class RunConfig:
         "the whole model as one graph; one block, used for all (quick to compile); or the whole model with every "
         "kernel tuned (takes minutes more)",
     )
-    gradient_checkpointing: bool = _opt(
-        False, "recompute activations in the backward pass: less memory, about a quarter slower"
+    gradient_checkpointing: Switch = field(
+        default=False,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "recompute activations in the backward pass: less memory, about a quarter slower. auto: unless "
+            "micro-batches of 8,192 tokens fit a GPU without",
+        },
     )
     loss_chunk_size: int = _opt(0, "positions whose logits are held at once (0: the whole micro-batch)")
     fused_loss: bool = _opt(

@@ -77,6 +77,8 @@ class Engine:
             self.sum_dtype = torch.float32
         if self.device.type != "xla":
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
+        if self.device.type == "cuda":
+            self.eval_multiples = (1, 64, 1)  # few lengths: cuDNN plans attention with a mask for each of them
         if self.device.type == "cpu":
             hardware.tune_cpu(local_world=self.local_world)
             self.attention = block_attention if self.precision == "bf16" else None

@@ -113,6 +113,29 @@ def has_unusable_gpu() -> bool:
     return there and not hidden and not torch.cuda.is_available()
 
 
+def has_kernels(capability: tuple[int, int], builds: list[str]) -> bool:
+    """Whether a PyTorch built for `builds`, as torch.cuda.get_arch_list() names them (sm_80, compute_90), runs on a GPU
+    of that compute capability: machine code runs on later minor versions, PTX on all later ones."""
+    for kind, major, minor, only in re.findall(r"(sm|compute)_(\d+)(\d)(a?)", " ".join(builds)):
+        built = int(major), int(minor)
+        if only:
+            fits = capability == built
+        else:
+            fits = capability >= built and (kind == "compute" or capability[0] == built[0])
+        if fits:
+            return True
+    return False
+
+
+def set_up_allocator() -> None:
+    """Lets the segments of CUDA's allocator grow, where the user has not configured it; call it before CUDA starts.
+
+    Between segments of fixed size up to 11 % of the memory is lost, more than HEADROOM leaves (docs/log.md).
+    """
+    if torch.version.cuda and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: the most that the allocator of a CUDA device has held since the last `reset_peak_memory`; elsewhere the
     process's largest resident set, which cannot be reset."""

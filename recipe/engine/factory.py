@@ -2,6 +2,7 @@
 
 from eval.devices import forget_kaggles_address
 from recipe.engine.base import Engine
+from recipe.engine.device import set_up_allocator
 from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp, wants_xla
 
 
@@ -13,6 +14,7 @@ def open_engine(precision: str = "auto", planned: str = "") -> Engine:
         from recipe.engine.planned import PlannedEngine
 
         return PlannedEngine(precision, planned)
+    set_up_allocator()
     check_launch()
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroEngine as engine

@@ -136,6 +136,8 @@ def check_launch() -> None:
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
             "(docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on the CPU"
         )
+    if torch.cuda.is_available() and not wants_cpu():
+        _check_kernels()
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
@@ -150,6 +152,18 @@ def check_launch() -> None:
             "the Accelerate file asks for several processes, but its distributed_type starts only one; use "
             "accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1. If it "
             "asks for one, unset MASTER_ADDR"
+        )
+
+
+def _check_kernels() -> None:
+    capability, builds = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+    if builds and not hardware.has_kernels(capability, builds):
+        name = "sm_{}{}".format(*capability)
+        other = "its build for CUDA 12.6" if capability < (7, 5) else "a newer PyTorch, built for it"
+        raise UserError(
+            f"PyTorch {torch.__version__} has no kernels for this node's {torch.cuda.get_device_name()} ({name}), only "
+            f"for {', '.join(builds)}; install {other} (docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on "
+            "the CPU"
         )
 
 

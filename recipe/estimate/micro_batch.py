@@ -1,4 +1,5 @@
-"""`micro_batch_size: auto`: the largest micro-batch that fits a device, found by a few trial steps and then fixed.
+"""`micro_batch_size: auto`: the largest micro-batch that fits a device, found by a few trial steps and then fixed; and
+`gradient_checkpointing: auto`: false where a useful micro-batch fits without.
 
 A trial step is a real forward and backward of the run's own model, compiled if the run is, on made-up tokens. What is
 allocated later (AdamW's moments, what ZeRO shards) is added by arithmetic. A trial has no side effects: its model is
@@ -27,6 +28,7 @@ from recipe.units import gb, plural
 
 logger = logging.getLogger(__name__)
 
+USEFUL = 8 * 1024  # tokens: a micro-batch that keeps a GPU busy, unless a device's share of the step is smaller
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
 # Fields that decide what a step takes: a checkpoint of the same ones, on the same engine, tells the size.
 _SAME = (
@@ -51,33 +53,59 @@ def largest(
 
 
 def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
-    """`config` with a number in place of `auto`, the same on every process, and the line that explains it.
+    """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
-    The number is that of the run's newest checkpoint if the run is the same on the same devices; else that of trial
-    steps, or of the estimate in a dry run and under ZeRO-2, 3 and FSDP; or UNMEASURED where the device's memory is not
-    known. A collective call. Raises UserError where not even a micro-batch of 1 fits.
+    They are those of the run's newest checkpoint if the run is the same on the same devices; else those of trial
+    steps, or of the estimate in a dry run and under ZeRO-2, 3 and FSDP; or UNMEASURED, with gradient checkpointing,
+    where the device's memory is not known. A collective call. Raises UserError where not even a micro-batch of 1 fits.
     """
-    if config.optimizer.micro_batch_size != AUTO:
+    given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
+    if given != AUTO and switch != "auto":
         return config, ""
-    ones = batch_arithmetic(config, engine.world, engine.devices)
+    batch = batch_arithmetic(config, engine.world, engine.devices)
+    ones = batch_arithmetic(_with(config, AUTO, switch), engine.world, engine.devices)
     share = ones.accumulation  # sequences a device and step
-    sizes = [n for n in range(1, share + 1) if share % n == 0]
+    sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [batch.micro // engine.devices]
     known = memory_of(config, engine) is not None and (hardware.free_memory(engine.device) or config.run.dry_run)
     earlier = engine.from_main(_of_checkpoint(config, engine) if engine.is_main else None)
-    if earlier in sizes:
-        size, why = earlier, "as in the run's newest checkpoint"
+    if earlier and earlier[0] in sizes:
+        (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
     elif not known:
-        size = max(n for n in sizes if n <= UNMEASURED)
-        why = "auto tries what fits on a GPU, and takes this elsewhere"
+        size = max((n for n in sizes if n <= UNMEASURED), default=sizes[0])
+        checkpointing, why = bool(switch), "auto tries what fits on a GPU, and takes this elsewhere"
     else:
-        size, why = _fitting(config, engine, ones, sizes)
+        size, checkpointing, why = _chosen(config, engine, ones, sizes)
+    how = f", with{'' if checkpointing else 'out'} gradient checkpointing" if switch == "auto" else ""
+    line = f"micro      {plural(size, 'sequence')} a device{how}: {why}"
+    return _with(config, size, checkpointing), line
+
+
+def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
     optimizer = dataclasses.replace(config.optimizer, micro_batch_size=size)
-    return dataclasses.replace(config, optimizer=optimizer), f"micro      {plural(size, 'sequence')} a device: {why}"
+    return dataclasses.replace(
+        config, optimizer=optimizer, run=dataclasses.replace(config.run, gradient_checkpointing=checkpointing)
+    )
 
 
-def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> tuple[int, str]:
-    """The largest of `sizes` that fits the devices of all processes, and how it was found; `ones` is the batch of a
-    micro-batch of 1."""
+def _chosen(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> tuple[int, bool, str]:
+    """One of `sizes`, whether with gradient checkpointing, and how both were found. Raises UserError."""
+    given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
+    if switch == "auto":
+        useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] or sizes[-1:]
+        size, why = _fitting(_with(config, given, False), engine, ones, useful, likely=True)
+        if size:
+            return size, False, why
+        if given != AUTO:
+            return sizes[0], True, "without it a step does not fit"
+    size, why = _fitting(_with(config, given, bool(switch)), engine, ones, sizes)
+    if not size:
+        raise UserError(f"not even one sequence per device fits: {why}. {REMEDIES}")
+    return size, bool(switch), why
+
+
+def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int], *, likely: bool = False) -> tuple[int, str]:
+    """The largest of `sizes` that fits the devices of all processes, 0 where none does, and how it was found; `ones` is
+    the batch of a micro-batch of 1. With `likely` only those are tried that may fit by the estimate."""
     total, free, kind = memory_of(config, engine), hardware.free_memory(engine.device), engine_kind(config, engine)
     dry = config.run.dry_run
     budget = HEADROOM * (total if dry else min(free, total))
@@ -87,21 +115,21 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> t
 
     # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
     can_try = free and engine.sharding in ("", "zero1") and not (engine.sharding and engine.precision == "fp16")
+    tried = [n for n in sizes if estimate(n) <= (1 + ACCURACY) * budget] if likely else sizes
     if dry or not can_try:
-        best = largest(sizes, budget, estimate, estimate)
+        best = largest(tried, budget, estimate, estimate)
         how = "an estimate; the run itself tries it" if can_try else "an estimate"
     else:
-        logger.info("micro      trying how many sequences a device holds at once")
-        with trials(config, engine) as peak_of:
-            best = largest(sizes, budget, estimate, peak_of)
+        best = None
+        if tried:  # or a model would be compiled for nothing
+            logger.info("micro      trying how many sequences a device holds at once")
+            with trials(config, engine) as peak_of:
+                best = largest(tried, budget, estimate, peak_of)
         how = "the peak of a trial step"
     own, peak = best or (0, 0)
     size = next((n for n in reversed(sizes) if not engine.anywhere(own < n)), 0)
     if not size:
-        raise UserError(
-            f"not even one sequence per device fits: it needs about {gb(estimate(1))}, and {gb(budget)} of the "
-            f"device's {gb(total)} may be used. {REMEDIES}"
-        )
+        return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(total)} may be used"
     why = f"{gb(peak)} of {gb(total)}, {how}"
     return size, why if own == size else f"all that fit another process ({why} would be those of {own} here)"
 
@@ -160,14 +188,15 @@ def _of_size(ones: Batch, size: int) -> Batch:
     return dataclasses.replace(ones, micro=size * ones.devices, accumulation=ones.accumulation // max(1, size))
 
 
-def _of_checkpoint(config: Config, engine: Engine) -> int | None:
-    """The micro-batch in the newest checkpoint of this run, if it was saved by the same engine for the same model."""
+def _of_checkpoint(config: Config, engine: Engine) -> tuple[int, bool] | None:
+    """Micro-batch and gradient checkpointing in the newest checkpoint of this run, if it was saved by the same engine
+    for the same model."""
     now = config.flat()
     found = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
     try:
         state = json.loads((found[-1] / "trainer_state.json").read_text())
         before = state["config"]
-        same = state["engine"] == engine.name and all(before[k] == now[k] for k in _SAME)
-        return int(before["micro_batch_size"]) if same else None
+        same = state["engine"] == engine.name and all(now[k] in (before[k], "auto") for k in _SAME)
+        return (int(before["micro_batch_size"]), before["gradient_checkpointing"]) if same else None
     except (IndexError, OSError, ValueError, KeyError, TypeError):
         return None  # there is none, or it is damaged: which of them is whole is decided later

@@ -54,6 +54,27 @@ def test_a_precision_that_the_device_lacks_is_refused(machine, found, precision,
         device.resolve_precision(precision, cpu=False)
 
 
+PRESENT = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "builds", "runs"),
+    [
+        ((7, 0), PRESENT, False),  # V100
+        ((7, 5), PRESENT, True),
+        ((8, 9), PRESENT, True),  # Ada runs Ampere's
+        ((8, 7), ["sm_89"], False),
+        ((11, 0), PRESENT, False),
+        ((11, 0), ["sm_90", "compute_90"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 0), ["sm_100a"], True),
+        ((12, 1), PRESENT, True),
+    ],
+)
+def test_which_builds_of_pytorch_run_on_which_gpu(capability, builds, runs):
+    assert device.has_kernels(capability, builds) == runs
+
+
 # As CUDA reports them: every way to write a name, and peaks in TFLOP/s.
 NAMES = {
     "NVIDIA B200": 2250,

@@ -7,9 +7,10 @@ import pytest
 from safetensors.torch import load_file
 
 from recipe.config import batch_arithmetic, parse_config
+from recipe.engine.factory import open_engine
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
-from recipe.estimate.micro_batch import largest
+from recipe.estimate.micro_batch import largest, micro_batch
 from tests import processes as programs
 from tests.conftest import TINY, by_step, environment, flags, launch, run_train
 
@@ -109,6 +110,43 @@ def test_processes_take_what_fits_all_of_them(shards, tmp_path):
     result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps=0)
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
     assert "micro      2 sequences a device: all that fit another process" in result.stdout
+
+
+XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--precision=bf16", "--dry_run"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sequences", "checkpointing"),
+    [
+        ("--device_memory_gb=80", 16, False),
+        ("--device_memory_gb=48", 64, True),  # 8 would not fit without
+        ("--device_memory_gb=80 --micro_batch_size=16", 16, False),
+        ("--device_memory_gb=80 --micro_batch_size=32", 32, True),
+        ("--device_memory_gb=80 --gradient_checkpointing", 128, True),
+        ("--device_memory_gb=80 --gradient_checkpointing=False", 16, False),
+        ("", 8, True),  # memory is not known
+    ],
+)
+def test_xl_does_without_gradient_checkpointing_where_a_useful_micro_batch_fits(given, sequences, checkpointing):
+    config, line = micro_batch(parse_config([*XL, *given.split()]), open_engine("bf16"))
+    assert config.optimizer.micro_batch_size == sequences
+    assert config.run.gradient_checkpointing is checkpointing
+    assert ("gradient checkpointing" in line) == ("--gradient" not in given)
+
+
+@pytest.mark.slow
+def test_trial_steps_choose_gradient_checkpointing_and_a_resumed_run_keeps_it(shards, tmp_path):
+    fields = {"gradient_checkpointing": "auto", "micro_batch_size": 32, "total_batch_tokens": 4096, "n_layer": 16}
+    fields |= {"n_embd": 64, "n_positions": 64, "sequence_length": 64, "loss_chunk_size": 64, "eval_tokens": 64}
+    fields |= {"max_steps": 2, "warmup_steps": 1, "save_steps": 1}
+    result = run(shards, tmp_path / "run", "400e6", **fields)
+    assert "trial" in result.stderr
+    assert "32 sequences a device, without gradient checkpointing: 0.3 GB of 0.4 GB" in result.stdout
+    shutil.rmtree(tmp_path / "run" / "step_00000002")
+    result = run(shards, tmp_path / "run", "200e6", **fields)
+    assert "32 sequences a device, without gradient checkpointing: as in the run's newest" in result.stdout
+    result = run(shards, tmp_path / "other", "200e6", **fields)
+    assert "32 sequences a device, with gradient checkpointing: without it a step does not fit" in result.stdout
 
 
 def test_what_does_not_fit_at_all_is_refused_with_what_helps(shards, tmp_path):
