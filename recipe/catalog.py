@@ -89,7 +89,7 @@ def text_files(name: str) -> list[Path]:
 
 def skipped_files(name: str) -> list[Path]:
     """The other files there, which are not read."""
-    return [path for path in _found(name) if not _is_text_file(path, name) and path.is_file()]
+    return [path for path in _found(name) if not _is_text_file(path, name) and os.path.isfile(path)]
 
 
 def _found(name: str) -> list[Path]:

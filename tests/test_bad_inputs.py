@@ -236,7 +236,7 @@ TABLE = {
         "my.yaml: lists or mappings are nested too deeply; expected `key: value` lines",
     ),
     "12 two hyphens": (lambda at: at.train(val_data="--"), "argument --val_data: -- is not a value"),
-    "12 all processes": (lambda at: at.train("/proc"), "/proc: no manifest.json, and no file matches *train*.bin"),
+    "12 all processes": (lambda at: at.train("/proc"), "dataset_name /proc: "),
     "12 mixture, weight below 0": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: -1}"),
         "dataset_name, entry 2 (B): weight is -1; it must be a number of at least 0",

@@ -73,7 +73,7 @@ def clone(tmp_path_factory, whole_run) -> Path:
     (at / "openai-community" / "gpt2").symlink_to(at / "runs" / "shakespeare")
     (at / "data" / "openwebtext").mkdir(parents=True)  # in nanoGPT's format, enough for a step of GPT-2's batch
     for name, tokens in {"train": 600_000, "val": 6_000}.items():
-        (at / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\0" * tokens)
+        (at / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\xc0" * tokens)  # of GPT-2's vocabulary
     lines = SHAKESPEARE.read_text().split("\n\n")[:400]
     (at / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return at
