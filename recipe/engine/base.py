@@ -10,10 +10,9 @@ any engine, and dropout breaks it: its masks depend on the process and the micro
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -28,9 +27,6 @@ from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.optim import optimizer as optimizers
 from recipe.optim.spike_filter import SpikeFilter
-
-# Gradient norm -> 1.0 where the step is to be skipped, else 0.0; both on the device.
-Judge = Callable[[torch.Tensor], torch.Tensor]
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 
@@ -171,37 +167,50 @@ class Engine:
     def optimizer_step(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips to max_grad_norm (0: does not), steps, and clears the gradients; changes neither weights nor optimizer
-        state where `spike_filter` skips the step. A collective call.
+        """Ends a step, whose gradients are averaged over processes by now: clips to max_grad_norm (0: does not), moves
+        the weights, and clears the gradients; changes neither weights nor optimizer state where `spike_filter` skips
+        the step. A collective call.
 
         `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for
         a skipped step, else 0.0: both on the device, nothing waits for them.
         """
-        loss = self.mean(loss) if self.spike_filter.needs_loss else None
-        return self._step(model, optimizer, partial(self.spike_filter.judge, loss=loss))
+        grad_norm = self._clip(model, optimizer)
+        skip = self._should_skip(grad_norm, loss)
+        self._update(optimizer, skip)
+        self._zero_grad(optimizer)
+        return grad_norm, skip
 
-    def _step(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The engine's own part of `optimizer_step`: calls `judge` once, between clipping and the update."""
-        raw, scaler = optimizer.optimizer, self.accelerator.scaler
-        # True of torch's fused optimizers on a CPU and on CUDA; the one on MPS claims it too, but ignores the divisor.
-        divides = self.device.type != "mps" and getattr(raw, "_step_supports_amp_scaling", False)
-        if scaler or not divides:
-            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
-        else:
-            grad_norm, raw.grad_scale = optimizers.norm_and_divisor(model.parameters(), self.max_grad_norm)
-        skipped = judge(grad_norm)
-        if scaler:
-            _scaled_step(optimizer, scaler, skipped)
-        elif not divides:
-            if not bool(skipped):
-                optimizer.step()
-        else:  # torch's GradScaler tells a fused optimizer in this way to change nothing
-            raw.found_inf = skipped
+    def _clip(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """The gradients' norm before clipping; a fused optimizer itself divides by grad_scale, while it reads them."""
+        if self._fused(optimizer):
+            grad_norm, optimizer.optimizer.grad_scale = optimizers.norm_and_divisor(
+                model.parameters(), self.max_grad_norm
+            )
+            return grad_norm
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
+
+    def _should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        loss = self.mean(loss) if self.spike_filter.needs_loss else None
+        return self.spike_filter.should_skip(grad_norm, loss)
+
+    def _update(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+        """Moves the weights, unless `skip` is 1."""
+        if scaler := self.accelerator.scaler:
+            _scaled_step(optimizer, scaler, skip)
+        elif self._fused(optimizer):
+            optimizer.optimizer.found_inf = skip  # so torch's GradScaler tells a fused optimizer to change nothing
             optimizer.step()
+        elif not bool(skip):
+            optimizer.step()
+
+    def _zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
-        return grad_norm, skipped
+
+    def _fused(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer can divide the gradients and skip a step by itself: torch's fused ones on a CPU and on
+        CUDA. The one on MPS claims it too, but ignores the divisor; and fp16's scaler does both by itself."""
+        able = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
+        return able and self.device.type != "mps" and not self.accelerator.scaler
 
     def autocast(self):
         """Context: the run's precision, for parts of the model that are called by themselves."""

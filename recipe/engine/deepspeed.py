@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from recipe.config import ROOT, Batch
 from recipe.engine import device as hardware
-from recipe.engine.base import TIMEOUT, Engine, Judge
+from recipe.engine.base import TIMEOUT, Engine
 from recipe.engine.launch import wants_cpu
 from recipe.errors import UserError, reading
 from recipe.optim.optimizer import MOMENTS, MUON, state_names
@@ -153,10 +153,14 @@ class ZeroEngine(Engine):
         """As Engine's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
-    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
-        self._zero.engine.step()  # clips by its configuration, skips a norm that is not finite, clears the gradients
+    def optimizer_step(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Engine's. DeepSpeed clips by its configuration, skips a norm that is not finite, steps, and clears the
+        gradients in one call."""
+        self._zero.engine.step()
         norm = torch.as_tensor(self._zero.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        return norm, judge(norm)
+        return norm, self._should_skip(norm, loss)
 
     def autocast(self):
         """bf16 as in training; for fp16 DeepSpeed itself casts the model."""

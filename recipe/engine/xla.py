@@ -36,7 +36,7 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import Batch
 from recipe.engine import device as hardware
-from recipe.engine.base import Engine, Judge
+from recipe.engine.base import Engine
 from recipe.engine.shutdown import Agreement
 from recipe.errors import UserError
 from recipe.optim.optimizer import state_names
@@ -149,17 +149,20 @@ class XlaEngine(Engine):
         """Plain, for SPMD averages the gradients in the same program."""
         loss.backward()
 
-    def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, judge: Judge):
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
-        skipped = judge(grad_norm)
-        changed = [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
+    def _clip(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
+
+    def _update(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        changed = [*parameters, *(tensor for state in optimizer.state.values() for tensor in state.values())]
         before = [tensor.detach().clone() for tensor in changed]  # recorded only: the program copies nothing
         optimizer.step()
         with torch.no_grad():
             for tensor, old in zip(changed, before, strict=True):
-                tensor.copy_(torch.where(skipped > 0, old, tensor))
+                tensor.copy_(torch.where(skip > 0, old, tensor))
+
+    def _zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=not self._accumulates)
-        return grad_norm, skipped
 
     def autocast(self):
         """torch_xla's own, since Accelerate is told of no mixed precision here."""

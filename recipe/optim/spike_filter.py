@@ -32,10 +32,10 @@ class SpikeFilter:
 
     @property
     def needs_loss(self) -> bool:
-        """Whether `judge` needs the mean loss of all processes."""
+        """Whether `should_skip` needs the mean loss of all processes."""
         return "loss" in self.limits
 
-    def judge(self, grad_norm: torch.Tensor, loss: torch.Tensor | None = None) -> torch.Tensor:
+    def should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor | None = None) -> torch.Tensor:
         """1.0 where the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
         processes where `needs_loss`, and ignored elsewhere."""
         skip = ~torch.isfinite(grad_norm)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def judged(spike_filter: SpikeFilter, losses, norms) -> list[bool]:
     pairs = zip(losses, norms, strict=True)
-    return [bool(spike_filter.judge(torch.tensor(norm), torch.tensor(loss))) for loss, norm in pairs]
+    return [bool(spike_filter.should_skip(torch.tensor(norm), torch.tensor(loss))) for loss, norm in pairs]
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_stops_the_run_when_it_goes_on():
@@ -97,7 +97,7 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
         loss = model(torch.ones(2, 4)).square().mean() * factor
         (scaler.scale(loss) if scaler else loss).backward()
-        spikes.judge = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
+        spikes.should_skip = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
         norm, skipped = engine.optimizer_step(model, Wrapped, loss.detach())
         return norm.item(), skipped.item()
 
