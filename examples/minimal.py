@@ -1,0 +1,157 @@
+"""The default recipe with AdamW in one file of plain transformers, torch and Accelerate, to read first.
+
+    make data                                                # text -> token shards in data/shakespeare
+    python examples/minimal.py --steps 30                    # one device
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 examples/minimal.py
+
+It imports nothing of recipe/, and is held to it by a test: the same weights at the start, the same batches, the same
+losses as `python recipe/train.py --optim adamw --precision fp32`, to 1e-5. What recipe/train.py does beyond it: Muon,
+bf16 and torch.compile, validation and HellaSwag, checkpoints and resuming, ZeRO, FSDP and TPUs, streaming, the Hub.
+"""
+
+import argparse
+import hashlib
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel
+
+SEED = 1337
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128}
+T = 128  # tokens in a sequence
+SEQUENCES = 8  # in a step, over all processes: 1,024 tokens
+MICRO_BATCH = 8  # sequences, at most, that a device takes at once
+MAX_STEPS, WARMUP_STEPS, DECAY_FRACTION = 700, 50, 0.6
+LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_GRAD_NORM = 5e-3, 0.1, (0.9, 0.95), 1.0
+HEADER = 256 * 4  # bytes before a shard's tokens, which are uint16 (llm.c's format)
+
+
+def main() -> None:
+    """Trains, prints each step's loss, and saves a model that transformers loads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("data/shakespeare"), help="a directory of token shards")
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, help="stop after so many of the run's 700 steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/minimal"))
+    args = parser.parse_args()
+    shards = [np.memmap(path, np.uint16, "r", HEADER) for path in sorted(args.data.glob("train_*.bin"))]
+    if not shards:
+        parser.error(f"no shards in {args.data}; `make data` makes those of tiny Shakespeare")
+
+    accelerator = Accelerator()
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    micro = min(MICRO_BATCH, SEQUENCES // world_size)
+    accumulation, rest = divmod(SEQUENCES, world_size * micro)
+    if rest:
+        parser.error(f"{SEQUENCES} sequences do not divide among {world_size} processes")
+
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    initialize(model)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        step_loss = torch.zeros((), device=accelerator.device)
+        for k in range(accumulation):
+            first = step * SEQUENCES + (k * world_size + rank) * micro
+            rows = np.stack([sequence(shards, g) for g in range(first, first + micro)])
+            rows = torch.from_numpy(rows).to(accelerator.device)  # (micro, T + 1)
+            # Gradients are averaged over processes in the backward pass of the last micro-step.
+            with nullcontext() if k == accumulation - 1 else accelerator.no_sync(model):
+                logits = model(rows[:, :-1]).logits  # (micro, T, V)
+                loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) / accumulation
+                accelerator.backward(loss)
+            step_loss += loss.detach()
+        clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.print(f"step {step + 1} loss {accelerator.reduce(step_loss, 'mean').item():.6f}")
+
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(args.out)
+        print(f"saved {args.out}")
+    accelerator.end_training()
+
+
+@torch.no_grad()
+def initialize(model: GPT2LMHeadModel) -> None:
+    """GPT-2's: N(0, 0.02), residual projections smaller by sqrt(2 layers), biases 0, layer norms 1. transformers' own
+    initialization is the same; here each number is decided by the seed alone."""
+    generator = torch.Generator().manual_seed(SEED)
+    for name, p in model.named_parameters():
+        if p.ndim >= 2:
+            smaller = math.sqrt(2 * SHAPE["n_layer"]) if name.endswith("c_proj.weight") else 1.0
+            p.normal_(0.0, 0.02 / smaller, generator=generator)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices and embeddings only."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8)
+
+
+def learning_rate(step: int) -> float:
+    """Of a step, counted from 0: linear warm-up, constant, and a straight line to 0 (warm-up, stable, decay)."""
+    if step < WARMUP_STEPS:
+        return LEARNING_RATE * (step + 1) / WARMUP_STEPS
+    decay_start = MAX_STEPS - round(DECAY_FRACTION * MAX_STEPS)
+    return LEARNING_RATE * min(1.0, (MAX_STEPS - step) / (MAX_STEPS - decay_start))
+
+
+def clip(parameters) -> None:
+    """Clips the global gradient norm, summed in fp64, since torch's clip_grad_norm_ is inexact on a CPU."""
+    gradients = [p.grad for p in parameters]
+    norm = torch.stack([g.to(torch.float64 if g.device.type != "mps" else g.dtype).norm() for g in gradients]).norm()
+    for g in gradients:
+        g.div_(max(1.0, (norm.item() + 1e-6) / MAX_GRAD_NORM))
+
+
+# The order of the data is a function of (seed, step): docs/data.md has the rule.
+
+
+def sequence(shards: list[np.ndarray], g: int) -> np.ndarray:
+    """Sequence number `g` of the run, (T + 1,) int64: windows of a shard overlap by one token and are permuted again in
+    each epoch; shards follow each other."""
+    windows = [(len(shard) - 1) // T for shard in shards]
+    epoch, x = divmod(g, sum(windows))
+    number = 0
+    while x >= windows[number]:
+        x, number = x - windows[number], number + 1
+    start = permuted(x, windows[number], f"{SEED} {epoch} {number}") * T
+    return shards[number][start : start + T + 1].astype(np.int64)
+
+
+def permuted(x: int, n: int, key: str) -> int:
+    """Where the permutation of range(n) with this key takes x: a Feistel network over an a x b grid, walked until it
+    is below n."""
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    while True:
+        left, right = divmod(x, b)
+        for i in range(8):
+            if i % 2 == 0:
+                left = (left + mix(key, i, right)) % a
+            else:
+                right = (right + mix(key, i, left)) % b
+        x = left * b + right
+        if x < n:
+            return x
+
+
+def mix(key: str, i: int, value: int) -> int:
+    """32 bits that depend on the key, the round and the value."""
+    m, c = np.frombuffer(hashlib.blake2b(f"{key} {i}".encode(), digest_size=16).digest(), "<u8").tolist()
+    h = (value * (m | 1) + c) % 2**64
+    return ((h ^ (h >> 31)) * 0x94D049BB133111EB % 2**64) >> 32
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""examples/minimal.py, which imports nothing of recipe/, is the default recipe with AdamW."""
+
+import re
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT, SHAKESPEARE, by_step, flags, launch, run_train
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def recipe_run(tmp_path_factory):
+    """(shards, losses of recipe/train.py). Its first steps, all of the warm-up, are those of the whole recipe."""
+    at = tmp_path_factory.mktemp("minimal")
+    fields = {"dataset_name": at / "shards", "train_text": SHAKESPEARE, "output_dir": at / "run", "max_steps": 51}
+    fields |= {"optim": "adamw", "precision": "fp32", "logging_steps": 1, "eval_tokens": 1024}
+    result = run_train(*flags(**fields))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return at / "shards", [by_step(at / "run")[step]["loss"] for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2)])
+def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, processes):
+    shards, expected = recipe_run
+    result = launch(config, processes, "examples/minimal.py", f"--data={shards}", "--steps=30", f"--out={tmp_path}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)", result.stdout, re.MULTILINE)]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 7e6
+
+
+def test_it_imports_nothing_of_the_recipe_and_stays_short():
+    lines = (ROOT / "examples" / "minimal.py").read_text().splitlines()
+    assert not [line for line in lines if re.match(r"\s*(from|import) (recipe|eval|benchmarks)\b", line)]
+    assert len(lines) <= 220
