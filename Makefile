@@ -44,6 +44,9 @@ PROOF_tests = gpu_tests --minutes 7.5
 PROOF_peers = peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
 PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
 
+# What tells in a minute whether a change has broken the core.
+FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
+	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
 # A variable, because a comma would end an argument of $(call).
 DEV := .[dev,deepspeed,trackers]
 
@@ -60,7 +63,7 @@ endef
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -146,10 +149,13 @@ bench-eval: .venv/installed-eval ## HellaSwag vs. lm-evaluation-harness (MODEL)
 ##@ Develop
 
 test: .venv/installed-dev ## tests of every promise, 5 minutes (ARGS="-k name": some)
-	$(BIN)/python -m pytest -m "not slow" $(XDIST) $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) $(ARGS)
+
+test-fast: .venv/installed-dev ## the model, the data order, a run and its resume: a minute
+	$(BIN)/python -m pytest $(XDIST) $(FAST) $(ARGS)
 
 test-all: .venv/installed-dev ## all tests, the slow ones too (WORKERS=1: one by one)
-	$(BIN)/python -m pytest $(XDIST) $(ARGS)
+	$(BIN)/python -m pytest -m '' $(XDIST) $(ARGS)
 
 test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
@@ -157,10 +163,11 @@ test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in 
 test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs, and count
 	$(BIN)/python -m pytest --whole_table $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
-lint: .venv/installed-dev ## check style, format and import layers
+lint: .venv/installed-dev ## check style, format, import layers and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
+	git ls-files -z | xargs -0 $(BIN)/codespell
 
 format: .venv/installed-dev ## apply style and format
 	$(BIN)/ruff check --fix .

@@ -221,4 +221,4 @@ def test_versions_named_beside_the_code_are_its_own():
     named = [found for text in texts for found in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)]
     assert len(named) > 5
     assert set(named) == {address}
-    assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert ", run: .ci/run}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

@@ -68,8 +68,8 @@ def test_rows_do_not_depend_on_who_asks(three, world, micro):
     B = 32  # more than an epoch in one step
     for step in (0, 1, 7):
         whole = TokenDataset(three, T, B, seed=3).rows(step, 0, B)
-        datas = [TokenDataset(three, T, B, seed=3) for _ in range(world)]
-        parts = [datas[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
+        each = [TokenDataset(three, T, B, seed=3) for _ in range(world)]
+        parts = [each[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
         assert np.array_equal(np.concatenate(parts), whole)
 
 
