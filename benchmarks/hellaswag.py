@@ -43,7 +43,7 @@ def as_transformers_builds_it(loaded: common.Loaded) -> common.Loaded:
 
 
 def ours(loaded: common.Loaded, rows: list[dict], batch_size: int, ways: tuple[str, ...]) -> tuple[float, dict]:
-    """(seconds, {"A": {"acc": ...}, "B": ...}), as the command computes them."""
+    """(seconds, {"llmc": {"acc": ...}, "lmeval": ...}), as the command computes them."""
     start = time.perf_counter()
     scores = hellaswag.score_rows(loaded.lm, rows, batch_size=batch_size, ways=ways)
     found = hellaswag.accuracies(scores, rows)
@@ -62,7 +62,7 @@ def theirs(loaded: common.Loaded, rows: list[dict], batch_size: int) -> tuple[fl
         results = evaluate(lm, tasks, bootstrap_iters=0)
         seconds = time.perf_counter() - start
     found = results["results"]["hellaswag"]
-    return seconds, {"B": {name: found[f"{name},none"] for name in ("acc", "acc_norm")}}
+    return seconds, {"lmeval": {name: found[f"{name},none"] for name in ("acc", "acc_norm")}}
 
 
 def measure(variants: dict[str, Callable], rounds: int) -> tuple[dict[str, list[float]], dict[str, dict]]:
@@ -116,15 +116,15 @@ def compare(args: argparse.Namespace) -> None:
         f"{args.batch_size} rows and, the harness, {4 * args.batch_size} endings"
     )
     variants = {
-        OURS_BOTH: lambda rows=rows: ours(loaded, rows, args.batch_size, ("A", "B")),
-        OURS: lambda rows=rows: ours(loaded, rows, args.batch_size, ("B",)),
+        OURS_BOTH: lambda rows=rows: ours(loaded, rows, args.batch_size, ("llmc", "lmeval")),
+        OURS: lambda rows=rows: ours(loaded, rows, args.batch_size, ("lmeval",)),
         THEIRS: lambda rows=rows: theirs(plain, rows, 4 * args.batch_size),
     }
     for variant in variants.values():  # what is imported, allocated and read once
         variant(rows[:: -(-len(rows) // 4)])
     seconds, found = measure(variants, args.rounds)
     print("\n" + report(seconds, len(rows)))
-    b = found[THEIRS]["B"]
+    b = found[THEIRS]["lmeval"]
     print(
         f"\nthe harness finds acc {b['acc']:.4f}, acc_norm {b['acc_norm']:.4f}; this project, lm-eval-style, acc "
         f"{found[OURS]['B']['acc']:.4f}, acc_norm {found[OURS]['B']['acc_norm']:.4f}"

@@ -120,20 +120,24 @@ def step_of(checkpoint: Path) -> int:
     return int(STEP_DIR.fullmatch(checkpoint.name).group(1))
 
 
+def newest_run(file: str, runs: Path = Path("runs")) -> Path:
+    """The run under `runs` in which `file`, a glob, was written last. Raises UserError if there is none."""
+    # Not a directory's own time: results are written into runs and checkpoints.
+    files = sorted(runs.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise UserError(f"no run given, and none under {runs}/: run `make train`, or name one: runs/NAME")
+    run = runs / files[-1].relative_to(runs).parts[0]
+    print(f"no run given: the newest is {run}")
+    return run
+
+
 def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Path | None]:
     """(name to show and load, its directory or None for a Hub id).
 
-    No name: the newest checkpoint of the newest run under `runs`. A run directory: its newest step.
-    Raises UserError where there is nothing to load.
+    No name: the newest run under `runs`. A run directory: its newest step. Raises UserError where there is nothing to
+    load.
     """
-    if name is None:
-        newest = [steps[-1] for steps in map(steps_of, runs.glob("*")) if steps]
-        if not newest:
-            raise UserError(f"no model given and no checkpoint under {runs}/: run `make train`, or name one: MODEL=dir")
-        # Not the directory's own time: results.json is written into it.
-        chosen = max(newest, key=lambda path: (path / "model.safetensors").stat().st_mtime)
-        print(f"no model given: the newest run's newest checkpoint is {chosen}")
-        return str(chosen), chosen
+    name = name or str(newest_run("step_*/model.safetensors", runs))
     path = Path(name).expanduser()
     if not path.exists():
         if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not name.startswith(f"{runs}/"):
@@ -207,14 +211,6 @@ def hub_problem() -> str:
         except Exception:  # of whichever HTTP library huggingface_hub uses
             huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
-
-
-def read_text(path: Path, option: str) -> str:
-    """A UTF-8 file as it is: "\\r\\n" stays. Raises UserError, naming the option, if it is something else."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option} {path}: not UTF-8 at byte {error.start}") from None
 
 
 def first_line(error: Exception) -> str:

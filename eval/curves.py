@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from eval.common import STEP_DIR, UserError, step_of, steps_of
+from eval.published import HELLASWAG_ROWS
 
 REFERENCES = Path(__file__).resolve().parent / "references"
-HELLASWAG_ROWS = 10_042
 # (layers, width) of OpenAI's four models.
 SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
@@ -127,14 +127,6 @@ def read_runs(paths: list[str]) -> list[Run]:
     return runs
 
 
-def newest_run(runs: Path = Path("runs")) -> Path:
-    """The run under `runs` whose metrics.jsonl was written last. Raises UserError if there is none."""
-    logs = list(runs.glob("*/metrics.jsonl"))
-    if not logs:
-        raise UserError(f"no run given and none under {runs}/: run `make train`, or name one: RUN=directory")
-    return max(logs, key=lambda log: log.stat().st_mtime).parent
-
-
 def dataset_of(config: dict, about: list[dict]) -> str:
     """Which of DATASETS a run trains and validates on; empty for any other, for shards of which neither a manifest nor
     dataset_source says what they are, and for another tokenizer than GPT-2's, with which a loss a token is another
@@ -170,7 +162,7 @@ class Reference:
     noise: float
     settings: dict
     val_loss: np.ndarray
-    hellaswag_A_acc_norm: np.ndarray | None = None
+    hellaswag_llmc_acc_norm: np.ndarray | None = None
 
     def differences(self, run: Run) -> list[str]:
         """Settings of the run that make its loss another one at equal steps, in words."""
@@ -190,7 +182,7 @@ def load_references() -> list[Reference]:
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
         fields = {key: value for key, value in json.loads(path.read_text()).items() if key in Reference.__annotations__}
-        curves = {k: np.array(fields[k], dtype=float) for k in ("val_loss", "hellaswag_A_acc_norm") if k in fields}
+        curves = {k: np.array(fields[k], dtype=float) for k in ("val_loss", "hellaswag_llmc_acc_norm") if k in fields}
         references.append(Reference(**fields | curves))
     return references
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 import yaml
 
 from eval import common, hellaswag
+from eval.scores import score
 
 # Resamplings for the error of metrics that have no closed form; the harness's own 100,000 take minutes.
 BOOTSTRAP = 1000
@@ -96,7 +97,10 @@ def read_rows(path: Path) -> list[dict]:
 
 def read_pages(path: Path) -> list[dict]:
     """WikiText's articles, of a file of its raw text: each begins with a heading such as " = Robert Boulter = "."""
-    text = common.read_text(path, "--text").replace("\r\n", "\n")
+    try:
+        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise common.UserError(f"--text {path}: not UTF-8 at byte {error.start}") from None
     return [{"page": page} for page in re.split(r"(?m)^(?= = [^=].* = $)", text) if page.strip()]
 
 
@@ -128,13 +132,23 @@ def evaluate(
             raise common.UserError(f"{reason}. {way_out}") from error
 
 
-def summary(results: dict) -> dict:
-    """{task or group: {"version": ..., metric: value, metric_stderr: value}}; a filter other than none stays named."""
-    tasks = {}
-    for name, metrics in results["results"].items():
-        numbers = {key.removesuffix(",none"): value for key, value in metrics.items() if isinstance(value, int | float)}
-        tasks[name] = {"version": results["versions"].get(name)} | numbers
-    return tasks
+def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
+    """The scores of what `evaluate` returned; a filter other than none stays named."""
+    url = "https://github.com/EleutherAI/lm-evaluation-harness"
+    source = {"source_name": "lm-evaluation-harness", "source_url": url, "whole": not limit}
+    found = []
+    for task, metrics in results["results"].items():
+        rows = f", {metrics['sample_len']:,} rows" if "sample_len" in metrics else ""
+        data = {"dataset_type": task, "dataset_name": task}
+        for key, value in metrics.items():  # "acc,none", its "acc_stderr,none", and others without a comma
+            kind, comma, filtered = key.partition(",")
+            if comma and not kind.endswith("_stderr"):
+                error = metrics.get(f"{kind}_stderr,{filtered}")
+                ci95 = 1.96 * error if isinstance(error, float) else None  # or N/A
+                name = kind if filtered == "none" else f"{kind} ({filtered})"
+                metric = "accuracy" if kind.startswith("acc") else kind, name
+                found.append(score(data, metric, value, how + rows, ci95=ci95, **source))
+    return found
 
 
 def main() -> None:
@@ -163,8 +177,10 @@ def main() -> None:
     print(f"\n{make_table(results)}")
     if results.get("groups"):
         print(make_table(results, "groups"))
-    about = {"version": version, "limit": args.limit, "tasks": summary(results)}
-    common.write_results(output, "lm_eval", loaded.describe() | about)
+    about = loaded.describe() | {"version": version, "limit": args.limit, "versions": results["versions"]}
+    how = f"lm-evaluation-harness {version}" + (f", limit {args.limit:,}" if args.limit else "")
+    found = scores_of(results, f"{how}, in {about['dtype']}", args.limit)
+    common.write_results(output, "lm_eval", about | {"scores": found})
 
 
 if __name__ == "__main__":

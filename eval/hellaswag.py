@@ -1,9 +1,10 @@
 """HellaSwag in both of its published ways: `python eval/hellaswag.py MODEL [--limit N]`.
 
-llm.c-style, "A" in results: the context as it is, each ending encoded by itself, length in tokens (as in
+llm.c-style, "llmc" in results: the context as it is, each ending encoded by itself, length in tokens (as in
 build-nanogpt).
-lm-eval-style, "B" in results: lm-evaluation-harness's `hellaswag` version 1, with cleaned text after the activity's
-label, context and ending encoded as one string, length in characters. Neither puts a token before the context.
+lm-eval-style, "lmeval" in results: lm-evaluation-harness's `hellaswag` version 1, with cleaned text after the
+activity's label, context and ending encoded as one string, length in characters. Neither puts a token before the
+context.
 
 All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.07830).
 """
@@ -26,15 +27,11 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 import numpy as np
 
 from eval import common, devices
-from eval.loglikelihood import LanguageModel, Request, ci95, score
-from eval.published import HELLASWAG, SOURCES, WAYS
+from eval.loglikelihood import LanguageModel, Request, score
+from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, WAYS
+from eval.scores import ci95, hellaswag_scores
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
-_TITLES = {
-    "A": "llm.c-style (also build-nanogpt)",
-    "B": "lm-eval-style (lm-evaluation-harness hellaswag v1)",
-    "GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style",
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def clean(text: str) -> str:
 def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple[list[Request], list[int]]:
     """The four requests of a row in a way, and the lengths that acc_norm divides by. `encode` turns text into token ids
     and adds no special tokens."""
-    if way == "A":
+    if way == "llmc":
         context = encode(row["ctx"])
         endings = [encode(" " + ending) for ending in row["endings"]]
         return [Request(context + tokens, len(tokens)) for tokens in endings], [len(tokens) for tokens in endings]
@@ -94,8 +91,8 @@ def score_rows(
 def count_correct(
     model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world: int = 1
 ) -> dict[str, int]:
-    """How many rows of this rank's share are right, to be summed over ranks: {"rows": n, "A_acc": ..., "A_acc_norm":
-    ..., "B_acc": ..., "B_acc_norm": ...}. For a trainer's live module.
+    """How many rows of this rank's share are right, to be summed over ranks: {"rows": n, "llmc_acc": ...,
+    "llmc_acc_norm": ..., "lmeval_acc": ..., "lmeval_acc_norm": ...}. For a trainer's live module.
 
     Every rank calls the model equally often, because a forward pass of sharded weights is collective.
     """
@@ -126,17 +123,16 @@ def score_shared(loaded: common.Loaded, rows: list[dict], batch_size: int) -> li
 
 
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
-    """Both accuracies in each way, with half their 95 % intervals: {"rows": n, "A": {"acc": ..., "acc_ci95": ...}}."""
+    """Both accuracies in each way: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
     from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
 
     result: dict = {"rows": len(rows)}
     for way in scores[0]:
-        found = HellaSwag(keep_in_memory=True).compute(
+        result[way] = HellaSwag(keep_in_memory=True).compute(
             log_likelihoods=[score[way].log_likelihoods for score in scores],
             lengths=[score[way].lengths for score in scores],
             labels=[row["label"] for row in rows],
         )
-        result[way] = found | {f"{name}_ci95": ci95(p, len(rows)) for name, p in found.items()}
     return result
 
 
@@ -159,7 +155,7 @@ def paired_difference(ours: Sequence[int], theirs: Sequence[int]) -> dict:
 
 
 def compare(ours: list[dict[str, RowScore]], theirs: list[dict[str, RowScore]], rows: list[dict]) -> dict:
-    """`paired_difference` of both accuracies in both ways: {"A": {"acc": ..., "acc_norm": ...}, "B": {...}}."""
+    """`paired_difference` of both accuracies in both ways: {"llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
     result: dict = {}
     for way in WAYS:
         a, b = ([score[way].correct(row["label"]) for score, row in zip(s, rows, strict=True)] for s in (ours, theirs))
@@ -170,17 +166,18 @@ def compare(ours: list[dict[str, RowScore]], theirs: list[dict[str, RowScore]], 
 def table(result: dict) -> str:
     """The result beside what is published, way by way."""
     lines = [f"HellaSwag validation, {result['rows']:,} rows (chance: 0.2500; +- is the 95 % interval)"]
-    for way, title in _TITLES.items():
+    for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style"}).items():
         lines += ["", f"{title:<49} {'acc':<18} acc_norm"]
         if way in result:
-            ours = [f"{result[way][name]:.4f} +- {result[way][f'{name}_ci95']:.4f}" for name in ("acc", "acc_norm")]
+            found = (result[way][name] for name in ("acc", "acc_norm"))
+            ours = [f"{p:.4f} +- {ci95(p, result['rows']):.4f}" for p in found]
             lines.append(f"   {'this model':<46} {ours[0]:<18} {ours[1]}")
         for model, numbers in HELLASWAG[way].items():
             acc, norm = ("-" if number is None else f"{number:.4f}" for number in numbers)
             lines.append(f"   {model:<46} {acc:<18} {norm}")
         lines.append(textwrap.fill(f"({SOURCES[way]})", 110, initial_indent="   ", subsequent_indent="    "))
-    if result["rows"] < 10042:
-        lines += ["", "Published numbers are on all 10,042 rows, where the interval is about +- 0.009."]
+    if result["rows"] < HELLASWAG_ROWS:
+        lines += ["", f"Published numbers are on all {HELLASWAG_ROWS:,} rows, where the interval is about +- 0.009."]
     return "\n".join(lines)
 
 
@@ -211,16 +208,18 @@ def main() -> None:
         other = common.load(second, shared=True) if args.compare else None
         rows = load_rows(args.limit)
         start = time.monotonic()
-        scores = score_shared(loaded, rows, args.batch_size)
+        ours = score_shared(loaded, rows, args.batch_size)
         seconds = time.monotonic() - start
-        result = accuracies(scores, rows)
+        result = accuracies(ours, rows)
         print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
         if other:
-            differences = compare(scores, score_shared(other, rows, args.batch_size), rows)
+            differences = compare(ours, score_shared(other, rows, args.batch_size), rows)
             print(f"\n{comparison(differences, loaded.name, other.name)}\n")
             result["compared_with"] = {"model": other.name} | differences
+        result |= {"seconds": round(seconds, 1)}
         if devices.is_main():
-            common.write_results(output, "hellaswag", loaded.describe() | result | {"seconds": round(seconds, 1)})
+            found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
+            common.write_results(output, "hellaswag", loaded.describe() | result | {"scores": found})
 
 
 if __name__ == "__main__":

@@ -177,8 +177,3 @@ def token_log_probs(states: torch.Tensor, targets: torch.Tensor, head: Callable)
     size = PIECE.get(states.device.type, 2048)
     pieces = zip(states.split(size), targets.split(size), strict=True)
     return torch.cat([-F.cross_entropy(head(part).float(), wanted, reduction="none") for part, wanted in pieces])
-
-
-def ci95(p: float, n: int) -> float:
-    """Half the width of the 95 % interval of a share p of n rows: normal approximation, 1.96 sqrt(p (1 - p) / n)."""
-    return 1.96 * (p * (1 - p) / n) ** 0.5

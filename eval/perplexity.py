@@ -1,19 +1,17 @@
-"""Loss, perplexity and bits per byte: `python eval/perplexity.py MODEL [--data DIR | --text FILE]`.
+"""Loss, perplexity and bits per byte: `python eval/perplexity.py MODEL [--data DIR]`.
 
 Windows are those of the trainer's validation: T + 1 tokens at stride T, never across shards, in order, so that each
-token but a shard's first is predicted once. Without --data and --text they are the very windows of the training run's
+token but a shard's first is predicted once. Without --data they are the very windows of the training run's
 validation, first `eval_tokens` tokens included, and the loss is the trainer's.
 """
 
 import argparse
 import glob
 import hashlib
-import itertools
 import json
+import math
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
@@ -26,18 +24,10 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
-from eval.metrics.token_perplexity.token_perplexity import TokenPerplexity
+from eval.scores import score, text_dataset
 
 # llm.c's .bin format (karpathy/llm.c, dev/data/data_common.py): 256 int32, of which magic, version, count; then uint16.
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-
-
-@dataclass(frozen=True)
-class Window:
-    """Tokens that the model sees at once, of which it is to predict the last `n_scored`, at most all but the first."""
-
-    tokens: np.ndarray
-    n_scored: int
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -57,14 +47,9 @@ def read_shard(path: Path) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
 
 
-def cut(tokens: np.ndarray, sequence_length: int) -> list[Window]:
-    """Windows of T + 1 tokens at stride T; tokens that do not fill one are skipped, as in training."""
-    starts = range(0, len(tokens) - sequence_length, sequence_length)
-    return [Window(tokens[start : start + sequence_length + 1], sequence_length) for start in starts]
-
-
-def shard_windows(data: str, sequence_length: int) -> tuple[list[Window], dict[str, str]]:
-    """Windows of validation shards, and the first 12 digits of each file's sha256.
+def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
+    """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. Tokens at a shard's end
+    that do not fill a window are skipped, as in training.
 
     `data` is a directory, of which the .bin files with "val" in their name are taken, or a glob of .bin files.
     """
@@ -72,27 +57,15 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[Window], dict[s
     paths = directory.glob("*val*.bin") if directory.is_dir() else map(Path, glob.glob(data))
     paths = sorted(path for path in paths if path.is_file())
     if not paths:
-        raise common.UserError(f"--data {data}: no .bin file with `val` in its name. Prepare one, or use --text FILE")
-    windows = [window for path in paths for window in cut(read_shard(path), sequence_length)]
+        raise common.UserError(f"--data {data}: no .bin file with `val` in its name. Prepare one (make data)")
+    windows = []
+    for path in paths:
+        tokens = read_shard(path)
+        starts = range(0, len(tokens) - sequence_length, sequence_length)
+        windows += [tokens[start : start + sequence_length + 1] for start in starts]
     if not windows:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
     return windows, {path.name: _file_digest(path) for path in paths}
-
-
-def text_windows(
-    path: Path, encode: Callable[[str], list[int]], end_of_text: int, sequence_length: int
-) -> tuple[list[Window], dict[str, str]]:
-    """Windows of a UTF-8 file, and its sha256 as in `shard_windows`.
-
-    End-of-text comes first, as before each document in training, and the last window may be shorter, so that every
-    token of the text is predicted and its bytes are the file's.
-    """
-    tokens = np.array([end_of_text, *encode(common.read_text(path, "--text"))], dtype=np.int64)
-    if len(tokens) < 2:
-        raise common.UserError(f"--text {path}: empty")
-    windows = cut(tokens, sequence_length)
-    tail = tokens[len(windows) * sequence_length :]
-    return windows + [Window(tail, len(tail) - 1)] * (len(tail) > 1), {path.name: _file_digest(path)}
 
 
 def _file_digest(path: Path) -> str:
@@ -122,26 +95,27 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return lengths
 
 
-def evaluate_windows(loaded: common.Loaded, windows: list[Window], batch_size: int, desc: str) -> dict:
+def evaluate_windows(loaded: common.Loaded, windows: list[np.ndarray], batch_size: int, desc: str) -> dict:
     """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} over all windows,
-    `batch_size` of one shape at a time. `desc` is the progress bar's."""
+    `batch_size` at a time. `desc` is the progress bar's."""
     model, table = loaded.lm, byte_lengths(loaded.tokenizer)
-    same_shape = itertools.groupby(windows, key=lambda window: (len(window.tokens), window.n_scored))
-    groups = [list(group) for _, group in same_shape]
-    batches = [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
-    nlls: list[float] = []
+    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
+    total = 0.0  # of the negative log-likelihoods, in nats
     for batch in progress_bar(batches, desc):
-        tokens = torch.from_numpy(np.stack([window.tokens for window in batch]).astype(np.int64)).to(loaded.device)
-        n = batch[0].n_scored
+        tokens = torch.from_numpy(np.stack(batch).astype(np.int64)).to(loaded.device)  # (N, T + 1)
         with torch.no_grad():
-            states = model.body(tokens[:, :-1])[:, -n:]  # (N, n, D)
-            log_probs = token_log_probs(states.flatten(0, 1), tokens[:, -n:].flatten(), model.head)  # (N * n,)
-        nlls += (-log_probs.cpu().double().view(len(batch), n).sum(1)).tolist()
-    token_counts = [window.n_scored for window in windows]
-    byte_counts = [int(table[window.tokens[-window.n_scored :]].sum()) for window in windows]
-    metric = TokenPerplexity(keep_in_memory=True)
-    found = metric.compute(nlls=nlls, token_counts=token_counts, byte_counts=byte_counts)
-    return found | {"windows": len(windows), "tokens": sum(token_counts), "bytes": sum(byte_counts)}
+            states = model.body(tokens[:, :-1]).flatten(0, 1)  # (N * T, D)
+            log_probs = token_log_probs(states, tokens[:, 1:].flatten(), model.head)  # (N * T,)
+        total -= log_probs.cpu().double().sum().item()
+    tokens = sum(len(window) - 1 for window in windows)
+    size = sum(int(table[window[1:]].sum()) for window in windows)
+    # Bits per byte as in section 3.1 of arXiv:2101.00027.
+    found = {
+        "loss": total / tokens,
+        "perplexity": float(np.exp(total / tokens)),
+        "bits_per_byte": total / math.log(2) / size,
+    }
+    return found | {"windows": len(windows), "tokens": tokens, "bytes": size}
 
 
 def choose_length(args: argparse.Namespace, loaded: common.Loaded) -> int:
@@ -154,34 +128,36 @@ def choose_length(args: argparse.Namespace, loaded: common.Loaded) -> int:
     return length
 
 
-def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[Window], dict]:
+def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
     """The windows that the arguments ask for, and what the result records about them."""
     config = common.trainer_config(loaded.directory)
     sequence_length, limit = choose_length(args, loaded), args.limit_windows
-    if args.text:
-        source = str(args.text)
-        windows, files = text_windows(args.text, loaded.encode, loaded.tokenizer.eos_token_id, sequence_length)
-    else:
-        source = args.data or config.get("val_data") or config.get("dataset_name")
-        if not source:
-            raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR or --text FILE")
-        if mixed := common.mixture(source):
-            raise common.UserError(
-                f"the model was trained on {len(mixed)} data sets. Name one: --data {next(iter(mixed))}"
-            )
-        windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home
-        if not args.data and not limit and "eval_tokens" in config:
-            limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training
-    quick = {"limit_windows": args.limit_windows} if args.limit_windows else {}
-    return windows[:limit], {"data": source, "files": files, "sequence_length": sequence_length} | quick
+    source = args.data or config.get("val_data") or config.get("dataset_name")
+    if not source:
+        raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR")
+    if mixed := common.mixture(source):
+        raise common.UserError(f"the model was trained on {len(mixed)} data sets. Name one: --data {next(iter(mixed))}")
+    windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home
+    if not args.data and not limit and "eval_tokens" in config:
+        limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training
+    about = {"data": source, "files": files, "sequence_length": sequence_length, "limit_windows": args.limit_windows}
+    return windows[:limit], about
+
+
+def scores_of(result: dict) -> list[dict]:
+    """The scores of the command's result, for the model card."""
+    limit = result["limit_windows"]
+    how = f"{result['tokens']:,} tokens, {result['sequence_length']:,} at once, in {result['dtype']}"
+    how += f", the first {limit:,} windows" if limit else ""
+    data = text_dataset(Path(result["data"]).name)
+    metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
+    return [score(data, metric, result[metric[0]], how, whole=not limit) for metric in metrics.items()]
 
 
 def main() -> None:
-    """Evaluates one model on shards or text, prints and writes the loss. Raises UserError."""
+    """Evaluates one model on shards, prints and writes the loss. Raises UserError."""
     parser = common.parser("Loss, perplexity and bits per byte.", batch_size=8, batch_unit="windows")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")
-    source.add_argument("--text", type=Path, help="text file, UTF-8, instead of shards")
+    parser.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")
     parser.add_argument(
         "--sequence_length", type=common.positive_int, help="predicted tokens a window (default: as in training)"
     )
@@ -198,7 +174,8 @@ def main() -> None:
         shown = f"{result[name]:,}" if isinstance(result[name], int) else f"{result[name]:.4f}"
         print(f"{name:<14} {shown:>14} {unit}".rstrip())
     print()
-    common.write_results(output, "perplexity", loaded.describe() | about | result)
+    found = loaded.describe() | about | result
+    common.write_results(output, "perplexity", found | {"scores": scores_of(found)})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from eval.curves import HELLASWAG_ROWS, Reference, Run
+from eval.curves import Reference, Run
 from eval.diagnosis import distance, tokens
-from eval.loglikelihood import ci95
-from eval.published import HELLASWAG, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
+from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
+from eval.scores import ci95
 
 RC = {
     "font.size": 9,
@@ -121,11 +121,11 @@ def _run_loss(axes: Axes, run: Run, i: int, prefix: str) -> None:
 def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | None:
     """acc_norm against tokens, a panel for each way, beside OpenAI's models of the runs' sizes (else the smallest)."""
     points = {way: [run.hellaswag(way) for run in runs] for way in WAYS}
-    if not any(points["A"]):
+    if not any(points["llmc"]):
         return None
     figure, panels = _figure(1, 2)
-    end = max(at for of_run in points["A"] for at, _, _ in of_run)
-    rows = min(n for of_run in points["A"] for _, _, n in of_run)
+    end = max(at for of_run in points["llmc"] for at, _, _ in of_run)
+    rows = min(n for of_run in points["llmc"] for _, _, n in of_run)
     sizes = {run.size for run in runs if run.size} or {"124M"}
     for axes, way in zip(panels, points, strict=True):
         for i, of_run in enumerate(points[way]):
@@ -135,8 +135,8 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | No
                 half = ci95(score, n)
                 axes.fill_between(x, score - half, score + half, color=COLORS[i % len(COLORS)], alpha=0.1, linewidth=0)
         for r in references:
-            if way == "A" and r.hellaswag_A_acc_norm is not None:
-                axes.plot(*r.hellaswag_A_acc_norm.T, label=f"reference: {r.name}", gid="reference", **REFERENCE)
+            if way == "llmc" and r.hellaswag_llmc_acc_norm is not None:
+                axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", gid="reference", **REFERENCE)
         for size in sorted(sizes):
             if score := HELLASWAG[way].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
                 axes.axhline(score, label=f"OpenAI's GPT-2 {size}: {score:.1%}", gid="openai", **OPENAI)

@@ -1,10 +1,11 @@
 """Numbers that others have published of HellaSwag and of OpenAI's weights; none of them was measured here."""
 
-# Of HellaSwag, by its key in results.
-WAYS = {"A": "llm.c-style", "B": "lm-eval-style"}
+HELLASWAG_ROWS = 10_042  # of the validation split
+# How HellaSwag is scored: key in results and metrics, and name.
+WAYS = {"llmc": "llm.c-style", "lmeval": "lm-eval-style"}
 # Of each way, what was scored, and (acc, acc_norm) on all 10,042 rows; None where that was not published.
 HELLASWAG = {
-    "A": {
+    "llmc": {
         "GPT-2 124M, OpenAI": (0.2859, 0.2955),
         "GPT-2 350M, OpenAI": (None, 0.3752),
         "GPT-2 774M, OpenAI": (None, 0.4320),
@@ -15,8 +16,9 @@ HELLASWAG = {
         "124M, scaling journal": (0.2886, 0.3007),
         "1558M, scaling journal, 10 B tokens": (0.3450, 0.4122),
     },
-    "B": {"GPT-2 124M, OpenAI": (0.2892, 0.3114), "GPT-2 1558M, OpenAI": (0.4004, 0.5089)},
-    # Zero-shot, "by comparing the mean per-token log-likelihood" of completions, with a prompt of its own: near to A.
+    "lmeval": {"GPT-2 124M, OpenAI": (0.2892, 0.3114), "GPT-2 1558M, OpenAI": (0.4004, 0.5089)},
+    # Zero-shot, "by comparing the mean per-token log-likelihood" of completions, with a prompt of its own: nearly
+    # llm.c-style.
     "GPT-3": {
         "GPT-3 125M": (None, 0.337),
         "GPT-3 350M": (None, 0.436),
@@ -25,11 +27,11 @@ HELLASWAG = {
     },
 }
 SOURCES = {
-    "A": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c dev/vislog.ipynb; "
-    "llm.c: its discussion 481; the third party's run: as it is quoted, its own page was not found; Kaggle: "
-    "ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; journal: "
+    "llmc": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c "
+    "dev/vislog.ipynb; llm.c: its discussion 481; the third party's run: as it is quoted, its own page was not found; "
+    "Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; journal: "
     "jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
-    "B": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
+    "lmeval": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
     "GPT-3": "Brown et al. 2020 (arXiv:2005.14165), table H.1",
 }
 # Validation loss of OpenAI's weights, nats a token, by the data set that it was published for.

@@ -19,10 +19,10 @@ import matplotlib
 import numpy as np
 
 from eval import common, plots
-from eval.curves import Run, find_reference, load_references, newest_run, read_runs
+from eval.curves import Run, find_reference, load_references, read_runs
 from eval.diagnosis import Finding, diagnose, tokens
-from eval.loglikelihood import ci95
 from eval.published import WAYS
+from eval.scores import all_scores, ci95, table_row
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
@@ -34,10 +34,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()
-    if not args.runs:
-        args.runs = [str(newest_run())]
-        print(f"no run given: the newest is {args.runs[0]}")
-    runs = read_runs(args.runs)
+    runs = read_runs(args.runs or [str(common.newest_run("metrics.jsonl"))])
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out}: this is a file. Name a directory")
@@ -69,7 +66,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
         words=WORDS,
         summary=summarize(runs),
         pictures=images,
-        numbers=numbers,
+        scores=lambda results: [table_row(score) for score in all_scores(results)],
     )
     (out / "report.html").write_text(page, encoding="utf-8")
     return findings
@@ -115,17 +112,6 @@ def _accuracy(points: list[tuple[int, float, int]]) -> str:
         return ""
     _, p, n = points[-1]
     return f"{p:.4f} ± {ci95(p, n):.4f} ({n:,} rows)"
-
-
-def numbers(results: dict, prefix: str = "") -> list[list[str]]:
-    """The numbers of a results.json, by their dotted names."""
-    rows = []
-    for name, value in results.items():
-        if isinstance(value, dict):
-            rows += numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, (int, float)):
-            rows.append([f"{prefix}{name}", f"{value:,}" if isinstance(value, int) else f"{value:.6g}"])
-    return rows
 
 
 if __name__ == "__main__":

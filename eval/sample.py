@@ -62,17 +62,12 @@ def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
         print("Ctrl-C stops a text; Ctrl-D or Ctrl-C at the prompt ends.")
         with contextlib.suppress(ImportError):  # not on Windows; with it, input() edits lines and remembers them
             import readline  # noqa: F401
-    while True:
-        try:
-            line = input("> " if terminal else "")
-        except (EOFError, KeyboardInterrupt):
-            return
-        if line.strip():
-            try:
-                generate(loaded, line, args)
-            except KeyboardInterrupt:
-                print("\n(stopped)\n")
-            args.seed += args.num_samples
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if (line := input("> " if terminal else "")).strip():
+                with contextlib.suppress(KeyboardInterrupt):
+                    generate(loaded, line, args)
+                args.seed += args.num_samples
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ import torch
 
 from eval.hellaswag import count_correct, load_rows
 from eval.loglikelihood import LanguageModel
-from eval.published import WAYS
 from recipe.config import Batch, Config
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import Dataset
@@ -99,8 +98,8 @@ class Evaluator:
         return rows, targets
 
     def hellaswag(self) -> dict[str, float]:
-        """HellaSwag scored over all processes: accuracies, scored as llm.c does (A) and as lm-evaluation-harness does
-        (B), as columns of metrics.jsonl."""
+        """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies, as columns of
+        metrics.jsonl."""
         engine, rows, done = self.engine, load_rows(self.config.run.hellaswag_limit), count()
         batches = -(-len(rows) // (engine.world * HELLASWAG_BATCH))
         with (
@@ -126,7 +125,7 @@ class Evaluator:
             counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=engine.rank, world=engine.world)
         n_rows, *correct = engine.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
         scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
-        shown = ", ".join(f"{WAYS[name[0]]} {name[2:]} {value:.4f}" for name, value in scores.items())
+        shown = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, shown)
         return {f"hellaswag_{name}": value for name, value in scores.items()}
 

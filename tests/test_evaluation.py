@@ -23,7 +23,7 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
     ]
     loaded = common.load(common.parser("").parse_args([str(tmp_path / "run"), "--device", "cpu"]))
     counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
-    for name in ("A_acc", "A_acc_norm", "B_acc", "B_acc_norm"):
+    for name in ("llmc_acc", "llmc_acc_norm", "lmeval_acc", "lmeval_acc_norm"):
         assert lines[4][f"hellaswag_{name}"] == pytest.approx(counts[name] / 9)
 
 

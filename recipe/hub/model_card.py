@@ -11,14 +11,15 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from eval.published import HELLASWAG_ROWS, WAYS
+from eval.scores import all_scores, hellaswag_scores, score, table_row, text_dataset
 from recipe.catalog import DATASETS
 from recipe.config import ModelConfig, hyperparameters
 from recipe.data.tokenizer import GPT2
 from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
-from recipe.hub.scores import Score, all_scores
 from recipe.monitor.metrics import read_metrics
 from recipe.redaction import redact, redacted
 from recipe.units import si
@@ -42,7 +43,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
     found = _scores(checkpoint, lines, state, texts)
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
-    whole = [score for score in found if score.whole]
+    whole = [score for score in found if score["whole"]]
     data = ModelCardData(
         language="en" if {text.get("id") for text in texts} <= _ENGLISH else None,
         license=license or config["hub_license"],
@@ -50,10 +51,10 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         pipeline_tag="text-generation",
         tags=["gpt2", "causal-lm", "pretraining"],
         datasets=list(dict.fromkeys(text["id"] for text in texts if "id" in text)) or None,
-        metrics=sorted({score.type for score in whole} & {"accuracy", "perplexity"}) or None,
+        metrics=sorted({score["metric_type"] for score in whole} & {"accuracy", "perplexity"}) or None,
         base_model=init if init and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init) else None,
         model_name=name if whole else None,
-        eval_results=[score.entry() for score in whole] or None,
+        eval_results=[_entry(score) for score in whole] or None,
     )
     data_tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
     tables = [*data_tables, ("Training", _training(state, lines)), ("Code", _code(config, parts))]
@@ -69,8 +70,8 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
-        end_of_text=_tokenizer(state),
-        scores=[[plain(cell) for cell in score.row()] for score in found],
+        end_of_text=state["tokenizer"],
+        scores=[[plain(cell) for cell in table_row(score)] for score in found],
         dtype=dtype,
         tables=[(title, [(plain(k), plain(v)) for k, v in rows if v not in (None, "")]) for title, rows in tables],
     )
@@ -86,14 +87,45 @@ def _listed(words: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _scores(checkpoint: Path, lines: list[dict], state: dict, texts: list[dict]) -> list[Score]:
-    path = checkpoint / "results.json"
+def _scores(checkpoint: Path, lines: list[dict], state: dict, texts: list[dict]) -> list[dict]:
+    """What the run itself and the evaluations beside the checkpoint have measured."""
     line = next((line for line in reversed(lines) if line["step"] == state["step"]), {})
+    path = checkpoint / "results.json"
     try:
         results = redacted(json.loads(path.read_text())) if path.is_file() else {}
-        return all_scores(line, results, state["config"], texts)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not what eval/ writes ({error}); move it away and evaluate again") from None
+        return all_scores({"run": {"scores": [*_of_run(line, state["config"], texts)]}} | results)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
+
+
+def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
+    how, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
+    tokens = f", at most {config['eval_tokens']:,} tokens" if config.get("eval_tokens") else ""
+    if line.get("val_loss") is not None:
+        weighted = ", weighted by the shares" if len(texts) > 1 else ""
+        yield score(_validation_data(config, texts), metric, line["val_loss"], how + tokens + weighted)
+    for text in texts:
+        if (loss := line.get(f"val_loss/{text['name']}")) is not None:
+            yield score(text_dataset(f"{text['name']}, held out"), metric, loss, how + tokens)
+    found = {way: {kind: line.get(f"hellaswag_{way}_{kind}") for kind in ("acc", "acc_norm")} for way in WAYS}
+    yield from hellaswag_scores(found, config.get("hellaswag_limit") or HELLASWAG_ROWS, how, ", during training")
+
+
+def _validation_data(config: dict, texts: list[dict]) -> dict:
+    """The data set of the run's validation loss: a part of the training text, unless the run has val_data."""
+    if config.get("val_data"):
+        return text_dataset(Path(config["val_data"]).name)
+    name = " + ".join(text["name"] for text in texts) + ", held out"
+    if len(texts) == 1 and (id := texts[0].get("id")):
+        of_hub = {"dataset_config": texts[0]["subset"], "dataset_revision": texts[0]["commit"]}
+        return {"dataset_type": id, "dataset_name": name} | of_hub
+    return text_dataset(name)
+
+
+def _entry(score: dict) -> EvalResult:
+    """A score for model-index, from which leaderboards read."""
+    fields = {key: value for key, value in score.items() if key not in ("how", "ci95", "whole")}
+    return EvalResult(**fields | {"metric_value": round(score["metric_value"], 6)})
 
 
 def plain(value) -> str:
@@ -134,10 +166,6 @@ def _text(source: dict) -> dict:
     return {"text": source["shards"]} if source.get("shards") else {}
 
 
-def _tokenizer(state: dict) -> dict:
-    return state.get("tokenizer") or {"digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"}
-
-
 def _model(config: dict) -> ModelConfig:
     sizes = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
     return ModelConfig(**{key: config[key] for key in sizes if key in config})
@@ -165,7 +193,8 @@ def _data(state: dict, text: dict) -> Iterator[tuple]:
         yield "epochs", f"{text['share'] * state['tokens'] / tokens:.3g}"
     if len(shards) == 1:
         yield "SHA-256 of the shard", shards[0][2]
-    whose = "GPT-2's" if _tokenizer(state)["digest"] == GPT2 else f"{_tokenizer(state)['name']}, a"
+    tokenizer = state["tokenizer"]
+    whose = "GPT-2's" if tokenizer["digest"] == GPT2 else f"{tokenizer['name']}, a"
     yield "tokenizer", f"{whose} byte-level BPE, {_model(state['config']).vocab_size:,} tokens"
 
 

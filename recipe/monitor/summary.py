@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.published import WAYS
 from recipe.config import ROOT, Batch, Config, OptimizerConfig, data_sets
 from recipe.data.mixed import Dataset
 from recipe.data.shards import unigram_loss
@@ -192,13 +193,11 @@ def outcome(
     best = min((n for n in lines if n.get("val_loss") is not None), key=lambda n: n["val_loss"], default=None)
     if best and best["val_loss"] < result.val_loss:
         panel.append(f"best       validation loss {best['val_loss']:.4f} at step {best['step']:,}")
-    if scores := [n for n in lines if n.get("hellaswag_A_acc_norm") is not None]:
+    if scores := [n for n in lines if n.get("hellaswag_llmc_acc_norm") is not None]:
         n = scores[-1]
         of = f"{run.hellaswag_limit:,} rows" if run.hellaswag_limit else "all rows"
-        panel.append(
-            f"HellaSwag  acc_norm {n['hellaswag_A_acc_norm']:.4f} (llm.c-style), {n['hellaswag_B_acc_norm']:.4f} "
-            f"(lm-eval-style) at step {n['step']:,}, {of}"
-        )
+        found = ", ".join(f"{n[f'hellaswag_{way}_acc_norm']:.4f} ({style})" for way, style in WAYS.items())
+        panel.append(f"HellaSwag  acc_norm {found} at step {n['step']:,}, {of}")
     rate = tokens / max(result.seconds, 1e-9)
     flops = flops_per_token(config.model, config.data.sequence_length)
     mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world):.1f} %" if peak_flops else ""

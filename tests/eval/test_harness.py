@@ -61,21 +61,22 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     assert result["version"].startswith("0.4")
     assert result["model"].endswith("step_00000020")
     card = model_card(checkpoint)  # which reads what this command writes
-    assert card.count(f"lm-evaluation-harness {result['version']}, 3 rows, limit 3, in float32 |") == 4
-    assert card.count(f"lm-evaluation-harness {result['version']}, 2 rows, limit 3, in float32 |") == 3
+    assert card.count(f"lm-evaluation-harness {result['version']}, limit 3, in float32, 3 rows |") == 4
+    assert card.count(f"lm-evaluation-harness {result['version']}, limit 3, in float32, 2 rows |") == 3
 
     loaded = common.load(common.parser("").parse_args([str(whole_run[0]), "--device", "cpu"]))
-    ours, theirs = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(3)), result["tasks"]["hellaswag"]
-    assert theirs["version"] == 1.0
-    assert {name: theirs[name] * 3 for name in ("acc", "acc_norm")} == pytest.approx(
-        {name: ours[f"B_{name}"] for name in ("acc", "acc_norm")}
+    scores = {(score["dataset_name"], score["metric_name"]): score for score in result["scores"]}
+    ours = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(3))
+    assert result["versions"]["hellaswag"] == 1.0
+    assert {name: scores["hellaswag", name]["metric_value"] * 3 for name in ("acc", "acc_norm")} == pytest.approx(
+        {name: ours[f"lmeval_{name}"] for name in ("acc", "acc_norm")}
     )
-    theirs = result["tasks"]["lambada_openai"]
+    theirs = scores["lambada_openai", "perplexity"]
     words = [text.rpartition(" ") for text in TEXTS[:3]]
     found = [log_likelihood(loaded, " " + word, after=context) for context, _, word in words]
-    assert theirs["perplexity"] == pytest.approx(math.exp(-sum(found) / 3), rel=1e-3)
-    assert theirs["perplexity_stderr"] > 0
-    theirs, pages = result["tasks"]["wikitext"], harness.read_pages(text)
+    assert theirs["metric_value"] == pytest.approx(math.exp(-sum(found) / 3), rel=1e-3)
+    assert theirs["ci95"] > 0
+    pages = harness.read_pages(text)
     assert [page["page"] for page in pages] == PAGES  # a lower heading begins none
     found = harness.evaluate(loaded, ["wikitext"], {"wikitext": pages}, limit=1, batch_size=1)
     bits = -log_likelihood(loaded, DETOKENIZED) / math.log(2)
@@ -140,15 +141,17 @@ def test_speed_beside_the_harness(tiny_gpt2):
     ]
     assert kinds == [{"GELUTanh"}, {"NewGELUActivation"}]
     variants = {
-        bench.OURS_BOTH: lambda: bench.ours(loaded, rows, 4, ("A", "B")),
-        bench.OURS: lambda: bench.ours(loaded, rows, 4, ("B",)),
+        bench.OURS_BOTH: lambda: bench.ours(loaded, rows, 4, ("llmc", "lmeval")),
+        bench.OURS: lambda: bench.ours(loaded, rows, 4, ("lmeval",)),
         bench.THEIRS: lambda: bench.theirs(plain, rows, 16),
     }
     seconds, found = bench.measure(variants, rounds=1)
     assert [len(turns) for turns in seconds.values()] == [2, 2, 2]
-    assert found[bench.OURS_BOTH].keys() == {"rows", "A", "B"}
+    assert found[bench.OURS_BOTH].keys() == {"rows", "llmc", "lmeval"}
     for ours in (found[bench.OURS_BOTH], found[bench.OURS]):
-        assert {name: ours["B"][name] for name in ("acc", "acc_norm")} == pytest.approx(found[bench.THEIRS]["B"])
+        assert {name: ours["lmeval"][name] for name in ("acc", "acc_norm")} == pytest.approx(
+            found[bench.THEIRS]["lmeval"]
+        )
 
 
 def test_speed_is_told_as_ratios_of_neighbouring_turns():

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import EvalResult, ModelCard
 
-from eval import harness
+from eval import perplexity
+from eval.scores import hellaswag_scores, score, text_dataset
 from recipe.config import DataConfig, parse_config
 from recipe.data.hub import HubText
+from recipe.data.tokenizer import GPT2
 from recipe.errors import UserError
 from recipe.hub.model_card import model_card
 from tests import canary
@@ -42,43 +44,33 @@ STATE = {
     "seconds": 61.5,
     "about": [PART],
     "config": CONFIG,
+    "tokenizer": {"digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},
     "data": {"shards": [["train_000000.bin", 10_000_000, "a" * 64]], "complete": False},
-}
-# As lm_eval.simple_evaluate returns them.
-HARNESS = {
-    "results": {
-        "arc_easy": {"alias": "arc_easy", "sample_len": 2376, "acc,none": 0.4, "acc_stderr,none": 0.01},
-        "gsm8k": {"exact_match,strict": 0.1, "exact_match,flexible": 0.2, "exact_match_stderr,flexible": 0.01},
-    },
-    "versions": {"arc_easy": 1.0},
 }
 KEYS = ("language", "license", "library_name", "pipeline_tag", "datasets")
 LINES = [
     {"step": 90, "loss": 4.0, "val_loss": 3.9, "tokens_per_second": 800_000.0, "mfu": 0.4},
-    {"step": 100, "val_loss": 3.4, "tokens_per_second": 900_000.0, "mfu": 0.5, "hellaswag_A_acc": 0.26}
+    {"step": 100, "val_loss": 3.4, "tokens_per_second": 900_000.0, "mfu": 0.5, "hellaswag_llmc_acc": 0.26}
     | {"skipped_steps": 2},
     {"step": 110, "loss": 3.1, "val_loss": 3.1, "tokens_per_second": 1.0, "mfu": 0.1},
 ]
+HELLASWAG = {"llmc": {"acc": 0.2612, "acc_norm": 0.27}, "lmeval": {"acc": 0.2633, "acc_norm": 0.28}}
+ARC = {"dataset_type": "arc_easy", "dataset_name": "arc_easy"}
+SHARDS = {
+    "data": "~/of_news/",
+    "sequence_length": 1024,
+    "limit_windows": None,
+    "tokens": 10_485_760,
+    "loss": 3.41,
+    "perplexity": 30.27,
+    "bits_per_byte": 1.09,
+    "dtype": "bfloat16",
+}
+# What the commands write.
 RESULTS = {
-    "hellaswag": {
-        "model": "~/x",
-        "dtype": "float32",
-        "rows": 10042,
-        "A": {"acc": 0.2612, "acc_ci95": 0.0385, "acc_norm": 0.27, "acc_norm_ci95": 0.0389},
-        "B": {"acc": 0.2633, "acc_ci95": 0.0386, "acc_norm": 0.28, "acc_norm_ci95": 0.0394},
-    },
-    "perplexity": {
-        "loss": 3.41,
-        "perplexity": 30.27,
-        "bits_per_byte": 1.09,
-        "windows": 10_240,
-        "tokens": 10_485_760,
-        "data": "~/shards",
-        "files": {"val_000000.bin": "abc"},
-        "sequence_length": 1024,
-        "dtype": "bfloat16",
-    },
-    "lm_eval": {"tasks": harness.summary(HARNESS), "version": "0.4.13", "limit": None, "dtype": "float32"},
+    "hellaswag": {"scores": hellaswag_scores(HELLASWAG, 10_042, "in float32")},
+    "perplexity": SHARDS | {"scores": perplexity.scores_of(SHARDS)},
+    "lm_eval": {"scores": [score(ARC, ("accuracy", "acc"), 0.4, "lm-evaluation-harness 0.4.13", ci95=0.0196)]},
     "sample": {"prompt": "secret", "texts": ["a text"]},
 }
 
@@ -115,43 +107,32 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
         "pipeline_tag": "text-generation",
         "datasets": ["HuggingFaceFW/fineweb-edu"],
     }
-    held_out = "HuggingFaceFW/fineweb-edu, held out"
     assert figures(card) == {
-        (held_out, "validation loss, nats per token"): 3.4,
+        ("HuggingFaceFW/fineweb-edu, held out", "validation loss, nats per token"): 3.4,
         ("HellaSwag", "acc, llm.c-style, during training"): 0.26,
         ("HellaSwag", "acc, llm.c-style"): 0.2612,
         ("HellaSwag", "acc_norm, llm.c-style"): 0.27,
         ("HellaSwag", "acc, lm-eval-style"): 0.2633,
         ("HellaSwag", "acc_norm, lm-eval-style"): 0.28,
-        (held_out, "loss, nats per token"): 3.41,
-        (held_out, "perplexity per token"): 30.27,
-        (held_out, "bits per byte"): 1.09,
-        ("arc_easy", "acc, lm-evaluation-harness"): 0.4,
-        ("gsm8k", "exact_match (strict), lm-evaluation-harness"): 0.1,
-        ("gsm8k", "exact_match (flexible), lm-evaluation-harness"): 0.2,
+        ("of_news", "loss, nats per token"): 3.41,  # never with a directory's name
+        ("of_news", "perplexity per token"): 30.27,
+        ("of_news", "bits per byte"): 1.09,
+        ("arc_easy", "acc"): 0.4,
     }
     assert all(isinstance(e, EvalResult) and e.task_type == "text-generation" for e in card.data.eval_results)
     ours = next(e for e in card.data.eval_results if e.metric_name == "validation loss, nats per token")
     assert (ours.dataset_config, ours.dataset_revision) == ("sample-10BT", HUB_DATA["commit"])
     for line in (
-        "| HellaSwag, validation | acc_norm, llm.c-style | 0.2700 ± 0.0389 | 10,042 rows, in float32 |",
-        "| acc, llm.c-style, during training | 0.2600 | by the run, in its precision, 10,042 rows |",
-        "| arc_easy | acc, lm-evaluation-harness | 0.4000 ± 0.0196 | lm-evaluation-harness 0.4.13, 2,376 rows, in",
-        "| exact_match (flexible), lm-evaluation-harness | 0.2000 ± 0.0196 |",
+        "| HellaSwag, validation | acc_norm, llm.c-style | 0.2700 ± 0.0087 | 10,042 rows, in float32 |",
+        "| acc, llm.c-style, during training | 0.2600 ± 0.0086 | 10,042 rows, by the run, in its precision |",
+        "| of_news | loss, nats per token | 3.4100 | 10,485,760 tokens, 1,024 at once, in bfloat16 |",
         "124 M parameters (12 layers, 12 heads, 768 wide, 1,024 positions), trained from scratch on 52,428,800",
         "weights after step 100. It is a checkpoint of a run of 19,073 steps.",
-        "| commit of the data set | 87f09149ef4734204d70ed1d046ddc9ca3f2b8f9 |",
         "| shards | 1 with 10,000,000 tokens, of those made so far |",
         "| hardware | NVIDIA A100-SXM4-80GB, DDP over 8 processes, on 2 nodes |",
-        "| precision | bf16, compiled; weights and optimizer state fp32 |",
         "| tokens per second, median of the log | 850,000 |",
-        "| MFU, median of the log | 45.0% |",
-        "| steps skipped | 2 |",
         f"| commit | {'0' * 40}, with local changes |",
-        "| torch | 2.13.0 |",
-        "| recipe | gpt2.yaml |",
         'pipeline("text-generation", model="acme/gpt2")',
-        "SFTConfig(max_length=1024)",
     ):
         assert line in card.text, line
     assert "epochs" not in card.text  # of a stream that has not ended
@@ -182,31 +163,27 @@ def test_what_was_not_measured_is_not_in_the_card(card):
     other = card(STATE | {"step": 95})  # the evaluation of another step says nothing about these weights
     assert other.data.eval_results is None
     assert "None was measured." in other.text
-    partly = {"hellaswag": {"rows": 10042, "A": {"acc": math.nan}, "B": {}}, "perplexity": {"perplexity": 0.5}}
+    values = (math.nan, 0.5)
+    partly = {"lm_eval": {"scores": [score(ARC, ("accuracy", "acc"), value, "by hand") for value in values]}}
     assert [e.metric_value for e in card(lines=[], results=partly).data.eval_results] == [0.5]
-    with pytest.raises(UserError, match=r"results\.json is not what eval/ writes .*; move it away"):
-        card(results=[])
+    for damaged in ([], {"lm_eval": {"scores": [{"metric_value": "high"}]}}):
+        with pytest.raises(UserError, match=r"results\.json is not what eval/ writes .*; move it away"):
+            card(results=damaged)
 
 
 def test_model_index_has_whole_evaluations_only(card):
     """A quick look (LIMIT=20) is in the table, with its size, and on no leaderboard."""
-    few = HARNESS | {"results": {"arc_easy": HARNESS["results"]["arc_easy"] | {"sample_len": 100}}}
     card = card(
         STATE | {"config": CONFIG | {"hellaswag_limit": 72}},
-        [{"step": 100, "hellaswag_A_acc": 0.26}],
+        [{"step": 100, "hellaswag_llmc_acc": 0.26}],
         {
-            "hellaswag": RESULTS["hellaswag"] | {"rows": 20},
-            "perplexity": RESULTS["perplexity"] | {"limit_windows": 2},
-            "lm_eval": RESULTS["lm_eval"] | {"tasks": harness.summary(few), "limit": 100},
+            "hellaswag": {"scores": hellaswag_scores(HELLASWAG, 20, "in float32")},
+            "perplexity": {"scores": perplexity.scores_of(SHARDS | {"limit_windows": 2})},
         },
     )
     assert card.data.eval_results is None
-    for line in (
-        "| acc, llm.c-style, during training | 0.2600 | by the run, in its precision, the first 72 of 10,042",
-        "| HellaSwag, validation | acc, llm.c-style | 0.2612 ± 0.0385 | the first 20 of 10,042 rows, in float32 |",
-        "| arc_easy | acc, lm-evaluation-harness | 0.4000 ± 0.0196 | lm-evaluation-harness 0.4.13, 100 rows, limit 100",
-    ):
-        assert line in card.text, line
+    for words in ("the first 72 of 10,042 rows", "the first 20 of 10,042 rows", "the first 2 windows"):
+        assert words in card.text, words
 
 
 FINEWEB = ["HuggingFaceFW/fineweb-edu"]
@@ -219,7 +196,6 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "machines": 
     [
         ([PART | {"data": ON_SHARDS}], ["kjj0/finewebedu10B-gpt2"], None, "| commit of the data set | abc |"),
         ([PART | {"data": {"files": [{"name": "a.txt"}] * 2, "of": 31}}], None, None, "a.txt and 30 more files"),
-        ([PART | {"data": {"shards": "mine"}}], None, None, "tokens of mine:"),
         ([PART | {"data": {"shards": "mine", "train_text": "a/b"}}], ["a/b"], None, "| text | a/b |"),
         (
             [PART | {"init_from": "openai-community/gpt2"}],
@@ -227,7 +203,6 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "machines": 
             "openai-community/gpt2",
             "trained on from openai-community/gpt2",
         ),
-        ([PART | {"init_from": ""}], FINEWEB, None, "trained on from other weights"),
         (
             [PART, AFTER],
             FINEWEB,
@@ -244,28 +219,21 @@ def test_data_and_beginnings_are_named_by_what_they_are(card, parts, datasets, b
 
 
 @pytest.mark.parametrize(
-    ("config", "measured", "validation", "evaluated"),
+    ("config", "data"),
     [
-        ({"dataset_name": "~/shards/"}, "~/shards", "held out", "held out"),
-        ({"dataset_name": "~/shards"}, "~/elsewhere/shards", "held out", "shards"),
-        ({"dataset_name": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, "~/x/val*.bin", "val*.bin", "val*.bin"),
-        ({"dataset_name": "~/shards", "val_data": "~/of_news/"}, "~/shards", "of_news", "shards"),
+        ({"dataset_name": "~/shards/"}, ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb-edu, held out")),
+        ({"dataset_name": "~/x/train*.bin", "val_data": "~/x/val*.bin"}, ("text", "val*.bin")),
+        ({"dataset_name": "~/shards", "val_data": "~/of_news/"}, ("text", "of_news")),
     ],
 )
-def test_a_loss_is_of_what_it_was_measured_on(card, config, measured, validation, evaluated):
-    """And of the training data's held-out part only where that is what was scored; never with a directory's name."""
-    results = {"perplexity": RESULTS["perplexity"] | {"data": measured}}
-    card = card(STATE | {"config": CONFIG | config}, [{"step": 100, "val_loss": 3.4}], results)
-    names = {e.metric_name: (e.dataset_type, e.dataset_name) for e in card.data.eval_results}
-    held_out = ("HuggingFaceFW/fineweb-edu", "HuggingFaceFW/fineweb-edu, held out")
-    for metric, name in (("validation loss, nats per token", validation), ("loss, nats per token", evaluated)):
-        assert names[metric] == (held_out if name == "held out" else ("text", name))
-    assert "elsewhere" not in card.content
+def test_the_validation_loss_is_of_what_it_was_measured_on(card, config, data):
+    (entry,) = card(STATE | {"config": CONFIG | config}, [{"step": 100, "val_loss": 3.4}]).data.eval_results
+    assert (entry.dataset_type, entry.dataset_name) == data
 
 
 def test_names_of_files_are_no_markup(card):
     name = "x|[a](http://evil.example)<img src=x onerror=alert(1)>*b*`c`.txt"
-    results = {"lm_eval": {"tasks": {name: {"acc": 0.5}}}}
+    results = {"lm_eval": {"scores": [score(text_dataset(name), ("accuracy", "acc"), 0.5, "by hand")]}}
     files = {"files": [{"name": name, "sha256": "f00"}], "of": 1}
     card = card(STATE | {"about": [PART | {"data": files}]}, results=results)
     shown = "x\\|\\[a\\](http://evil.example)\\<img src=x onerror=alert(1)\\>\\*b\\*\\`c\\`.txt"
@@ -294,8 +262,8 @@ def test_no_secret_reaches_a_card(card, monkeypatch):
     config = CONFIG | {"train_text": canary.URL, "dataset_name": "/home/ada/x", "run_name": canary.HUB_TOKEN}
     config |= {"config": f"/home/ada/{canary.ENVIRONMENT['MY_PASSWORD']}.yaml"}
     data = HUB_DATA | {"name": canary.HUB_TOKEN, "split": canary.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]}
-    results = {"perplexity": RESULTS["perplexity"] | {"files": {canary.HUB_TOKEN: "x"}, "data": "/home/ada/shards"}}
-    results["lm_eval"] = {"tasks": {"arc_easy": {"acc": 0.5}}, "version": canary.WANDB_KEY}
+    how = f"by {canary.WANDB_KEY} in /home/ada/shards"
+    results = {"lm_eval": {"scores": [score(text_dataset(canary.HUB_TOKEN), ("accuracy", "acc"), 0.5, how)]}}
     part = PART | {"data": data, "engine": "/home/ada/gpu"}
     text = card(STATE | {"config": config, "about": [part]}, LINES, results).content
     assert not [s for s in (*canary.EVERYWHERE, "/home/ada") if s in text]

@@ -123,7 +123,7 @@ def test_the_closing_panel():
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--price_per_hour=1.75", "--hellaswag_limit=500"])
     lines = [
         {"step": 250, "val_loss": 3.1234},
-        {"step": 260, "hellaswag_A_acc_norm": 0.31, "hellaswag_B_acc_norm": 0.295},
+        {"step": 260, "hellaswag_llmc_acc_norm": 0.31, "hellaswag_lmeval_acc_norm": 0.295},
         {"step": 19073, "val_loss": 3.2},
     ]
     result = summary.Result(3.2, True, seconds=5720.0, pauses=280.0)

@@ -194,14 +194,14 @@ def test_what_is_not_known_or_not_installed_is_refused(monkeypatch):
 
 def test_every_column_has_a_group(whole_run):
     columns = {column for line in metrics(whole_run[0]) for column, value in line.items() if value is not None}
-    names = metric_names(dict.fromkeys(columns | {"mfu", "compilations", "hellaswag_A_acc", "val_loss/code"}, 0.5))
+    names = metric_names(dict.fromkeys(columns | {"mfu", "compilations", "hellaswag_llmc_acc", "val_loss/code"}, 0.5))
     assert {
         "tokens",
         "train/loss",
         "val/loss",
         "val/loss/code",
         "speed/tokens_per_second",
-        "val/hellaswag_A_acc",
+        "val/hellaswag_llmc_acc",
     } <= set(names)
     assert {name.partition("/")[0] for name in names} == {"tokens", "train", "val", "speed", "device"}
     assert metric_names({"step": 3, "loss": None, "mfu": 0.5}) == {"speed/mfu": 0.5}

@@ -185,7 +185,7 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     lines = train_here(shards, whole, **fields)
     assert lines[4]["compilations"] == lines[8]["compilations"]  # the second evaluation has found all of its programs
-    assert lines[8]["hellaswag_A_acc"] * 9 == pytest.approx(round(lines[8]["hellaswag_A_acc"] * 9), abs=1e-5)
+    assert lines[8]["hellaswag_llmc_acc"] * 9 == pytest.approx(round(lines[8]["hellaswag_llmc_acc"] * 9), abs=1e-5)
     names = xla_metrics.counter_names()
     assert "xla::mm" in names or "xla::addmm" in names
     assert {name for name in names if name.startswith("aten::")} <= {"aten::_local_scalar_dense"}
@@ -198,7 +198,7 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
     a, b = (tensors(run / "step_00000008") for run in (resumed, whole))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
-    for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_A_acc"):
+    for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_llmc_acc"):
         assert [line.get(key) for line in again.values()] == [line.get(key) for line in lines.values()]
 
 

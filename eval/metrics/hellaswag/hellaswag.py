@@ -11,15 +11,6 @@ two published ways to measure: token lengths as in llm.c and build-nanogpt, or c
 lm-evaluation-harness; they differ in the context's text too, so numbers of the two ways must not be compared.
 """
 
-_CITATION = """\
-@inproceedings{zellers2019hellaswag,
-    title={HellaSwag: Can a Machine Really Finish Your Sentence?},
-    author={Zellers, Rowan and Holtzman, Ari and Bisk, Yonatan and Farhadi, Ali and Choi, Yejin},
-    booktitle={Proceedings of the 57th Annual Meeting of the Association for Computational Linguistics},
-    year={2019}
-}
-"""
-
 _INPUTS = """
 Args:
     log_likelihoods: for each row, the summed log-likelihood of each of its four endings, in nats.
@@ -45,7 +36,7 @@ class HellaSwag(evaluate.Metric):
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
-            citation=_CITATION,
+            citation="Zellers et al. 2019, HellaSwag: Can a Machine Really Finish Your Sentence?",
             inputs_description=_INPUTS,
             features=datasets.Features(
                 {

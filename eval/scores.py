@@ -1,0 +1,56 @@
+"""Scores in the shape of huggingface_hub's EvalResult: what the evaluations write into results.json as "scores", and
+what the model card and the report show.
+
+A score is a dict of EvalResult's fields and three more: "how" it was measured in words, "ci95", half its 95 % interval
+or None, and "whole", whether all of the data set was evaluated and not a part for a quick look.
+"""
+
+import math
+
+from eval.published import HELLASWAG_ROWS, WAYS
+
+_HELLASWAG = {"dataset_type": "Rowan/hellaswag", "dataset_name": "HellaSwag", "dataset_split": "validation"}
+
+
+def score(dataset: dict, metric: tuple[str, str], value: float, how: str, **more) -> dict:
+    """One score; `metric` is the Hub's name of it and the reader's, `more` are further fields."""
+    metric_type, metric_name = metric
+    found = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": how}
+    return {"task_type": "text-generation"} | dataset | found | {"ci95": None, "whole": True} | more
+
+
+def text_dataset(name: str) -> dict:
+    """The data set of a score on local text or shards, by their name without directories, which are private."""
+    # As the config too, since huggingface_hub groups scores by everything but the data set's name.
+    return {"dataset_type": "text", "dataset_name": name, "dataset_config": name}
+
+
+def hellaswag_scores(accuracies: dict[str, dict], rows: int, how: str, when: str = "") -> list[dict]:
+    """The scores of the first `rows` rows, from {"llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
+    whole = rows >= HELLASWAG_ROWS
+    count = f"{rows:,} rows" if whole else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
+    found = []
+    for way, style in WAYS.items():
+        for kind in ("acc", "acc_norm"):
+            if (p := accuracies[way][kind]) is not None:
+                metric = "accuracy", f"{kind}, {style}{when}"
+                found.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), whole=whole))
+    return found
+
+
+def ci95(p: float, n: int) -> float:
+    """Half the width of the 95 % interval of a share p of n rows: normal approximation, 1.96 sqrt(p (1 - p) / n)."""
+    return 1.96 * (p * (1 - p) / n) ** 0.5
+
+
+def all_scores(results: dict) -> list[dict]:
+    """The scores of a results.json, but for those that are not finite."""
+    found = [score for entry in results.values() for score in entry.get("scores", [])]
+    return [score for score in found if math.isfinite(score["metric_value"])]
+
+
+def table_row(score: dict) -> tuple[str, str, str, str]:
+    """(data, metric, value, how) of a table for a reader."""
+    data = ", ".join(filter(None, (score["dataset_name"], score.get("dataset_split"))))
+    interval = "" if score["ci95"] is None else f" ± {score['ci95']:.4f}"
+    return data, score["metric_name"], f"{score['metric_value']:.4f}{interval}", score["how"]
