@@ -1,4 +1,4 @@
-"""Names that a configuration may hold: data sets, and the licenses that the Hub knows."""
+"""The data sets that a configuration may name."""
 
 from __future__ import annotations
 
@@ -155,26 +155,3 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
         f"{field} {name}: {what}. {meant}Known names are {', '.join(DATASETS)}; a data set on the Hub is ORG/NAME; "
         f"{kinds}"
     )
-
-
-# The licenses that the Hub accepts in a model card: huggingface/hub-docs, docs/hub/repositories-licenses.md, without
-# those of single companies' models.
-_LICENSES = """
-afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 bigscience-openrail-m bsd
-bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-nc-2.0
-cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0
-cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0 creativeml-openrail-m
-ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 gfdl gpl gpl-2.0 gpl-3.0 isc lgpl lgpl-2.1 lgpl-3.0 lgpl-lr
-lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 openmdw-1.1 openrail openrail++ osl-3.0 other pddl
-postgresql unknown unlicense wtfpl zlib
-"""
-LICENSES = frozenset(_LICENSES.split())
-
-
-def license_error(name: str) -> str:
-    """Why the Hub would refuse a license, with the way out; empty if it would not."""
-    if name in LICENSES:
-        return ""
-    close = difflib.get_close_matches(name, LICENSES, n=3) or ["mit", "apache-2.0", "cc-by-4.0"]
-    known = "huggingface.co/docs/hub/repositories-licenses lists them"
-    return f"{name!r} is not a license that the Hub knows; {known}: choose {', '.join(close)} or other"

@@ -18,7 +18,7 @@ from typing import Literal
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.catalog import DATASETS, is_on_hub, license_error, resolve, short_name
+from recipe.catalog import DATASETS, is_on_hub, resolve, short_name
 from recipe.cli import Help, Parser, Sequences, Switch, flags_of, yaml_flags
 from recipe.errors import UserError
 from recipe.mixture import BLOCK, counts_of, entries
@@ -531,7 +531,6 @@ def _check_names(config: Config) -> None:
         re.fullmatch(r"[\w][\w.-]*", run.run_name) is not None,
         f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path",
     )
-    _require(not (error := license_error(run.hub_license)), f"hub_license {error}")
     _require(run.dry_run or not run.plan_device, "plan_device is for a plan of a run; pass --dry_run too")
     _require(bool(run.hub_model_id) or not run.push_to_hub, "push_to_hub needs hub_model_id, ORG/NAME on the Hub")
     if run.hub_model_id:

@@ -12,7 +12,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ import huggingface_hub.constants
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe.catalog import license_error
 from recipe.checkpoint.format import checkpoints, model_only, newest_valid, step_of, verify
 from recipe.config import check_repo_name
 from recipe.errors import ExitCode, UserError
@@ -46,18 +44,7 @@ def export(
     """
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
-    while True:
-        checkpoint = choose(run, best)
-        try:
-            _export(checkpoint, out, license, dtype)
-            return checkpoint
-        except FileNotFoundError:
-            if os.path.lexists(checkpoint):
-                raise
-            logger.info("again      %s was deleted meanwhile, by the run that trains there", checkpoint)
-
-
-def _export(checkpoint: Path, out: Path, license: str, dtype: str) -> None:
+    checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license, dtype=dtype)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -71,6 +58,7 @@ def _export(checkpoint: Path, out: Path, license: str, dtype: str) -> None:
         out.mkdir(exist_ok=True)
         for path in temporary.iterdir():
             path.replace(out / path.name)
+        return checkpoint
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -137,9 +125,13 @@ def push(args: argparse.Namespace) -> ExitCode:
     final = choose(run, args.best)
     config = json.loads((final / "trainer_state.json").read_text()).get("config", {})
     private = args.private or bool(config.get("hub_private_repo"))
-    target = Target(repo, private, config.get("milestone_steps", 0), final, args.license, card=not args.no_card)
-    check_access(repo, private, "--repo")
-    return Uploads(run, target).wait(limit=math.inf)
+    license = "" if args.no_card else args.license or config.get("hub_license", "")
+    target = Target(repo, private, config.get("milestone_steps", 0), final, license, card=not args.no_card)
+    check_access(repo, private, license, "--repo")
+    code = Uploads(run, target).wait(limit=math.inf)
+    if code == ExitCode.DONE:
+        logger.info("upload     everything is on the Hub")
+    return code
 
 
 def _newest_run(runs: Path = Path("runs")) -> Path:
@@ -154,14 +146,30 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     set_up_logging()
     try:
-        return push_main(argv[1:]) if argv[:1] == ["push"] else export_main(argv)
+        return push(_push_arguments(argv[1:])) if argv[:1] == ["push"] else _export_command(_export_arguments(argv))
     except (UserError, OSError) as e:
         print(f"error: {redact(str(e))}", file=sys.stderr)
         return ExitCode.USER_ERROR
+    except KeyboardInterrupt:
+        return ExitCode.RUN_AGAIN
 
 
-def _parser(**about) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, **about)
+def _export_command(args: argparse.Namespace) -> ExitCode:
+    run = args.run or _newest_run()
+    checkpoint = export(run, args.out, best=args.best, dtype=args.dtype, license=args.license, force=args.force)
+    files = sorted(args.out.iterdir())
+    print(f"exported   {checkpoint} to {args.out}, {sum(p.stat().st_size for p in files) / 1e6:,.1f} MB, {args.dtype}")
+    print(f"files      {', '.join(p.name for p in files)}")
+    print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
+    print(f"card       {args.out / CARD}; it has the results that eval/ writes beside the checkpoint")
+    return ExitCode.DONE
+
+
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The arguments of both commands."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter)
+    parser.add_argument("run", nargs="?", type=Path, help="run directory or checkpoint (default: the newest run)")
     parser.add_argument(
         "--best",
         action="store_true",
@@ -176,52 +184,27 @@ def _parser(**about) -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    args = parser.parse_args(argv)
-    if args.license and (error := license_error(args.license)):
-        raise UserError(f"--license {error}")
-    return args
-
-
-def export_main(argv: list[str]) -> int:
-    """The command that writes a model directory; returns the exit code. Raises UserError."""
-    parser = _parser(prog="python -m recipe.hub.export", description=__doc__)
-    parser.add_argument("run", nargs="?", type=Path, help="run directory or checkpoint (default: newest run)")
+def _export_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = _parser("python -m recipe.hub.export", __doc__)
     parser.add_argument("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in --out")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32, as in the checkpoint)"
     )
-    args = _parse(parser, argv)
-    run = args.run or _newest_run()
-    checkpoint = export(run, args.out, best=args.best, dtype=args.dtype, license=args.license, force=args.force)
-    files = sorted(args.out.iterdir())
-    print(f"exported   {checkpoint} to {args.out}, {sum(p.stat().st_size for p in files) / 1e6:,.1f} MB, {args.dtype}")
-    print(f"files      {', '.join(p.name for p in files)}")
-    print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
-    print(f"card       {args.out / CARD}; it has the results that eval/ writes beside the checkpoint")
-    return ExitCode.DONE
+    return parser.parse_args(argv)
 
 
-def push_main(argv: list[str]) -> int:
-    """The command that uploads a run; returns the exit code (see Uploads.wait). Raises UserError."""
+def _push_arguments(argv: list[str]) -> argparse.Namespace:
     parser = _parser(
-        prog="python -m recipe.hub.export push",
-        description="Upload a run's milestones to branches and its newest checkpoint to main, each with its model "
-        "card.\nWhat is there already is not uploaded again. A README.md that differs is replaced (its history stays),"
-        "\nunless --no_card is given.",
+        "python -m recipe.hub.export push",
+        "Upload a run's milestones to branches and its newest checkpoint to main, each with its model card.\nWhat is "
+        "there already is not uploaded again. A README.md that differs is replaced (its history stays),\nunless "
+        "--no_card is given.",
     )
-    parser.add_argument("run", nargs="?", type=Path, help="run directory (default: the newest run)")
     parser.add_argument("--repo", default="", help="ORG/NAME on the Hub")
     parser.add_argument("--private", action="store_true", help="create a private repository, push to no public one")
     parser.add_argument("--no_card", action="store_true", help="leave README.md on the Hub as it is")
-    try:
-        code = push(_parse(parser, argv))
-    except KeyboardInterrupt:
-        return ExitCode.RUN_AGAIN
-    if code == ExitCode.DONE:
-        logger.info("upload     everything is on the Hub")
-    return code
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

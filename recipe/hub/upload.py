@@ -1,8 +1,8 @@
 """Uploads a run's checkpoints to the Hugging Face Hub.
 
 The milestones and the final checkpoint belong there: each on a branch of its own, such as step-005000, the final one on
-main too. `sync` uploads those that are on the disk and not on the Hub, in one commit for each branch. `Uploads` calls
-it in the background of a training run, and `python -m recipe.hub.export push` in the foreground. Milestones and the
+main too. `sync` uploads those on the disk, in one commit for each branch where something differs. `Uploads` calls it in
+the background of a training run, and `python -m recipe.hub.export push` in the foreground. Milestones and the
 newest checkpoint are never pruned, so that nothing else needs to remember what is left to upload after a failure.
 
 The background is a thread: hashing and sending release the interpreter's lock, and a process of its own slowed the main
@@ -14,35 +14,35 @@ The token stays where huggingface_hub finds it, in the environment or in its own
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils.logging import set_verbosity_error
 
 from recipe.checkpoint.format import checkpoints, model_only, step_of, verify
 from recipe.config import Config
 from recipe.errors import ExitCode
-from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason, retry_after
+from recipe.hub.access import check_access, check_card, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
 from recipe.units import some
 
 logger = logging.getLogger(__name__)
 
 MAIN = "main"
-_WEIGHTS = "model.safetensors"
 _LIMIT = 900.0  # seconds that the end of a run waits for its uploads, at most
 _QUIET = 60.0  # seconds between a failure and the next attempt while the run trains, and so between warnings
-_PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between attempts while somebody waits, or more where the Hub asks for it
+# Seconds between attempts while somebody waits, together longer than the five minutes of the Hub's rate limits.
+_PAUSES = (1, 2, 4, 8, 15, 30, 60, 60, 60, 60, 60)
 
 
 @dataclass(frozen=True)
@@ -81,45 +81,33 @@ def recorded_step(checkpoint: Path) -> int:
 
 
 def sync(run: Path, target: Target, known: dict[str, bool], up_to: float = math.inf) -> None:
-    """Uploads the checkpoints of `run` up to step `up_to` that the Hub does not have.
+    """Uploads the checkpoints of `run` up to step `up_to`; huggingface_hub skips files that the Hub has.
 
     `known` is {branch: whether it is up to date} from earlier calls: False where the checkpoint does not agree with its
     manifest, which is refused with a warning. Raises UserError for a public repository where a private one is wanted
-    and for a card that cannot be written, and whatever huggingface_hub raises.
+    and for a card that cannot be written or that the Hub refuses, and whatever huggingface_hub raises.
     """
     wanted = {branch: path for branch, path in target.branches(run, up_to).items() if branch not in known}
     if not wanted:
         return
     api = HfApi()
     open_repository(api, target.repo, target.private)
-    there = {branch.name for branch in api.list_repo_refs(target.repo).branches}
     for branch, checkpoint in wanted.items():
-        card = model_card(checkpoint, repo=target.repo, license=target.license).encode() if target.card else None
-        if branch not in there or not _is_up_to_date(api, target.repo, branch, checkpoint, card):
-            if problems := verify(checkpoint):
-                known[branch] = False
-                logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
-                continue
-            api.create_branch(target.repo, branch=branch, exist_ok=True)
-            # Not upload_folder: the card is made here, and what else lies beside the model stays here.
-            files = [CommitOperationAdd(path.name, str(path)) for path in model_only(checkpoint)]
-            files += [CommitOperationAdd(CARD, card)] if card else []
-            message = f"Step {recorded_step(checkpoint)}"
-            api.create_commit(target.repo, files, commit_message=message, revision=branch)
-            logger.info("upload     %s is at %s", branch, page(target.repo, branch))
+        if problems := verify(checkpoint):
+            known[branch] = False
+            logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
+            continue
+        # Not upload_folder: the card is made here, and what else lies beside the model stays here.
+        files = [CommitOperationAdd(path.name, str(path)) for path in model_only(checkpoint)]
+        if target.card:
+            card = model_card(checkpoint, repo=target.repo, license=target.license)
+            check_card(card)
+            files.append(CommitOperationAdd(CARD, card.encode()))
+        api.create_branch(target.repo, branch=branch, exist_ok=True)
+        message = f"Step {recorded_step(checkpoint)}"
+        api.create_commit(target.repo, files, commit_message=message, revision=branch)
+        logger.info("upload     %s is at %s", branch, page(target.repo, branch))
         known[branch] = True
-
-
-def _is_up_to_date(api: HfApi, repo: str, branch: str, checkpoint: Path, card: bytes | None) -> bool:
-    """Whether a branch has the weights of this checkpoint, and this card."""
-    found = {file.path: file for file in api.get_paths_info(repo, [_WEIGHTS, CARD], revision=branch)}
-    weights = json.loads((checkpoint / "manifest.json").read_text())["files"][_WEIGHTS]["sha256"]
-    if _WEIGHTS not in found or found[_WEIGHTS].lfs.sha256 != weights:
-        return False
-    # A blob's id is the name that git gives to a file's content.
-    return card is None or (
-        CARD in found and found[CARD].blob_id == hashlib.sha1(b"blob %d\0" % len(card) + card).hexdigest()
-    )
 
 
 class Uploads:
@@ -130,11 +118,12 @@ class Uploads:
         self._run, self._target = run, target
         self._known: dict[str, bool] = {}
         self._thread: threading.Thread | None = None
+        self._one_at_a_time = threading.Lock()
         self._hopeless = False
-        self._retry_after = 0.0  # seconds that the Hub asked to wait
-        self._not_before = 0.0  # time.monotonic() of the next attempt and the next warning
+        self._not_before = 0.0  # time.monotonic() of the next attempt during the run, and of the next warning
         if target:
             disable_progress_bars()
+            set_verbosity_error()  # a branch that is up to date is no warning
             limit_requests()
 
     def start(self, step: int) -> None:
@@ -142,7 +131,7 @@ class Uploads:
         Call it after the metrics of `step` were written, since a model card has them."""
         busy = self._thread is not None and self._thread.is_alive()
         if self._target and not busy and time.monotonic() >= self._not_before:
-            self._begin(self._try, step)
+            self._begin(step, pauses=())
 
     def wait(self, limit: float = _LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
         """Uploads all that is left; returns DONE where everything is on the Hub, USER_ERROR where the Hub or a damaged
@@ -153,7 +142,7 @@ class Uploads:
         if missing := self._missing():
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", missing)
             deadline = time.monotonic() + limit
-            self._begin(self._finish, self._thread)
+            self._begin(math.inf, _PAUSES)
             while self._thread.is_alive() and time.monotonic() < deadline and not stopped():
                 self._thread.join(0.05)
         if not (missing := self._missing()):
@@ -163,39 +152,33 @@ class Uploads:
         refused = self._hopeless or False in self._known.values()
         return ExitCode.USER_ERROR if refused else ExitCode.RUN_AGAIN
 
-    def _begin(self, work: Callable, argument) -> None:
-        self._thread = threading.Thread(target=work, args=(argument,), name="upload", daemon=True)
+    def _begin(self, up_to: float, pauses: Sequence[float]) -> None:
+        self._thread = threading.Thread(target=self._upload, args=(up_to, pauses), name="upload", daemon=True)
         self._thread.start()
 
-    def _finish(self, running: threading.Thread | None) -> None:
-        """Uploads everything, with some attempts, once the sync that is `running` has ended."""
-        if running:
-            running.join()
-        for pause in (0, *_PAUSES):
-            time.sleep(max(pause, self._retry_after))
-            if self._try(math.inf) or self._hopeless:
-                break
+    def _upload(self, up_to: float, pauses: Sequence[float]) -> None:
+        """Uploads everything up to a step, with another attempt after each of the pauses."""
+        with self._one_at_a_time:
+            for pause in (0, *pauses):
+                time.sleep(pause)
+                if self._hopeless or self._try(up_to):
+                    break
 
     def _try(self, up_to: float) -> bool:
         """Whether a sync succeeded."""
-        if self._hopeless:
-            return False
         try:
             sync(self._run, self._target, self._known, up_to)
-            self._retry_after = 0.0
             return True
         except Exception as error:
-            self._hopeless, self._retry_after = is_lasting(error), retry_after(error)
+            self._hopeless = is_lasting(error)
             if time.monotonic() >= self._not_before:
-                later = f"in {self._retry_after:.0f} s" if self._retry_after else "later"
-                again = "" if self._hopeless else f"; trying again {later}"
+                again = "" if self._hopeless else "; trying again later"
                 logger.warning("upload     to %s failed: %s%s", self._target.repo, reason(error), again)
-                self._not_before = time.monotonic() + max(_QUIET, self._retry_after)
+                self._not_before = time.monotonic() + _QUIET
             return False
 
     def _missing(self) -> str:
-        missing = [branch for branch in self._target.branches(self._run) if not self._known.get(branch)]
-        return some(missing)
+        return some([branch for branch in self._target.branches(self._run) if not self._known.get(branch)])
 
 
 def open_uploads(config: Config, engine) -> Uploads:
@@ -214,6 +197,6 @@ def open_uploads(config: Config, engine) -> Uploads:
         logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
     with engine.shared_error("hub_model_id cannot be used"):
         if engine.is_main and not offline:
-            check_access(target.repo, target.private, "hub_model_id")
+            check_access(target.repo, target.private, run.hub_license, "hub_model_id")
             logger.info("upload     to %s, each checkpoint during training", page(target.repo))
     return Uploads(run_dir, target if engine.is_main and not offline else None)

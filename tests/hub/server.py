@@ -3,7 +3,7 @@
     with Hub(root) as hub:  # serves the data sets root/<org>/<name>/<files>
         hub.faults.append(Fault(path="*.parquet", status=429, headers={"Retry-After": "1"}, times=2))
         subprocess.run(command, env=os.environ | hub.environment)
-        assert ("GET", "/datasets/org/name/resolve/main/a.parquet", None, 429) in hub.requests
+        assert ("GET", "/datasets/org/name/resolve/main/a.parquet", 429) in hub.requests
         assert hub.files("acme/gpt2", "main")["config.json"] == (checkpoint / "config.json").read_bytes()
 
 The libraries read their environment when imported: point another process at it. Processes share a cache in HF_HOME.
@@ -43,7 +43,6 @@ MEANING = {
 class Request(NamedTuple):
     method: str
     path: str  # unquoted, without the query
-    range: str | None
     status: int  # 0 where the connection broke before a status line
 
 
@@ -55,8 +54,7 @@ class Fault:
     "status": the answer is `status` with `headers`, and nothing is done.
     "reset": the first `after` bytes of the right answer's body, then the connection is reset.
     "stall": the same, but nothing comes for ten minutes.
-    after=None breaks before the status line: the way to break a HEAD, which has no body. received=N breaks, or stalls,
-    when so many bytes of the request's body have come, and nothing is answered: an upload that stops in the middle.
+    after=None breaks before the status line: the way to break a HEAD, which has no body.
     """
 
     path: str = "*"  # fnmatch patterns
@@ -65,7 +63,6 @@ class Fault:
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)
     after: int | None = 0
-    received: int | None = None
     times: int = 1
     skip: int = 0
 
@@ -184,12 +181,12 @@ class Hub:
         with self._lock:
             if method == "PUT":  # to a storage that knows no tokens
                 return self._store(path.removeprefix("/lfs/"), body)
+            if path == "/api/validate-yaml":
+                return self._validate(json.loads(body)["content"])
             if self.token and given != f"Bearer {self.token}":
                 return error(401, "" if given else "RepoNotFound", "Invalid username or password.")
             if path == "/api/repos/create":
                 return self._create(json.loads(body))
-            if path == "/api/validate-yaml":
-                return success({"errors": [], "warnings": []})
             if match := re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(\w[\w-]*)/([^/]+)(?:/(.+))?)?", path):
                 return self._data_set(*match.groups(), query, headers.get("Range"), body)
             if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
@@ -254,6 +251,13 @@ class Hub:
         self.models[name] = Model(private=wanted.get("visibility") == "private" or bool(wanted.get("private")))
         return success({"url": f"{self.url}/{name}", "name": name})
 
+    def _validate(self, card: str) -> Answer:
+        """Knows two licenses; a real Hub knows many, and checks other metadata too."""
+        if re.search(r"^license: (mit|cc-by-4\.0)$", card, re.MULTILINE):
+            return success({"errors": [], "warnings": []})
+        status, headers, _ = error(400, "", "Invalid metadata")
+        return status, headers, json.dumps({"errors": [{"message": '"license" must be one of ...'}]}).encode()
+
     def _model(self, name: str, what: str | None, rest: str | None, body: bytes) -> Answer:
         if name not in self.models:
             return error(404, "RepoNotFound", "Repository not found")
@@ -265,16 +269,10 @@ class Hub:
                 return error(409, "", f"Reference already exists: refs/heads/{rest}")
             branches[rest] = list(branches["main"])
             return success({})
-        if what == "refs":
-            found = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": c[-1].oid} for b, c in branches.items()]
-            return success({"branches": found, "converts": [], "tags": []})
         if what == "xet-write-token":
             storage = f"local://{self.root}/xet"
             return success({"casUrl": storage, "accessToken": "xet", "exp": int(time.time()) + 3600})
         head = branches[rest or "main"][-1]
-        if what == "paths-info":
-            paths = parse_qs(body.decode())["paths"]
-            return success([entry(path, head.files[path]) for path in paths if path in head.files])
         if what == "preupload":
             return success({"files": [self._mode(head, file["path"]) for file in json.loads(body)["files"]]})
         if what == "commit":
@@ -333,11 +331,6 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         fault = self.hub.fault(self.command, path)
         length = int(self.headers.get("Content-Length", 0))
-        if fault and fault.received is not None:
-            self.rfile.read(min(length, fault.received))
-            self.hub.requests.append(Request(self.command, path, None, 0))
-            self.break_off(fault)
-            return
         body = self.rfile.read(length)
         if fault and fault.kind == "status":  # and nothing is done
             status, headers, content = error(fault.status, *MEANING.get(fault.status, ("", "")), fault.headers)
@@ -348,7 +341,7 @@ class Handler(BaseHTTPRequestHandler):
             status = 0
         if "agent-harnesses" not in path:  # which clients look up for their User-Agent
             # Before it is sent: who has the answer finds it recorded.
-            self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), status))
+            self.hub.requests.append(Request(self.command, path, status))
         if status:
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(content))}).items():

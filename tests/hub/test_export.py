@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from recipe.catalog import LICENSES
+from eval.scores import hellaswag_scores
 from recipe.config import parse_config
 from recipe.errors import UserError
 from recipe.hub import export
@@ -29,7 +29,8 @@ def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_pa
     run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
     newest = run / "step_00000020"
     (newest / "notes.txt").write_text("of mine")
-    (newest / "results.json").write_text('{"hellaswag": {"rows": 10042, "B": {"acc_norm": 0.28}}}')
+    found = hellaswag_scores({way: {"acc": 0.28, "acc_norm": 0.3} for way in ("llmc", "lmeval")}, 10042, "in float32")
+    (newest / "results.json").write_text(json.dumps({"hellaswag": {"scores": found}}))
     assert export.main([str(run), "--out", str(out), "--license", "cc-by-4.0"]) == 0
     assert "exported" in capsys.readouterr().out
     assert {p.name for p in out.iterdir()} == FILES
@@ -100,20 +101,6 @@ def test_a_checkpoint_is_exported_whatever_it_is_called(whole_run, tmp_path, mon
     assert values == ([] if name == "copy" else [round(whole_run[1][10]["val_loss"], 6)])  # it is away from its run
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_the_newest(whole_run, tmp_path, monkeypatch):
-    run, model_only = shutil.copytree(whole_run[0], tmp_path / "run"), export.model_only
-
-    def pruned(checkpoint: Path) -> list[Path]:
-        found = model_only(checkpoint)
-        if checkpoint.name == "step_00000020":
-            shutil.rmtree(checkpoint)
-        return found
-
-    monkeypatch.setattr(export, "model_only", pruned)
-    assert export.main([str(run), "--out", str(tmp_path / "out")]) == 0
-    assert "weights after step 10." in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
     run, out = whole_run[0], tmp_path / "out"
 
@@ -122,11 +109,7 @@ def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
         assert not list(tmp_path.iterdir())
         return capsys.readouterr().err
 
-    assert "--license 'cc-by-4' is not a license" in refused(run, "--license", "cc-by-4")
     assert "no checkpoint there" in refused(tmp_path / "nowhere")
     assert f"name {run}" in refused(run / "step_00000010", "--best")
-    with pytest.raises(UserError, match="hub_license 'MIT' is not a license"):
-        parse_config(["--hub_license=MIT"])
     with pytest.raises(UserError, match="push_to_hub needs hub_model_id, ORG/NAME on the Hub"):
         parse_config(["--push_to_hub"])
-    assert {"mit", "apache-2.0", "cc-by-nc-2.0", "cc0-1.0", "other"} < LICENSES
