@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from recipe.errors import Unreachable, UserError
+from recipe.errors import Unreachable, UserError, first_line
 
 _TIMEOUT = 5.0  # seconds for the Hub's first answer
 
@@ -35,8 +35,3 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
                 f"{problem} the Hub cannot be reached ({first_line(error)}). Is this machine offline? Connect it, or "
                 f"give a directory that holds {needed}"
             ) from None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().partition("\n")[0]

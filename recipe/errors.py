@@ -50,10 +50,11 @@ def _naming(path: Path, done: str, way_out: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # the libraries raise many kinds
-        reason = (
-            getattr(error, "strerror", None)
-            or str(error).strip().partition("\n")[0].rstrip(":")
-            or type(error).__name__
-        )
+        reason = getattr(error, "strerror", None) or first_line(error).rstrip(":")
         what = f"no {reason}" if isinstance(error, KeyError) else reason
         raise UserError(f"{path} cannot be {done} ({what}); {way_out}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -20,8 +20,8 @@ import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-from recipe.download import first_line, on_this_disk
-from recipe.errors import UserError
+from recipe.download import on_this_disk
+from recipe.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import GPT2TokenizerFast, PreTrainedTokenizerBase
@@ -203,7 +203,7 @@ def _loaded(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds
         raise UserError(
-            f"tokenizer {name} cannot be loaded ({first_line(error) or type(error).__name__}); give a directory that "
+            f"tokenizer {name} cannot be loaded ({first_line(error)}); give a directory that "
             "holds tokenizer.json, ORG/NAME on the Hub, or gpt2"
         ) from None
 

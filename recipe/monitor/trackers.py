@@ -16,7 +16,7 @@ from pathlib import Path
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from recipe.config import Config
-from recipe.errors import UserError
+from recipe.errors import UserError, first_line
 from recipe.redaction import redact, redacted
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ class Tracker:
 
     def _leave_alone(self, error: Exception) -> None:
         self._tracker = None
-        first = redact(str(error).strip().partition("\n")[0]) or repr(error)
-        logger.warning("WARNING    %s: %s; the run continues without it, metrics.jsonl has all", self._name, first)
+        reason = redact(first_line(error))
+        logger.warning("WARNING    %s: %s; the run continues without it, metrics.jsonl has all", self._name, reason)
 
     # The arguments of Accelerate's classes
 
