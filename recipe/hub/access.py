@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 import huggingface_hub.constants
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _CONNECT, _SILENCE = 10.0, 60.0  # seconds within which the Hub must accept a connection, and send or take a byte
 _PASSING = (408, 409, 412, 429)  # of the statuses from 400 to 499, those that another attempt may not meet
+# hf-xet calls every status a connection error; only its text has the one by which the Hub refuses a token to write.
+_XET_REFUSAL = re.compile(r"client error \((401|403|404)\b.*/xet-write-token/", re.DOTALL)
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 
 
@@ -67,7 +70,7 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
 def is_lasting(error: Exception) -> bool:
     """Whether trying again will not help: a mistake of the user's, or a refusal by the Hub."""
     if not isinstance(error, HfHubHTTPError):
-        return isinstance(error, UserError)
+        return isinstance(error, UserError) or _XET_REFUSAL.search(str(error)) is not None
     status = error.response.status_code
     # PUT goes to the storage, by a link that expires after a while.
     return 400 <= status < 500 and status not in _PASSING and error.response.request.method != "PUT"

@@ -146,6 +146,14 @@ def test_an_upload_through_xet(hub, run, tmp_path, monkeypatch):
     assert 0.8 * bytes_sent < stored < 1.2 * bytes_sent  # floats hardly compress
 
 
+def test_a_refusal_through_xet_is_final(hub, run, monkeypatch):
+    """hf-xet itself calls a 403 for the write token a network error."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    hub.faults.append(Fault(path="*/xet-write-token/*", status=403, times=ALWAYS))
+    assert push(run) == 2
+    assert hub.count("GET", "/xet-write-token/") == 1
+
+
 def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub, run, monkeypatch):
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
     monkeypatch.setattr(upload, "_PAUSES", ())
