@@ -119,30 +119,6 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("whole_table")]
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """Counts the injections of `make test-faults` by group, which is the beginning of a test's name."""
-    if not config.getoption("--whole_table"):
-        return
-    groups: dict[str, list[int]] = {}
-    for outcome in ("passed", "failed", "error"):
-        for report in terminalreporter.stats.get(outcome, []):
-            if outcome == "error" or report.when == "call":
-                group = _group(report.nodeid)
-                counts = groups.setdefault(group, [0, 0])
-                counts[outcome != "passed"] += 1
-    terminalreporter.write_line(f"\n{'group':<14}{'injected':>10}{'survived':>10}{'lost':>8}")
-    for group, (survived, lost) in sorted(groups.items()):
-        terminalreporter.write_line(f"{group:<14}{survived + lost:>10}{survived:>10}{lost:>8}")
-
-
-def _group(nodeid: str) -> str:
-    file, _, name = nodeid.partition("::")
-    of_files = {"test_bad_inputs.py": "bad inputs", "test_secrets.py": "secrets", "test_upload.py": "hub"}
-    names = ("kill", "sigterm", "disk", "corruption", "non_finite")
-    found = next((n for n in names if name.startswith(f"test_{n}")), "the table itself")
-    return of_files.get(file.rpartition("/")[2], found.replace("_", "-"))
-
-
 def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 

@@ -27,7 +27,6 @@ import signal
 import sys
 import time
 
-FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json")
 POINTS = {
     "step.begin": "before a step's first micro-step",
     "step.micro": "after a micro-step's backward pass",
@@ -35,11 +34,9 @@ POINTS = {
     "step.gradient": "a gradient before it is averaged across processes, a value",
     "evaluate.validation": "before each batch of a validation",
     "evaluate.hellaswag": "before each batch of a HellaSwag evaluation",
-    **{
-        f"save.{name}.{when}": f"{when} the writing of {name}"
-        for name in FILES
-        for when in ("before", "during", "after")
-    },
+    "save.model.safetensors.during": "the first large file is half on the disk",
+    "save.optimizer.safetensors.during": "the second one is half on the disk",
+    "save.manifest.json.after": "all files are on the disk, still without the checkpoint's name",
     "save.rename.before": "a checkpoint is written, but does not have its name yet",
     "save.rename.after": "a checkpoint has its name",
     "save.prune": "an old checkpoint has lost its name and is about to be deleted",
@@ -119,7 +116,6 @@ def _patch_files() -> None:
         match = _SAVED_FILE.search(path)
         if match is None:
             return fsync(fd)
-        _at(f"save.{match[1]}.before", lambda: os.unlink(path))
         _at(f"save.{match[1]}.during", lambda: os.truncate(path, os.path.getsize(path) // 2))
         fsync(fd)
         _at(f"save.{match[1]}.after")
