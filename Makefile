@@ -95,7 +95,7 @@ data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
 
 checkpoints: .venv/installed ## list RUN's checkpoints and verify each
-	$(BIN)/python -m recipe.checkpoint list $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(ARGS)
+	$(BIN)/python -m recipe.checkpoint $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(ARGS)
 
 ##@ Look and evaluate
 
@@ -160,7 +160,7 @@ test-all: .venv/installed-dev ## all tests, the slow ones too (WORKERS=1: one by
 test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
-test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs, and count
+test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
 	$(BIN)/python -m pytest --whole_table $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
 lint: .venv/installed-dev ## check style, format, import layers and spelling

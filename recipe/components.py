@@ -2,30 +2,27 @@
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint, Retention, load_checkpoint
+from recipe.checkpoint.format import Checkpoint, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
-from recipe.checkpoint.provenance import about
-from recipe.checkpoint.run_dir import check_same_run, open_run, set_aside
+from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, set_aside
 from recipe.config import ROOT, Batch, Config, ModelConfig, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
 from recipe.data.open import check_dataset, open_datasets
 from recipe.data.prefetch import Batches
-from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
+from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
-from recipe.errors import Unreachable, UserError, writing
+from recipe.errors import Unreachable, UserError
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
 from recipe.mixture import counts_in
@@ -34,7 +31,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
-from recipe.optim.optimizer import make_optimizer, steps_taken
+from recipe.optim.optimizer import make_optimizer
 from recipe.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -49,7 +46,7 @@ class Components:
 
     Attributes:
         engine: device, processes, precision.
-        model: the prepared model; `raw_model` is the same one without wrappers.
+        model: the prepared model.
         optimizer: prepared.
         train_data, val_data: the tokens.
         batches: this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device.
@@ -62,14 +59,13 @@ class Components:
 
     engine: Engine
     model: torch.nn.Module
-    raw_model: GPT2LMHeadModel
     optimizer: torch.optim.Optimizer
     train_data: Dataset
     val_data: Dataset
     batches: Batches
     metrics: Metrics
     evaluator: Evaluator
-    checkpoints: "Checkpoints"
+    checkpoints: CheckpointManager
     uploads: Uploads
     first_step: int
 
@@ -82,69 +78,6 @@ class Components:
             raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
 
 
-@dataclass
-class Checkpoints:
-    """Takes the state of all components, on every process; the main process's CheckpointManager writes it."""
-
-    config: Config
-    engine: Engine
-    raw_model: GPT2LMHeadModel
-    optimizer: torch.optim.Optimizer
-    metrics: Metrics
-    train_data: Dataset
-    tracker: Tracker
-    manager: CheckpointManager | None  # None on all processes but the main one
-    history: list[dict]  # on which devices, by which code the run was trained so far
-    saved_step: int
-    files: dict[str, bytes] = field(init=False)  # what transformers needs beside the weights
-
-    def __post_init__(self):
-        tokenizer = open_tokenizer(self.config.data.tokenizer)
-        self.files = model_files(self.raw_model, tokenizer) if self.manager else {}
-
-    def save(self, step: int) -> None:
-        """Begins to write a checkpoint of this step, unless there is one. A collective call."""
-        if step <= self.saved_step:
-            return
-        with self.metrics.paused("saving"):
-            state = self._trainer_state(step)
-            if self.manager:
-                self.manager.begin()
-            weights, optimizer_state = self.engine.snapshot(self.raw_model, self.optimizer)
-            if self.manager:
-                self.manager.save(step, weights, optimizer_state, state, self.files)
-        self.saved_step = step
-
-    def _trainer_state(self, step: int) -> dict:
-        """What a resumed run needs beside the tensors, as JSON. A collective call."""
-        return {
-            "config": redacted(self.config.flat()),
-            "engine": self.engine.name,
-            "about": self.history,
-            "tokens": step * self.config.optimizer.total_batch_tokens,
-            "optimizer_steps": steps_taken(self.optimizer),
-            "grad_scaler": self.engine.state_dict(),
-            "spike_filter": self.engine.spike_filter.state_dict(),
-            "data": self.train_data.state(),
-            "tokenizer": _description(open_tokenizer(self.config.data.tokenizer)),
-            "tracker": self.tracker.run_id,
-        } | self.metrics.state_dict()
-
-    def wait(self) -> None:
-        """Waits until the checkpoint under way is committed."""
-        if self.manager:
-            self.manager.wait()
-
-    def conclude(self) -> bool:
-        """Whether the run's last checkpoint is committed; tries again for a minute where it is not. A collective
-        call."""
-        stop = self.engine.stop
-        stop.leave()
-        with self.metrics.paused("saving"):
-            saved = self.manager.conclude(lambda: stop.requested) if self.manager else None
-            return self.engine.from_main(saved)
-
-
 @contextmanager
 def open_components(
     config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None, uploads: Uploads
@@ -155,7 +88,7 @@ def open_components(
     with ExitStack() as closing:
         train_data, val_data = closing.enter_context(open_datasets(config, batch, engine, step, state.get("data")))
         if checkpoint:
-            check_same_data(state["data"], train_data.state(), config.data.dataset_name)
+            check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
         raw_model, model, optimizer = _model_and_optimizer(config, batch, engine, checkpoint)
         batches = Batches(
             train_data,
@@ -167,42 +100,30 @@ def open_components(
             pin=engine.device.type == "cuda",
         )
         closing.callback(batches.close)
-        log, manager = _log_and_manager(config, engine, checkpoint, closing)
-        # A tracker takes no step twice: steps that now go differently are another run of its.
-        tracked_as = None if checkpoint and checkpoint.rewound else state.get("tracker")
-        outputs = _outputs(config, engine, step, tracked_as, log, closing)
-        metrics = Metrics(config, engine, batches, manager, outputs)
+        outputs = _open_outputs(config, engine, checkpoint, closing)
+        metrics = Metrics(config, engine, batches, outputs, step, state.get("record"))
+        others = {"data": train_data, "tracker": outputs.tracker, "grad_scaler": engine}
+        others["spike_filter"] = engine.spike_filter
         if checkpoint:
+            engine.load_state_dict(state["grad_scaler"])
             engine.spike_filter.load_state_dict(state["spike_filter"])
-            metrics.load_state_dict(state)
-        checkpoints = Checkpoints(
-            config,
-            engine,
-            raw_model,
-            optimizer,
-            metrics,
-            train_data,
-            outputs.tracker,
-            manager,
-            history=about(config, engine, step, state.get("about")) if engine.is_main else [],
-            saved_step=step,
-        )
+            metrics.load_state_dict(state["metrics"])
+        checkpoints = CheckpointManager(config, engine, (raw_model, optimizer), metrics, others, checkpoint)
+        closing.enter_context(checkpoints)
         if engine.world > 1:
             engine.stop.begin()  # from here on a process that hears a signal tells the others
-        if manager:
-            engine.stop.before_leaving = lambda: manager.join(60)
+        engine.stop.before_leaving = partial(checkpoints.join, 60)
         yield Components(
-            engine,
-            model,
-            raw_model,
-            optimizer,
-            train_data,
-            val_data,
-            batches,
-            metrics,
-            Evaluator(config, batch, engine, raw_model, val_data, metrics),
-            checkpoints,
-            uploads,
+            engine=engine,
+            model=model,
+            optimizer=optimizer,
+            train_data=train_data,
+            val_data=val_data,
+            batches=batches,
+            metrics=metrics,
+            evaluator=Evaluator(config, batch, engine, raw_model, val_data, metrics),
+            checkpoints=checkpoints,
+            uploads=uploads,
             first_step=step,
         )
 
@@ -220,31 +141,23 @@ def _model_and_optimizer(
     optimizer = make_optimizer(raw_model, opt, **engine.optimizer_options)
     model, optimizer = engine.prepare(raw_model, optimizer, batch, opt)
     if checkpoint:
-        state = checkpoint.state
-        engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, state["optimizer_steps"])
-        engine.load_state_dict(state["grad_scaler"])
+        steps = checkpoint.state["optimizer_steps"]
+        engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, steps)
     return raw_model, model, optimizer
 
 
-def _log_and_manager(
-    config: Config, engine: Engine, checkpoint: Checkpoint | None, closing: ExitStack
-) -> tuple[MetricsLog | None, CheckpointManager | None]:
-    """metrics.jsonl and what writes checkpoints, both on the main process only."""
-    if not engine.is_main:
-        return None, None
-    run, run_dir = config.run, Path(config.run.output_dir)
+def _open_outputs(config: Config, engine: Engine, checkpoint: Checkpoint | None, closing: ExitStack) -> Outputs:
+    """Where the metrics go; the main process alone has them all."""
+    step, opt, log, tracked_as = 0, config.optimizer, None, None
     if checkpoint:
-        set_aside(run_dir, checkpoint)
-    log = closing.enter_context(MetricsLog(run_dir / "metrics.jsonl", checkpoint.step if checkpoint else 0))
-    keep = Retention(run.save_total_limit, run.milestone_steps, config.optimizer.decay_start)
-    manager = CheckpointManager(run_dir, keep, log)
-    return log, closing.enter_context(manager)
-
-
-def _outputs(
-    config: Config, engine: Engine, step: int, tracked_as: str | None, log: MetricsLog | None, closing: ExitStack
-) -> Outputs:
-    opt = config.optimizer
+        step = checkpoint.step
+        # A tracker takes no step twice: steps that now go differently are another run of its.
+        tracked_as = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
+    if engine.is_main:
+        run_dir = Path(config.run.output_dir)
+        if checkpoint:
+            set_aside(run_dir, checkpoint)
+        log = closing.enter_context(MetricsLog(run_dir / "metrics.jsonl", step))
     progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
     closing.callback(progress.close)
     tracker = closing.enter_context(Tracker(config, step, tracked_as, active=engine.is_main))
@@ -265,42 +178,26 @@ def check_inputs(config: Config, batch: Batch, engine: Engine) -> None:
 
 @contextmanager
 def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | None]:
-    """The run's directory, locked for this run, and the newest whole checkpoint in it, chosen and verified by the main
-    process for all of them. A collective call. Raises UserError, on all processes."""
+    """The run's directory, locked for this run, and the checkpoint in it from which the run continues, chosen and
+    verified by the main process for all of them. A collective call. Raises UserError, on all processes."""
+    run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as closing:
         chosen, rewound = None, False
         with engine.shared_error("the run's directory cannot be opened"):
             if engine.is_main:
-                chosen, rewound = closing.enter_context(open_run(config)).continue_from(redacted(config.flat()))
+                closing.enter_context(RunDirectory(run_dir, fresh=config.run.fresh))
+                chosen, rewound = continue_from(run_dir, flat)
         chosen, rewound = engine.from_main((chosen, rewound))
-        yield _load(config, engine, chosen, rewound) if chosen else None
-
-
-def _load(config: Config, engine: Engine, path: Path, rewound: bool) -> Checkpoint:
-    if engine.anywhere(not path.exists()):
-        raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
-    checkpoint = load_checkpoint(path, rewound=rewound)
-    run_dir = Path(config.run.output_dir)
-    _check_same_tokenizer(checkpoint.state, open_tokenizer(config.data.tokenizer), run_dir)
-    check_same_run(checkpoint.state, redacted(config.flat()), run_dir)
-    if checkpoint.step < config.optimizer.max_steps:
-        logger.info("resume     from step %d (%s)", checkpoint.step, path)
-    return checkpoint
-
-
-def _description(tokenizer: GPT2Tokenizer) -> dict:
-    """What a checkpoint keeps of its tokenizer."""
-    names = ("name", "digest", "end_of_text", "end_of_text_token")
-    return {name: getattr(tokenizer, name) for name in names}
-
-
-def _check_same_tokenizer(state: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:
-    then = state.get("tokenizer") or _description(GPT2Tokenizer())
-    if then["digest"] != tokenizer.digest:
-        raise UserError(
-            f"{run_dir} was trained with another tokenizer, {then['name']}, and tokenizer is {tokenizer.name} now; set "
-            "it back, choose another output_dir, or start over with --fresh"
-        )
+        if chosen is None:
+            yield None
+            return
+        if engine.anywhere(not chosen.exists()):
+            raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
+        checkpoint = load_checkpoint(chosen, rewound=rewound)
+        check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
+        if checkpoint.step < config.optimizer.max_steps:
+            logger.info("resume     from step %d (%s)", checkpoint.step, chosen)
+        yield checkpoint
 
 
 def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -> bool:
@@ -349,16 +246,13 @@ def check_same_launch(config: Config, engine: Engine) -> None:
     mine["dataset_name's weights"] = counts_in(config.data.dataset_name)
     mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
     theirs = engine.from_main(mine)
-    differing = [
-        f"{k} {mine.get(k)!r} here, {theirs.get(k)!r} on rank 0" for k in mine | theirs if mine.get(k) != theirs.get(k)
-    ]
-    if engine.anywhere(bool(differing)):
-        raise UserError(
-            f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the same "
-            "code on every node"
-            if differing
-            else "the configuration of another node differs from rank 0's; its error message says how"
-        )
+    differing = [f"{k} {mine[k]!r} here, {theirs.get(k)!r} on rank 0" for k in mine if mine[k] != theirs.get(k)]
+    with engine.shared_error("the configuration is not the same"):
+        if differing:
+            raise UserError(
+                f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the "
+                "same code on every node"
+            )
 
 
 def _digest_of_code() -> str:
@@ -366,13 +260,3 @@ def _digest_of_code() -> str:
     for path in sorted((ROOT / "recipe").rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, bytes]:
-    """What transformers needs beside the weights, by file name: configuration and tokenizer."""
-    way_out = "free some space, or set TMPDIR to another directory"
-    with writing(Path(os.environ.get("TMPDIR", "/tmp")), way_out), TemporaryDirectory() as directory:
-        model.save_config(Path(directory))
-        tokenizer.save(Path(directory), model.config.n_positions)
-        # A tokenizer may come with a directory of chat templates, which a model that only continues text does not need.
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}

@@ -28,9 +28,9 @@ SAMPLE_TOKENS, TEMPERATURE, TOP_K = 48, 0.8, 50
 
 
 class Evaluator:
-    """Evaluates the model between two steps. Its methods are collective calls: every process makes the same batches of
-    the same shapes, and asks before each whether the run is to stop (raises Interrupted). The time that they take is
-    a pause of `metrics`."""
+    """Evaluates the model between two steps. Its methods return columns of metrics.jsonl. They are collective calls:
+    every process makes the same batches of the same shapes, and asks before each whether the run is to stop (raises
+    Interrupted). The time that they take is a pause of `metrics`."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Evaluator:
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
         self.tokenizer = open_tokenizer(config.data.tokenizer)
 
-    def validate(self, model: torch.nn.Module, step: int) -> float:
-        """Mean loss in nats a token over the first eval_tokens of the validation shards, the same ones whatever the
-        number of processes. Of a mixture, each data set gets an equal part of them, its own column of the metrics, and
-        its share in the mean. `model` is the prepared one. Raises UserError if the loss is not finite."""
+    def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
+        """val_loss, the mean loss in nats a token over the first eval_tokens of the validation shards, the same ones
+        whatever the number of processes. Of a mixture, each data set gets an equal part of them, columns of its own,
+        and its share in the mean. `model` is the prepared one. Raises UserError if the loss is not finite."""
         parts, length = self.data.parts, self.config.data.sequence_length
         most = max(1, self.config.run.eval_tokens // length // len(parts))
         model.eval()
@@ -58,12 +58,13 @@ class Evaluator:
         val_loss = sum(share * losses[name] for name, share, _ in parts)
         if not math.isfinite(val_loss):
             raise UserError(f"the validation loss at step {step} is {val_loss}: the model has diverged. {WAY_OUT}")
+        columns = {"val_loss": val_loss}
         if len(parts) > 1:
-            self.metrics.add(**{f"share/{name}": share for name, share, _ in parts})
-            self.metrics.add(**{f"val_loss/{name}": loss for name, loss in losses.items()})
+            columns |= {f"share/{name}": share for name, share, _ in parts}
+            columns |= {f"val_loss/{name}": loss for name, loss in losses.items()}
             shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
             logger.info("step %d: validation loss %.4f (%s)", step, val_loss, shown)
-        return val_loss
+        return columns
 
     @torch.no_grad()
     def _loss(
@@ -132,14 +133,14 @@ class Evaluator:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode([text])[0].tolist()
 
-    def sample(self, step: int) -> str:
-        """Prints and returns a continuation of sample_prompt: the same text for the same seed on every process."""
+    def sample(self, step: int) -> dict[str, str]:
+        """A continuation of sample_prompt, which it prints: the same text for the same seed on every process."""
         run = self.config.run
         prompt = self._encode(run.sample_prompt) or [self.tokenizer.end_of_text]
         with self.metrics.paused("sampling"), whole_model(self.engine, self.raw_model) as live:
             text = self.tokenizer.decode(continuation(live, prompt, run.seed)).decode(errors="replace")
         logger.info("step %d: sample %r", step, text)
-        return text
+        return {"sample": text}
 
 
 def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[int]:

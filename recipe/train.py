@@ -81,40 +81,36 @@ def run(config: Config, engine: Engine) -> ExitCode:
 def train(config: Config, batch: Batch, parts: Components) -> Result:
     """Trains to max_steps, or until all processes have agreed to stop."""
     engine, model, optimizer, metrics = parts.engine, parts.model, parts.optimizer, parts.metrics
-    step, val_loss, stopping = parts.first_step, None, False
+    step, stopping = parts.first_step, False
     model.train()
 
     while True:
         due = due_at(step, config)
 
-        # once in a while: read what the device has gathered, which waits for it (as the first 20 steps do too)
-        if due.log or due.eval:
-            metrics.read(step)
+        # once in a while: read what the device has gathered, which waits for it
+        record = metrics.record(step, read=due.log or due.eval)
         # once in a while: a checkpoint. Not while steps are skipped: the weights are those of a spike.
-        if stopping or due.last or (due.save and not engine.spike_filter.skipping):
-            parts.checkpoints.save(step)
-        if stopping:
-            break  # a resumed run does what else is due at this step
+        if due.last or (due.save and not engine.spike_filter.skipping):
+            parts.checkpoints.save(step, record)
 
         try:
             # once in a while: validation loss, HellaSwag, a sample, all on the live model
             if due.eval:
-                val_loss = parts.evaluator.validate(model, step)
-                metrics.add(val_loss=val_loss)
+                record |= parts.evaluator.validate(model, step)
             if due.hellaswag or due.sample:
                 parts.checkpoints.wait()  # a kill in a long evaluation must not cost the checkpoint
             if due.hellaswag:
-                metrics.add(**parts.evaluator.hellaswag())
+                record |= parts.evaluator.hellaswag()
             if due.sample:
-                metrics.add(sample=parts.evaluator.sample(step))
-            metrics.write(step)
+                record |= parts.evaluator.sample(step)
+            metrics.write(step, record)
             parts.uploads.start(step)  # a checkpoint goes to the Hub with its evaluations
             if due.last:
                 break
             engine.wait_for_batches(parts.batches)  # no process starts a step that another cannot finish
         except Interrupted:  # raised on all processes, between two steps
             stopping = True
-            continue
+            break
 
         # a single training step
         set_lr(optimizer, step, config.optimizer)
@@ -132,9 +128,12 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
         engine.stop.end_step()  # from the first step on there is progress that a signal must not cost
         step += 1
 
+    if stopping:
+        parts.checkpoints.save(step, record)  # a resumed run does what else is due at this step
     saved = parts.checkpoints.conclude()
     parts.check_data_errors(saved)
-    return Result(None if stopping else val_loss, saved, metrics.throughput.seconds, metrics.throughput.pauses)
+    val_loss = None if stopping else record["val_loss"]
+    return Result(val_loss, saved, metrics.throughput.seconds, metrics.throughput.pauses)
 
 
 if __name__ == "__main__":

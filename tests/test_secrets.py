@@ -13,6 +13,7 @@ import pytest
 
 from recipe.checkpoint.run_dir import check_same_run
 from recipe.config import parse_config
+from recipe.data.tokenizer import open_tokenizer
 from recipe.redaction import HIDDEN, looks_secret, redact, redacted
 from tests.canary import CANARY, ENVIRONMENT, HUB_TOKEN, URL, search
 from tests.conftest import ROOT, TINY, environment, flags
@@ -60,7 +61,8 @@ def test_a_run_in_the_home_directory_continues(secrets, caplog):
     assert config.data.dataset_name == "/home/ada/shards"
     saved = json.loads(json.dumps(redacted(config.flat())))
     assert (saved["dataset_name"], saved["output_dir"]) == ("~/shards", "~/run")
-    check_same_run({"config": saved, "data": {}, "step": 1}, redacted(config.flat()), Path("run"))
+    state = {"config": saved, "data": {}, "step": 1, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    check_same_run(state, redacted(config.flat()), open_tokenizer("gpt2"), Path("run"))
     assert caplog.messages == []
 
 

@@ -13,7 +13,6 @@ temporary directory, flushed to the disk and renamed: one that bears its final n
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -37,7 +36,6 @@ _NAME = re.compile(r"step_(\d{8,})")
 _SAVING, _DELETING = ".saving-", ".deleting-"
 _KEEP = ".keep"  # in a checkpoint that some plan of its run has named, be it an earlier one: it is never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
-_OTHER_FILES = 16_000_000  # bytes, at most, beside the tensors: tokenizer, configuration, trainer state
 
 
 class NotFiniteError(ValueError):
@@ -66,14 +64,13 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, byte
     """Commits a checkpoint to its `path`, a directory of `run_dir`, and returns that.
 
     Call it on one process, with tensors that nobody changes meanwhile. `files` is what transformers needs beside the
-    weights, config and tokenizer: {file name: content}. Raises OSError, also where the disk has too little room, and
-    NotFiniteError; both leave earlier checkpoints as they are and nothing of this one.
+    weights, config and tokenizer: {file name: content}. Raises OSError and NotFiniteError; both leave earlier
+    checkpoints as they are and nothing of this one.
     """
     final = checkpoint.path
     temporary = run_dir / f"{_SAVING}{final.name}"
     _check_finite(checkpoint.weights, checkpoint.optimizer_state)
     sweep(run_dir)
-    _check_room(run_dir, checkpoint)
     try:
         temporary.mkdir()
         contents: dict[str, list[Buffer]] = {name: [content] for name, content in files.items()}
@@ -126,15 +123,6 @@ def _check_finite(*groups: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise NotFiniteError(f"{name} holds inf or NaN")
-
-
-def _check_room(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Raises OSError where the disk has too little room, before hours are spent on filling it."""
-    tensors = [*checkpoint.weights.values(), *checkpoint.optimizer_state.values()]
-    needed, free = sum(t.nbytes for t in tensors) + _OTHER_FILES, shutil.disk_usage(run_dir).free
-    if free < needed:
-        message = f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
-        raise OSError(errno.ENOSPC, message, str(run_dir))
 
 
 @dataclass(frozen=True)
@@ -214,7 +202,7 @@ def model_only(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint / name for name in names)
 
 
-def newest_valid(run_dir: Path) -> Path | None:
+def newest_whole(run_dir: Path) -> Path | None:
     """The newest checkpoint whose every file verifies, None where there is none at all; damaged ones are skipped with a
     warning. A run that trains meanwhile may delete what is looked at: then the search begins again.
 
@@ -247,12 +235,12 @@ def verify(path: Path) -> list[str]:
     is there and cannot be read."""
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         return ["it is a link out of the run"]
+    if problem := _problem_of(path / "manifest.json"):
+        return [f"manifest.json {problem}"]
     try:
-        if problem := _problem_of_kind(path / "manifest.json"):
-            return [f"manifest.json {problem}"]
-        listed = json.loads((path / "manifest.json").read_text())["files"]
-        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (FileNotFoundError, NotADirectoryError):
+        listed = json.loads((path / "manifest.json").read_bytes())["files"]
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except FileNotFoundError:  # deleted since
         return ["manifest.json is missing"]
     except OSError:
         raise
@@ -261,39 +249,23 @@ def verify(path: Path) -> list[str]:
     if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
         return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
-    for name, (size, sha256) in files.items():
-        try:
-            if problem := _problem_of(path / name, size, sha256):
-                problems.append(f"{name} {problem}")
-        except FileNotFoundError:  # deleted while it was being read
-            problems.append(f"{name} is missing")
-    return problems or _problems_of_state(path)
+    found = {name: _problem_of(path / name, written) for name, written in files.items()}
+    return problems + [f"{name} {problem}" for name, problem in found.items() if problem]
 
 
-def _problem_of_kind(file: Path) -> str:
-    mode = file.lstat().st_mode
-    return "is a link" if S_ISLNK(mode) else "" if S_ISREG(mode) else "is not a regular file"
-
-
-def _problem_of(file: Path, size: int, sha256: str) -> str:
-    if problem := _problem_of_kind(file):
-        return problem
-    if file.stat().st_size != size:
-        return f"has {file.stat().st_size} bytes, {size} were written"
-    return "" if sha256_of(file) == sha256 else "does not have the checksum that it was written with"
-
-
-def _problems_of_state(path: Path) -> list[str]:
-    """What only somebody who has edited or renamed the checkpoint can have done."""
+def _problem_of(file: Path, written: tuple[int, str] | None = None) -> str:
+    """What is wrong with a file of a checkpoint; `written`: its (bytes, SHA-256), where they are known."""
     try:
-        step = json.loads((path / "trainer_state.json").read_text())["step"]
-    except FileNotFoundError:  # deleted since it was verified
-        return ["trainer_state.json is missing"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ["trainer_state.json is not the state of a trainer"]
-    if _NAME.fullmatch(path.name) and step_of(path) != step:
-        return [f"it holds step {step}, so it must be named {checkpoint_path(path.parent, step).name}"]
-    return []
+        status = file.lstat()
+        if not S_ISREG(status.st_mode):
+            return "is a link" if S_ISLNK(status.st_mode) else "is not a regular file"
+        if written and status.st_size != written[0]:
+            return f"has {status.st_size} bytes, {written[0]} were written"
+        if written and sha256_of(file) != written[1]:
+            return "does not have the checksum that it was written with"
+    except (FileNotFoundError, NotADirectoryError):  # perhaps deleted while it was being read
+        return "is missing"
+    return ""
 
 
 def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:

@@ -1,13 +1,17 @@
-"""Checkpoints written in the background, so that training waits only for the copy of the weights."""
+"""Saves what the loop drives: its state, taken on every process, and written in the background by the main one."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
 
 import torch
 
@@ -20,38 +24,84 @@ from recipe.checkpoint.format import (
     prune,
     save_checkpoint,
 )
+from recipe.checkpoint.provenance import about
+from recipe.config import Config
+from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
+from recipe.engine.base import Engine
+from recipe.errors import writing
+from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.optim.optimizer import steps_taken
+from recipe.redaction import redacted
 
 logger = logging.getLogger(__name__)
+_OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it
 _PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at a last checkpoint, a minute in all
 
 
-class CheckpointManager:
-    """Writes one checkpoint at a time, in a thread, and prunes the older ones; of the main process. A context manager:
-    at its end the save under way is finished.
+class Stateful(Protocol):
+    """A component with state that a checkpoint keeps."""
 
-        checkpoints.begin()                       # the save before has ended, and its copies are gone
-        tensors = engine.snapshot(...)
-        checkpoints.save(step, *tensors, trainer_state, files)
+    def state_dict(self) -> dict:
+        """The state, as JSON. A collective call."""
 
-    A save that fails does not end the run: it is logged, `failed` is shown in every line until one succeeds, and the
-    next save is the next attempt. Before a checkpoint is committed the lines of the log are on the disk: a run resumed
-    from it will not write them again.
+
+class RunMetrics(Stateful, Protocol):
+    """What saving asks of the run's metrics.
 
     Attributes:
-        failed: why the last save failed, for the progress line; empty if it did not.
-        save_wait: seconds that training has stood still for its saves.
+        warning: shown in every line until it is empty again.
+        val_losses: {step: validation loss}; on the main process.
     """
 
-    def __init__(self, run_dir: Path, keep: Retention, log):
-        """`log`: metrics.jsonl, with `val_losses`, {step: validation loss}, and `sync()`, which brings its lines to the
-        disk."""
-        self._run_dir, self._keep, self._log = run_dir, keep, log
-        self.failed, self.save_wait = "", 0.0
-        self._began = 0.0
+    warning: str
+    val_losses: dict[int, float]
+
+    def paused(self, what: str) -> AbstractContextManager:
+        """A context whose seconds do not count as training."""
+
+    def sync(self) -> None:
+        """Brings the lines written so far to the disk. On the main process."""
+
+
+class CheckpointManager:
+    """Saves one checkpoint at a time, and prunes the older ones. A context manager: at its end the save under way is
+    finished.
+
+    Training waits only for the copy of the tensors, and for the save before. A save that fails does not end the run: it
+    is logged, a warning is shown in every line until one succeeds, and the next save is the next attempt. Before a
+    checkpoint is committed the lines of the metrics are on the disk: a run resumed from it will not write them again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        trained: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
+        metrics: RunMetrics,
+        others: Mapping[str, Stateful],
+        resumed: Checkpoint | None,
+    ):
+        """`trained` are the model without wrappers and its prepared optimizer; `others` are the components whose state
+        a checkpoint keeps beside theirs and that of the metrics, by name."""
+        self._config, self._engine, self._metrics = config, engine, metrics
+        self._model, self._optimizer = trained
+        self._components = {**others, "metrics": metrics}
+        self._run_dir = Path(config.run.output_dir)
+        self._keep = Retention(config.run.save_total_limit, config.run.milestone_steps, config.optimizer.decay_start)
+        self._saved_step = resumed.step if resumed else 0
         self._thread: threading.Thread | None = None
-        self._unsaved: tuple[Checkpoint, dict[str, bytes]] | None = None  # what the last save wrote, until it succeeds
-        self._retry = False  # whether the same save may succeed later
+        self._unsaved: Checkpoint | None = None  # what the last save wrote, until it succeeds
+        self._failed = self._retry = False  # the last save; whether the same save may succeed later
         self._committed: int | None = None  # the newest step
+        if engine.is_main:
+            tokenizer = open_tokenizer(config.data.tokenizer)
+            self._files = _model_files(self._model, tokenizer)
+            self._origin = {
+                "config": redacted(config.flat()),
+                "engine": engine.name,
+                "about": about(config, engine, self._saved_step, resumed.state["about"] if resumed else []),
+                "tokenizer": {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
+            }
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -59,56 +109,54 @@ class CheckpointManager:
     def __exit__(self, *exception) -> None:
         self.join()
 
-    def begin(self) -> None:
-        """Begins a save: waits for the one before it and frees its copies of the tensors. From here on to the end of
-        `save`, training waits."""
-        self._began = time.monotonic()
-        self.join()
-        self._unsaved = None
-
-    def save(
-        self,
-        step: int,
-        weights: dict[str, torch.Tensor],
-        optimizer_state: dict[str, torch.Tensor],
-        trainer_state: dict,
-        files: dict[str, bytes],
-    ) -> None:
-        """Starts writing a checkpoint. The tensors, fp32 on the CPU, must not be changed by the caller from now on;
-        `files` is what transformers needs beside the weights, {name: content}."""
-        path = checkpoint_path(self._run_dir, step)
-        checkpoint = Checkpoint(path, step, weights, optimizer_state, copy.deepcopy(trainer_state))
-        self._unsaved = checkpoint, files
-        waited = time.monotonic() - self._began
-        self.save_wait += waited
-        self._start(waited)
+    def save(self, step: int, record: dict) -> None:
+        """Begins to write a checkpoint of this step, unless there is one. `record` is what was measured at this step,
+        whose line of metrics.jsonl is written after its evaluations. A collective call."""
+        if step <= self._saved_step:
+            return
+        self._saved_step = step
+        state = {
+            "record": copy.deepcopy(record),
+            "tokens": step * self._config.optimizer.total_batch_tokens,
+            "optimizer_steps": steps_taken(self._optimizer),
+        } | {name: component.state_dict() for name, component in self._components.items()}
+        with self._metrics.paused("saving"):
+            began = time.monotonic()
+            self.join()
+            self._unsaved = None  # frees the copies of the save before, where that has failed
+            tensors = self._engine.snapshot(self._model, self._optimizer)
+            if self._engine.is_main:
+                self._unsaved = Checkpoint(checkpoint_path(self._run_dir, step), step, *tensors, self._origin | state)
+                self._start(time.monotonic() - began)
 
     def wait(self) -> None:
         """Waits until the save under way has ended: before an evaluation that can take minutes, because a kill in it
         must not cost the checkpoint."""
-        began = time.monotonic()
-        self.join()
-        self.save_wait += time.monotonic() - began
-
-    def conclude(self, give_up: Callable[[], bool]) -> bool:
-        """Waits for the run's last save, which is tried again for a minute, or until `give_up()`; returns whether the
-        last checkpoint is committed. Prunes once more, now that all evaluations are known."""
-        self.join()
-        for number, pause in enumerate(_PAUSES):
-            if not (self.failed and self._retry) or (number > 0 and give_up()):
-                break
-            deadline = time.monotonic() + pause
-            while time.monotonic() < deadline and not give_up():
-                time.sleep(0.1)
-            logger.info("trying again to save into %s", self._run_dir)
-            self._start(0.0)
+        with self._metrics.paused("saving"):
             self.join()
-        if self._committed is not None:
-            self._prune(self._committed)
-        return not self.failed
+
+    def conclude(self) -> bool:
+        """Whether the run's last checkpoint is committed; where it is not, tries again for a minute, or once where the
+        run was told to stop. Prunes once more, now that all evaluations are known. A collective call."""
+        stop = self._engine.stop
+        stop.leave()
+        with self._metrics.paused("saving"):
+            self.join()
+            for number, pause in enumerate(_PAUSES):
+                if not (self._failed and self._retry) or (number > 0 and stop.requested):
+                    break
+                deadline = time.monotonic() + pause
+                while time.monotonic() < deadline and not stop.requested:
+                    time.sleep(0.1)
+                logger.info("trying again to save into %s", self._run_dir)
+                self._start(0.0)
+                self.join()
+            if self._committed is not None:
+                self._prune(self._committed)
+            return self._engine.from_main(not self._failed)
 
     def join(self, seconds: float | None = None) -> None:
-        """Waits for the save under way, so many seconds at most; not counted in `save_wait`."""
+        """Waits for the save under way, so many seconds at most."""
         if self._thread:
             self._thread.join(seconds)
 
@@ -118,35 +166,43 @@ class CheckpointManager:
         self._thread.start()
 
     def _write(self, waited: float) -> None:
-        checkpoint, files = self._unsaved
-        began = time.monotonic()
+        checkpoint, began = self._unsaved, time.monotonic()
         try:
-            self._log.sync()
-            path = save_checkpoint(self._run_dir, checkpoint, files)
+            self._metrics.sync()
+            save_checkpoint(self._run_dir, checkpoint, self._files)
         except Exception as error:  # the run goes on, whatever it is
             self._report_failure(checkpoint.step, error)
             return
-        self.failed, self._unsaved, self._committed = "", None, checkpoint.step
-        seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        self._failed, self._metrics.warning = False, ""
+        self._unsaved, self._committed = None, checkpoint.step
+        seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
         how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
-        logger.info("step %d: saved %s, %s", checkpoint.step, path, how_long)
+        logger.info("step %d: saved %s, %s", checkpoint.step, checkpoint.path, how_long)
         self._prune(checkpoint.step)
 
     def _prune(self, newest: int) -> None:
         try:
-            prune(self._run_dir, newest, self._keep, dict(self._log.val_losses))
+            prune(self._run_dir, newest, self._keep, dict(self._metrics.val_losses))
         except OSError as error:
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        self.failed, self._retry = f"step {step} not saved", not isinstance(error, NotFiniteError)
+        self._failed, self._retry = True, not isinstance(error, NotFiniteError)
+        self._metrics.warning = f"step {step} not saved"
         reason = getattr(error, "strerror", None) or repr(error)
-        goes_on = "training continues, and the next save tries again"
-        if isinstance(error, NotFiniteError):
+        if not self._retry:
             reason = f"{error}; lower learning_rate and continue from an earlier checkpoint: the best one is kept"
-            goes_on = "training continues"
         found = checkpoints(self._run_dir)
         newest = f"{found[-1].name} is the newest" if found else "there is no"
-        logger.warning(
-            f"step {step}: NOT SAVED: {reason}\nWARNING    {goes_on}; {newest} checkpoint in {self._run_dir}"
-        )
+        logger.warning("step %d: NOT SAVED: %s", step, reason)
+        logger.warning("WARNING    training continues; %s checkpoint in %s", newest, self._run_dir)
+
+
+def _model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, bytes]:
+    """What transformers needs beside the weights, by file name: configuration and tokenizer."""
+    way_out = "free some space, or set TMPDIR to another directory"
+    with writing(Path(os.environ.get("TMPDIR", "/tmp")), way_out), TemporaryDirectory() as directory:
+        model.save_config(Path(directory))
+        tokenizer.save(Path(directory), model.config.n_positions)
+        # A tokenizer may come with a directory of chat templates, which a model that only continues text does not need.
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}

@@ -17,13 +17,14 @@ from recipe.checkpoint.format import (
     Checkpoint,
     checkpoint_path,
     checkpoints,
-    newest_valid,
+    newest_whole,
     protect,
     step_of,
     sweep,
     verify,
 )
-from recipe.config import Config, OptimizerConfig, data_sets
+from recipe.config import OptimizerConfig
+from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.errors import UserError, writing
 from recipe.files import fsync_directory, replace_file
 from recipe.mixture import counts_in
@@ -35,9 +36,8 @@ logger = logging.getLogger(__name__)
 LOCK, OWNER = ".lock", ".owner"
 _PATIENCE = 5.0  # seconds in which a process that was killed is gone
 
-_PICKLES = {".pt", ".pth", ".ckpt", ".pkl", ".bin"}  # checkpoints that other programs leave where they have trained
 # What a run writes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
-_TRACKERS = {"tensorboard", "wandb"}
+_TRACKERS = {"tensorboard", "wandb", "lost+found"}
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
@@ -57,6 +57,7 @@ class RunDirectory:
 
     def __enter__(self) -> RunDirectory:
         try:
+            _check_free(self.path)
             self._lock = _locked(self.path)
             if self._fresh and any(path.name not in (LOCK, OWNER) for path in self.path.iterdir()):
                 self._move_aside()
@@ -64,8 +65,9 @@ class RunDirectory:
         except OSError as error:
             self.__exit__()
             reason = error.strerror or error
+            doing = "renamed, for --fresh" if self._fresh else "used"
             raise UserError(
-                f"output_dir {self.path} cannot be used: {reason}; mend that, or choose another output_dir"
+                f"output_dir {self.path} cannot be {doing}: {reason}; mend that, or choose another output_dir"
             ) from None
         except BaseException:
             self.__exit__()
@@ -83,35 +85,29 @@ class RunDirectory:
         """Renames the directory to the next free `<name>.old-N`; nothing in it is deleted."""
         number = next(n for n in range(1, 10**6) if not os.path.lexists(f"{self.path}.old-{n}"))
         old = self.path.with_name(f"{self.path.name}.old-{number}")
-        try:
-            self.path.rename(old)
-        except OSError as error:  # of a mount point, or where the directory above it may not be written
-            raise UserError(
-                f"--fresh: output_dir {self.path} cannot be renamed to {old.name} ({error.strerror}); move its content "
-                "away yourself, or choose another output_dir, such as a directory within it"
-            ) from None
+        self.path.rename(old)
         _unlock(self._lock, old)
         self._lock = _locked(self.path)
         logger.info("fresh      the earlier run is kept in %s", old)
 
-    def newest_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint, every byte verified, or None where there is none. Raises UserError where all are
-        damaged, or one cannot be read."""
-        return newest_valid(self.path)
 
-    def continue_from(self, config: dict) -> tuple[Path | None, bool]:
-        """The checkpoint from which a run with `config` (a flat dict) continues, None where there is none, and whether
-        it is rewound (see Checkpoint). Raises as `newest_checkpoint` does, and OSError."""
-        newest = self.newest_checkpoint()
-        chosen = newest and _before_decay(newest, config)
-        return chosen, chosen != newest
+def _check_free(run_dir: Path) -> None:
+    """Raises UserError where the directory is another program's: it holds something, and no run. Looks at names alone,
+    so that nothing is written there."""
+    if not run_dir.is_dir() or checkpoints(run_dir) or (run_dir / "metrics.jsonl").exists():
+        return
+    others = [p for p in run_dir.iterdir() if not (p.name.startswith(".") or p.suffix in _BESIDE)]
+    if names := sorted({path.name for path in others} - _TRACKERS):
+        held = some(names)
+        raise UserError(f"output_dir {run_dir} is not a run's: it holds {held}. Choose one that is new or empty")
 
 
-def open_run(config: Config) -> RunDirectory:
-    """The run directory that a configuration names, to be entered. Raises UserError where it must not be used."""
-    if refused := refusal(config):
-        raise UserError(refused)
-    return RunDirectory(Path(config.run.output_dir), fresh=config.run.fresh)
+def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
+    """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
+    none, and whether it is rewound (see Checkpoint). Raises as `newest_whole` does, and OSError."""
+    newest = newest_whole(run_dir)
+    chosen = newest and _before_decay(newest, config)
+    return chosen, chosen != newest
 
 
 def _locked(run_dir: Path) -> BaseFileLock:
@@ -155,30 +151,30 @@ _IDENTITY = (
 _HARMLESS = {"config", "output_dir", "run_name", "fresh", "price_per_hour", "max_hours", "dry_run"}
 
 
-def check_same_run(state: dict, config: dict, run_dir: Path) -> None:
-    """Compares the trainer state of a checkpoint with `config` (a flat dict); logs a line for each harmless difference.
+def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:
+    """Compares the trainer state of a checkpoint with `config` (a flat dict) and its tokenizer; logs a line for each
+    harmless difference.
 
-    Raises UserError, naming the fields, where architecture, data or batch differ: that is another run.
+    Raises UserError, naming the fields, where architecture, tokenizer, data or batch differ: that is another run.
     """
-    if missing := [key for key in ("config", "data") if not isinstance(state.get(key), dict)]:
-        raise UserError(
-            f"{run_dir}: trainer_state.json of its newest checkpoint has no {missing[0]!r}: no run wrote it. "
-            "Choose another output_dir, or start over with --fresh"
-        )
     before = state["config"]
-    name, now = before.get("run_name"), config.get("run_name")
-    if name and now and name != now:
+    name, now = before["run_name"], config["run_name"]
+    if name != now:
         raise UserError(
-            f"{run_dir} holds another run: {name!r}, of {before.get('config')}, and not {now!r}. Choose another "
+            f"{run_dir} holds another run: {name!r}, of {before['config']}, and not {now!r}. Choose another "
             f"output_dir, continue that run by --run_name {name}, or start over with --fresh"
         )
 
     def differing(names: Iterable[str]) -> list[str]:
         return [f"{k} {before[k]!r} -> {config[k]!r}" for k in names if k in before and before[k] != config[k]]
 
-    then, today = (counts_in(c.get("dataset_name", "")) for c in (before, config))
-    weights = [f"dataset_name's weights, of 1,000, {then} -> {today}"] if then != today else []
-    if changed := differing(_IDENTITY) + weights:
+    changed, trained_with = differing(_IDENTITY), state["tokenizer"]
+    if trained_with["digest"] != tokenizer.digest:
+        changed.append(f"tokenizer {trained_with['name']} -> {tokenizer.name}")
+    then, today = (counts_in(c["dataset_name"]) for c in (before, config))
+    if then != today:
+        changed.append(f"dataset_name's weights, of 1,000, {then} -> {today}")
+    if changed:
         raise UserError(
             f"{run_dir} holds a run with other settings: {', '.join(changed)}. Put those back, choose another "
             "output_dir, or start over with --fresh (make train FRESH=1)"
@@ -204,12 +200,10 @@ def _optimizer(config: dict) -> OptimizerConfig:
 def _before_decay(newest: Path, config: dict) -> Path:
     """The checkpoint from which a run with `config` (a flat dict) continues, where `newest` is its newest: the last one
     before wsd lowered the learning rate, if max_steps is larger than when it did."""
-    state = json.loads((newest / "trainer_state.json").read_text())
-    before = state.get("config")
-    if not isinstance(before, dict) or config["lr_scheduler_type"] != "wsd":
+    if config["lr_scheduler_type"] != "wsd":
         return newest
-    plan = _optimizer(before)
-    if not 0 < plan.decay_start < state["step"] or config["max_steps"] <= plan.max_steps:
+    plan = _optimizer(json.loads((newest / "trainer_state.json").read_text())["config"])
+    if not 0 < plan.decay_start < step_of(newest) or config["max_steps"] <= plan.max_steps:
         return newest
     start = checkpoint_path(newest.parent, plan.decay_start)
     if problems := verify(start):
@@ -246,44 +240,3 @@ def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
             free = next(run_dir / one for one in names if not os.path.lexists(run_dir / one))
             aside.rename(free)
             logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", free)
-
-
-def refusal(config: Config) -> str:
-    """Why the run must not use its directory, with the way out; empty if it may. Looks at names alone, so that nothing
-    is written among another program's files."""
-    run, directory, runs = config.run, Path(config.run.output_dir), Path("runs")
-    if directory == runs / run.run_name and not directory.resolve().is_relative_to(runs.resolve()):
-        return (
-            f"run_name {run.run_name}: {directory} is a link out of {runs}/, to {directory.resolve()}; choose another "
-            "run_name, or give that directory as output_dir"
-        )
-    if directory.exists() and not directory.is_dir():
-        return f"output_dir {directory} is a file; choose another output_dir"
-    if not directory.is_dir() or checkpoints(directory) or (directory / "metrics.jsonl").exists():
-        return ""
-    names = [
-        name
-        for one in data_sets(config.data)
-        for name in (one.data.dataset_name, one.data.val_data, one.data.train_text)
-    ]
-    own = [Path(name).resolve() for name in names if name]
-    others = sorted(path for path in directory.iterdir() if not _may_stay(path, own))
-    if pickles := [path.name for path in others if path.suffix in _PICKLES]:
-        return (
-            f"output_dir {directory} holds {some(pickles)}: a pickle, which can run any code when loaded, and is not "
-            "read. Choose another output_dir; to start from weights that you trust, save them as safetensors with "
-            "transformers (model.save_pretrained) and give that directory as init_from"
-        )
-    if others:
-        held = some(path.name for path in others)
-        return f"output_dir {directory} is not a run's: it holds {held}. Choose one that is new or empty"
-    return ""
-
-
-def _may_stay(path: Path, own: list[Path]) -> bool:
-    return (
-        path.name.startswith(".")
-        or path.name in _TRACKERS | {"lost+found"}
-        or path.suffix in _BESIDE
-        or any(p.is_relative_to(path.resolve()) for p in own)
-    )

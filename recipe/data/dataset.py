@@ -107,7 +107,7 @@ class TokenDataset:
             )
         return self._windows
 
-    def state(self) -> dict:
+    def state_dict(self) -> dict:
         """What a checkpoint keeps, so that a resumed run can tell these data from others (`check_same_data`):
         {"shards": [[name, tokens, sha256], ...], "complete": True}"""
         return {"shards": [shard.identity for shard in self.shards], "complete": True}

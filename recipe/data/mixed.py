@@ -44,9 +44,9 @@ class MixedDataset:
                 out[mine] = its.windows_at(window[mine])
         return out
 
-    def state(self) -> dict:
+    def state_dict(self) -> dict:
         """What a checkpoint keeps: {"mixture": [{"name", "share"} and the dataset's own state, ...]}"""
-        return {"mixture": [{"name": name, "share": share} | its.state() for name, share, its in self.parts]}
+        return {"mixture": [{"name": name, "share": share} | its.state_dict() for name, share, its in self.parts]}
 
     def close(self) -> None:
         """Ends a read that waits for a stream."""

@@ -20,7 +20,7 @@ import huggingface_hub.constants
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe.checkpoint.format import checkpoints, model_only, newest_valid, step_of, verify
+from recipe.checkpoint.format import checkpoints, model_only, newest_whole, step_of, verify
 from recipe.config import check_repo_name
 from recipe.errors import ExitCode, UserError
 from recipe.hub.access import check_access
@@ -83,7 +83,7 @@ def choose(run: Path, best: bool) -> Path:
         if problems := verify(run.resolve()):  # a link to it is as good
             raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
         return run
-    checkpoint = best_valid(run) if best else newest_valid(run)
+    checkpoint = best_valid(run) if best else newest_whole(run)
     if checkpoint is None:
         raise UserError(f"{run}: no checkpoint there; name a run directory, such as runs/shakespeare")
     return checkpoint

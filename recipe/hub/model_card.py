@@ -207,7 +207,7 @@ def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:
         yield field, config.get(field)
     yield "hardware", _history(parts, _hardware)
     yield "precision", _history(parts, _precision)
-    yield "seconds of training, without validation and saving", f"{state['seconds']:,.0f}"
+    yield "seconds of training, without validation and saving", f"{state['metrics']['seconds']:,.0f}"
     yield "tokens per second, median of the log", _median(lines, "tokens_per_second", "{:,.0f}")
     yield "MFU, median of the log", _median(lines, "mfu", "{:.1%}")
     yield "steps skipped", next((line["skipped_steps"] for line in reversed(lines) if line.get("skipped_steps")), None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.manager import CheckpointManager
 from recipe.config import Config
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
 
 # Columns that are null where a step did not measure them.
-_MEASURED = ("loss", "val_loss", "grad_norm", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
+_MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -43,43 +42,44 @@ class Outputs:
 
 
 class Metrics:
-    """The metrics of a run. At each boundary between two steps the loop may call `read`, `add` and `write`, in this
-    order; within a step it calls `loss.add` for each micro-batch and then `end_step`.
+    """The metrics of a run. Within a step the loop calls `loss.add` for each micro-batch, and then `end_step`; between
+    two steps it takes their `record`, adds what its evaluations have measured, and has it written.
 
     Attributes:
         loss: the RunningLoss.
         throughput: the Throughput; its `seconds` and `pauses` are those of the whole run.
+        warning: shown in every line until it is empty again.
     """
 
     def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        batches: Batches,
-        checkpoints: CheckpointManager | None,
-        outputs: Outputs,
+        self, config: Config, engine: Engine, batches: Batches, outputs: Outputs, first_step: int, record: dict | None
     ):
-        """`checkpoints` is None on all processes but the main one."""
-        self._config, self._engine, self._batches = config, engine, batches
-        self._checkpoints, self._outputs = checkpoints, outputs
+        """Of a run that continues at `first_step`, where an earlier process has measured `record`."""
+        self._config, self._engine, self._batches, self._outputs = config, engine, batches, outputs
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(engine.device, engine.sum_dtype)
         self.throughput = Throughput()
-        self._read_at = 0  # the step of the last reading
-        self._record: dict | None = None  # of this step boundary
+        self.warning = ""
+        self._read_at = first_step  # the step of the last reading, and what is known of it
+        self._known = (outputs.log.earlier if outputs.log else {}) | (record or {})
         self._grad_norm: torch.Tensor | None = None
+        self._save_wait = 0.0  # seconds for which this process has stood still for its saves
 
-    def read(self, step: int) -> None:
-        """Reads what the device has gathered since the last reading. A collective call that waits for the device.
-        Raises UserError after too many skipped steps in a row."""
-        self._record = self._record or {}
-        if step <= self._read_at:  # the step that the run began with
-            return
+    def record(self, step: int, *, read: bool) -> dict:
+        """What is known of this step, for its evaluations to be added: what an earlier process has measured at it, and,
+        where `read`, what the device has gathered since the last reading. A collective call, which waits for the
+        device if it reads. Raises UserError after too many skipped steps in a row."""
+        if read and step > self._read_at:
+            self._known, self._read_at = self._read(step), step
+        known = self._known if step == self._read_at else {}
+        return {"learning_rate": lr_at(step, self._config.optimizer)} | known if read else dict(known)
+
+    def _read(self, step: int) -> dict:
         engine = self._engine
         loss = self.loss.read(engine.mean)  # waits for the steps whose time is read next
         seconds = self.throughput.window()
         rate = (step - self._read_at) * self._config.optimizer.total_batch_tokens / seconds
-        self._record |= {
+        return {
             "loss": loss,
             "grad_norm": self._grad_norm.item(),
             "learning_rate": lr_at(step - 1, self._config.optimizer),
@@ -88,62 +88,58 @@ class Metrics:
             "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.world) if engine.peak_flops else None,
             "skipped_steps": engine.spike_filter.check(step),
         }
-        self._read_at = step
 
-    def add(self, **values) -> None:
-        """Adds columns to this step's record."""
-        self._record = (self._record or {}) | values
-
-    def write(self, step: int) -> None:
-        """Writes this step's record, if there is one, to all outputs."""
-        values = self._record  # kept until the next step: a run that stops here saves it, and writes the line again
-        if values is None:
+    def write(self, step: int, record: dict) -> None:
+        """Writes the record of a step to all outputs, unless it is empty."""
+        if not record:
             return
-        optimizer, checkpoints = self._config.optimizer, self._checkpoints
-        record = {"step": step, "tokens": step * optimizer.total_batch_tokens}
-        record |= dict.fromkeys(_MEASURED) | {"learning_rate": lr_at(step, optimizer)} | values
-        record["seconds"] = round(self.throughput.seconds, 3)
-        record["save_wait"] = self.throughput.share(checkpoints.save_wait) if checkpoints else None
-        record |= self._engine.counters()
+        tokens, seconds = step * self._config.optimizer.total_batch_tokens, self.throughput.seconds
+        line = {"step": step, "tokens": tokens} | dict.fromkeys(_MEASURED) | record
+        line |= {"seconds": round(seconds, 3), "save_wait": self._save_wait / max(self._save_wait + seconds, 1e-9)}
+        line |= self._engine.counters()
         if self._outputs.log:
-            self._outputs.log.write(record)
-        failed = checkpoints.failed if checkpoints else ""
-        self._outputs.progress.report(record, failed)
-        self._outputs.tracker.log(record)
+            self._outputs.log.write(line)
+        self._outputs.progress.report(line, self.warning)
+        self._outputs.tracker.log(line)
 
     def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Adds a step: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing waits for them. After
-        each of the process's first steps the loss is read and shown, long before the first line of the log; that is a
-        collective call, and waits for the device."""
+        """Adds a step: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing waits for them."""
         self.loss.end_step(skipped)
-        self._grad_norm, self._record = grad_norm, None
+        self._grad_norm = grad_norm
         self._outputs.progress.advance()
-        if self._outputs.progress.wants_loss and self._config.run.logging_steps > 1:
-            self._outputs.progress.live(self.loss.mean(self._engine.mean))
 
     @contextmanager
     def paused(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A context for a pause in training, such as "validating": its seconds do not count as training, and the
         progress bar shows what the run is doing. Yields a function that reports how many of how many batches are
         done."""
+        before = self.throughput.pauses
         with self.throughput.paused(), self._engine.stop.patient(), self._outputs.progress.during(what):
             yield self._outputs.progress.tick
+        if what == "saving":
+            self._save_wait += self.throughput.pauses - before
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss} of the run so far; of the main process."""
+        return self._outputs.log.val_losses
+
+    def sync(self) -> None:
+        """Brings metrics.jsonl to the disk; of the main process."""
+        self._outputs.log.sync()
 
     def state_dict(self) -> dict:
         """For the checkpoint, as JSON. A collective call, and waits for the device."""
         return {
             "seconds": self.throughput.seconds,
             "pauses": self.throughput.pauses,
-            "record": self._record,  # its line is written after the step's evaluations
             "running_loss": self.loss.state_dict(self._engine.mean),
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the metrics from a trainer state, with the keys of `state_dict` and "step"."""
+        """Sets what `state_dict` returned."""
         self.throughput = Throughput(state["seconds"], state["pauses"])
         self.loss.load_state_dict(state["running_loss"])
-        earlier = self._outputs.log.earlier if self._outputs.log else {}
-        self._read_at, self._record = state["step"], earlier | (state["record"] or {}) or None
 
 
 class Throughput:
@@ -155,35 +151,26 @@ class Throughput:
 
     def __init__(self, seconds: float = 0.0, pauses: float = 0.0):
         self.seconds, self.pauses = seconds, pauses
-        self._last = time.perf_counter()
-        self._window = 0.0
-
-    def _advance(self) -> None:
-        now = time.perf_counter()
-        self._window += now - self._last
-        self._last = now
+        self._begun = time.perf_counter()  # of the window, later by its pauses
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose seconds are a pause. The device must be idle at its beginning, or the work still queued there
         counts as pause."""
-        self._advance()
+        begun = time.perf_counter()
         try:
             yield
         finally:
-            begun, self._last = self._last, time.perf_counter()
-            self.pauses += self._last - begun
+            pause = time.perf_counter() - begun
+            self.pauses += pause
+            self._begun += pause
 
     def window(self) -> float:
         """Training seconds since the last call."""
-        self._advance()
-        seconds, self._window = self._window, 0.0
+        now = time.perf_counter()
+        seconds, self._begun = now - self._begun, now
         self.seconds += seconds
         return seconds
-
-    def share(self, waited: float) -> float:
-        """`waited` seconds as a fraction of the sum of them and the training."""
-        return waited / max(waited + self.seconds, 1e-9)
 
 
 class RunningLoss:
@@ -210,17 +197,12 @@ class RunningLoss:
         self._count += 1 - skipped
         self.step.zero_()
 
-    def mean(self, mean: Mean) -> float:
+    def read(self, mean: Mean) -> float:
         """The mean since the last reading, NaN if there was no step; collective, and waits for the device."""
         state = self.state_dict(mean)
-        return state["sum"] / state["count"] if state["count"] else math.nan
-
-    def read(self, mean: Mean) -> float:
-        """`mean`, after which the next one begins."""
-        value = self.mean(mean)
         self._sum.zero_()
         self._count.zero_()
-        return value
+        return state["sum"] / state["count"] if state["count"] else math.nan
 
     def state_dict(self, mean: Mean) -> dict:
         """For the checkpoint; `mean` averages a tensor over processes. Collective, and waits for the device."""
@@ -237,8 +219,7 @@ class MetricsLog:
 
     A resumed run drops the lines after `first_step`, which it is about to write again. That of `first_step` itself
     stays until it writes that again: an earlier plan may have measured there what this one does not, such as the
-    validation loss after its last step. A line that cannot be written, on a full disk, waits in memory for the next
-    one, or for the next checkpoint.
+    validation loss after its last step. A line that cannot be written, on a full disk, is lost.
 
     Attributes:
         earlier: what the file's line of `first_step` holds, without nulls; empty if there is none.
@@ -247,8 +228,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, first_step: int):
         """Raises UserError where the file cannot be read or written."""
-        self._path, self._unwritten = path, b""
-        self._lock = threading.Lock()  # `sync` is called by the thread that writes checkpoints
+        self._path, self._failed = path, False
         # A line of step 0 that no checkpoint follows may be another configuration's.
         lines = [n for n in read_metrics(path) if n["step"] < first_step or n["step"] == first_step > 0]
         kept = list({line["step"]: line for line in lines}.values())
@@ -268,31 +248,30 @@ class MetricsLog:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         if clean.get("val_loss") is not None:
             self.val_losses[clean["step"]] = clean["val_loss"]
-        with self._lock:
-            if clean["step"] == self.earlier.get("step"):
-                before = self._file
-                with suppress(OSError):  # on a full disk it waits, like any other line
-                    self._replace([*(n for n in read_metrics(self._path) if n["step"] < clean["step"]), clean])
-                    before.close()
-                    return
-            first, self._unwritten = not self._unwritten, self._unwritten + json.dumps(clean).encode() + b"\n"
-            try:
-                self._write_waiting()
-            except OSError as error:
-                if first:
-                    logger.warning(
-                        "WARNING    %s cannot be written (%s); its lines wait in memory", self._path, error.strerror
-                    )
+        try:
+            self._write(clean)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.warning("WARNING    %s cannot be written (%s); lines are lost", self._path, error.strerror)
+            self._failed = True
 
-    def _write_waiting(self) -> None:
-        while self._unwritten:  # a nearly full disk takes a part of it
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+    def _write(self, line: dict) -> None:
+        if line["step"] == self.earlier.get("step"):
+            before = self._file
+            self._replace([*(n for n in read_metrics(self._path) if n["step"] < line["step"]), line])
+            before.close()
+            return
+        text = json.dumps(line).encode() + b"\n"
+        written = self._file.write(text)
+        if written < len(text):  # a nearly full disk takes a part of it
+            self._file.truncate(self._file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
-        """Writes what waits, and brings the file to the disk: before a checkpoint is committed, from which a resumed
-        run will not write these lines again. A disk that takes no lines must not cost the checkpoint."""
-        with self._lock, suppress(OSError):
-            self._write_waiting()
+        """Brings the file to the disk: before a checkpoint is committed, from which a resumed run will not write these
+        lines again. A disk that fails must not cost the checkpoint."""
+        with suppress(OSError):
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:
@@ -300,8 +279,6 @@ class MetricsLog:
 
     def __exit__(self, *exception) -> None:
         self.sync()
-        if lost := self._unwritten.count(b"\n"):
-            logger.warning("WARNING    %d lines of %s could not be written, and are lost", lost, self._path)
         self._file.close()
 
 

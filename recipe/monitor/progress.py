@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 # tqdm's, with our own speed and time left behind it: they do not count compilation, nor an earlier process's steps.
 _FORMAT = "{desc}{percentage:.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
-_LIVE = 20  # the steps of a process after which the loss is shown at once
 _SETTLING = 10  # steps of a process that the time left does not count: several times as slow as those after them
 _BETWEEN_DRAWINGS, _BETWEEN_LINES = 0.25, 60.0  # seconds, in a long pause
 
@@ -29,7 +28,7 @@ class Progress:
         """For a run of `steps` steps of `step_tokens` tokens each that has done `step` of them."""
         self._steps, self._step_tokens, self._show = steps, step_tokens, show
         self._first = self._done = step
-        self._begun = self._first_done = self._settled = self._last_shown = time.monotonic()
+        self._begun = self._settled = self._last_shown = time.monotonic()
         self._doing = "first step"  # in which a compilation can take minutes
         self._newest: dict[str, float] = {}  # of each column that the bar shows
         self._warning = ""
@@ -45,33 +44,18 @@ class Progress:
         )
         self._draw()
 
-    @property
-    def wants_loss(self) -> bool:
-        """Whether the loss of the last step is to be given to `live`; the same on all processes."""
-        return self._done - self._first <= _LIVE
-
     def advance(self) -> None:
         """Counts a step that is done."""
         self._done += 1
         if self._done == self._first + 1:
-            self._first_done, self._doing = time.monotonic(), ""
+            self._doing = ""
+            self._line(f"{self._step(self._done)}  first step after {duration(time.monotonic() - self._begun)}")
             self._draw()
         if self._done == self._first + _SETTLING:
             self._settled = time.monotonic()
         if not self._bar.disable:
             self._bar.set_postfix_str(self._figures(self._newest, short=True), refresh=False)
             self._bar.update(self._step_tokens)
-
-    def live(self, loss: float) -> None:
-        """Shows the loss after one of the first steps; it is not finite if the step was skipped."""
-        if math.isfinite(loss):
-            self._newest["loss"] = loss
-        self._draw()
-        if self._done == self._first + 1:
-            after = f"first step after {duration(self._first_done - self._begun)}"
-            self._line(f"{self._step(self._done)}  {self._figures({'loss': loss})}  {after}")
-        elif self._done == self._first + 2:
-            self._line(f"{self._step(self._done)}  {self._figures({'loss': loss})}")
 
     def report(self, record: dict, warning: str = "") -> None:
         """Shows a record of metrics.jsonl, and a warning that must not scroll away."""

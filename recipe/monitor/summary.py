@@ -215,9 +215,7 @@ def outcome(
 
 def commands(run_dir: Path) -> list[str]:
     """What to do next with a run, as commands that work from the current directory."""
-    make = "make" if Path.cwd() == ROOT else f"make -C {shlex.quote(str(ROOT))}"
-    which = run_dir if Path.cwd() == ROOT else run_dir.resolve()
-    # Without MODEL and RUN the newest run under runs/ is taken, which this is unless others run beside it.
-    default = Path.cwd() == ROOT and run_dir == Path("runs/shakespeare")
-    model, run = ("", "") if default else (f" {name}={shlex.quote(str(which))}" for name in ("MODEL", "RUN"))
-    return [f"{make} sample{model}", f"{make} report{run}", f"{make} export{run}"]
+    here = Path.cwd() == ROOT
+    make = "make" if here else f"make -C {shlex.quote(str(ROOT))}"
+    run = shlex.quote(str(run_dir if here else run_dir.resolve()))
+    return [f"{make} sample MODEL={run}", f"{make} report RUN={run}", f"{make} export RUN={run}"]

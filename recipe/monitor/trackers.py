@@ -87,6 +87,10 @@ class Tracker:
         except Exception as error:
             self._leave_alone(error)
 
+    def state_dict(self) -> dict:
+        """For the checkpoint."""
+        return {"run_id": self.run_id}
+
     def log(self, record: dict) -> None:
         """Logs a line of metrics.jsonl."""
         if self._tracker is not None:

@@ -10,7 +10,7 @@ from recipe.errors import UserError
 _WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (
     "Lower learning_rate or lengthen warmup_steps, and continue from an earlier checkpoint: "
-    "`python -m recipe.checkpoint list RUN` lists checkpoints; delete those after the last good one and rerun"
+    "`python -m recipe.checkpoint RUN` lists checkpoints; delete those after the last good one and rerun"
 )
 
 

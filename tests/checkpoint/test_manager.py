@@ -2,37 +2,58 @@
 
 import errno
 import threading
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recipe.checkpoint import manager as module
-from recipe.checkpoint.format import Retention, checkpoints, step_of
+from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
 from recipe.checkpoint.manager import CheckpointManager
+from recipe.config import parse_config
+
+
+class Run:
+    """A run whose only weights are four times `value`, with a CheckpointManager in `directory`."""
+
+    def __init__(self, directory):
+        self.directory, self.value, self.stop = directory, 1.0, SimpleNamespace(requested=False, leave=lambda: None)
+        self.synced = []
+        self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda what: nullcontext())
+        self.metrics.state_dict, self.metrics.sync = lambda: {"seconds": 3.0}, lambda: self.synced.append(True)
+        engine = SimpleNamespace(
+            device=torch.device("cpu"), name="CPU", precision="fp32", no_compile="", stop=self.stop
+        )
+        engine.is_main, engine.world, engine.local_world = True, 1, 1
+        engine.from_main, engine.snapshot = lambda value: value, self._snapshot
+        config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
+        model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
+        model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
+        trained, scaler = (model, SimpleNamespace(state={})), SimpleNamespace(state_dict=lambda: {"scale": 2.0})
+        self.manager = CheckpointManager(config, engine, trained, self.metrics, {"grad_scaler": scaler}, None)
+
+    def _snapshot(self, *_trained) -> tuple[dict, dict]:
+        return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}
+
+    def save(self, step: int) -> None:
+        self.manager.save(step, {"loss": 0.5})
+
+    def saved(self, step: int) -> None:
+        self.save(step)
+        self.manager.wait()
+
+    @property
+    def steps(self) -> list[int]:
+        return [step_of(path) for path in checkpoints(self.directory)]
 
 
 @pytest.fixture
-def log() -> SimpleNamespace:
-    """metrics.jsonl."""
-    synced = []
-    return SimpleNamespace(val_losses={}, synced=synced, sync=lambda: synced.append(True))
-
-
-@pytest.fixture
-def manager(tmp_path, log):
-    with CheckpointManager(tmp_path, Retention(save_total_limit=1), log) as manager:
-        yield manager
-
-
-def save(manager: CheckpointManager, step: int, value: float = 1.0) -> None:
-    manager.begin()
-    weights = {"a": torch.full((4,), value)}
-    manager.save(step, weights, {"exp_avg.a": torch.ones(4)}, {"config": {}, "data": {}}, {"config.json": b"{}"})
-
-
-def steps(run) -> list[int]:
-    return [step_of(path) for path in checkpoints(run)]
+def run(tmp_path):
+    run = Run(tmp_path)
+    with run.manager:
+        yield run
 
 
 def failing(monkeypatch, times: int) -> None:
@@ -47,69 +68,73 @@ def failing(monkeypatch, times: int) -> None:
     monkeypatch.setattr(module, "save_checkpoint", save_checkpoint)
 
 
-def test_training_waits_for_a_save_only_at_the_next_one(tmp_path, manager, monkeypatch):
+def test_a_checkpoint_holds_the_state_of_every_component(run):
+    run.saved(3)
+    (path,) = checkpoints(run.directory)
+    state = load_checkpoint(path).state
+    assert state["record"] == {"loss": 0.5}
+    assert (state["metrics"], state["grad_scaler"]) == ({"seconds": 3.0}, {"scale": 2.0})
+    assert state["config"]["output_dir"] == str(run.directory)
+    assert state["tokenizer"]["digest"] == "gpt2"
+
+
+def test_training_waits_for_a_save_only_at_the_next_one(run, monkeypatch):
     commit, begin = module.save_checkpoint, threading.Event()
     monkeypatch.setattr(module, "save_checkpoint", lambda *a: begin.wait(30) and commit(*a))
-    save(manager, 1)
-    assert steps(tmp_path) == []  # and the loop is here already
+    run.save(1)
+    assert run.steps == []  # and the loop is here already
     threading.Timer(0.3, begin.set).start()
-    save(manager, 2)
-    assert manager.save_wait >= 0.2
-    manager.wait()
-    assert steps(tmp_path) == [2]
+    began = time.monotonic()
+    run.save(2)
+    assert time.monotonic() - began >= 0.2
+    run.manager.wait()
+    assert run.steps == [2]
 
 
-def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(tmp_path, manager, log, monkeypatch):
+def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
     commit = module.save_checkpoint
-    monkeypatch.setattr(module, "save_checkpoint", lambda *a: log.synced and commit(*a))
-    save(manager, 1)
-    assert manager.conclude(lambda: False)
-    assert steps(tmp_path) == [1]
+    monkeypatch.setattr(module, "save_checkpoint", lambda *a: run.synced and commit(*a))
+    run.save(1)
+    assert run.manager.conclude()
+    assert run.steps == [1]
 
 
-def test_a_failed_save_is_reported_and_the_next_one_is_the_next_attempt(tmp_path, manager, monkeypatch, caplog):
-    save(manager, 1)
-    manager.wait()
+def test_a_failed_save_is_reported_and_the_next_one_is_the_next_attempt(run, monkeypatch, caplog):
+    run.saved(1)
     failing(monkeypatch, 1)
-    save(manager, 2)
-    manager.wait()
-    assert manager.failed == "step 2 not saved"
+    run.saved(2)
+    assert run.metrics.warning == "step 2 not saved"
     assert "step 2: NOT SAVED: No space left on device" in caplog.text
-    assert "the next save tries again; step_00000001 is the newest checkpoint" in caplog.text
-    save(manager, 3)
-    assert manager.conclude(lambda: False)
-    assert (manager.failed, steps(tmp_path)) == ("", [3])
+    assert "step_00000001 is the newest checkpoint" in caplog.text
+    run.save(3)
+    assert run.manager.conclude()
+    assert (run.metrics.warning, run.steps) == ("", [3])
 
 
-@pytest.mark.parametrize(("failures", "saved"), [(2, True), (99, False)])
-def test_the_last_save_is_tried_again_for_a_while(tmp_path, manager, monkeypatch, failures, saved):
-    monkeypatch.setattr(module, "_PAUSES", (0.01,) * 6)
+@pytest.mark.parametrize(("failures", "hurry", "saved"), [(2, False, True), (99, False, False), (99, True, False)])
+def test_the_last_save_is_tried_again_for_a_while_and_once_in_a_hurry(run, monkeypatch, failures, hurry, saved):
+    if not hurry:  # or it would take a minute
+        monkeypatch.setattr(module, "_PAUSES", (0.01,) * 6)
+    run.stop.requested = hurry
     failing(monkeypatch, failures)
-    save(manager, 5)
-    assert manager.conclude(lambda: False) is saved
-    assert steps(tmp_path) == [5] * saved
+    run.save(5)
+    assert run.manager.conclude() is saved
+    assert run.steps == [5] * saved
 
 
-def test_one_who_is_in_a_hurry_gets_one_more_attempt(manager, monkeypatch):
-    failing(monkeypatch, 99)
-    save(manager, 5)
-    assert not manager.conclude(lambda: True)  # would else take a minute
-
-
-def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_for_them(tmp_path, manager, caplog):
-    save(manager, 1)
-    save(manager, 2, value=float("inf"))
-    assert not manager.conclude(lambda: False)  # and at once: they stay what they are
-    assert steps(tmp_path) == [1]
+def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_for_them(run, caplog):
+    run.save(1)
+    run.value = float("inf")
+    run.save(2)
+    assert not run.manager.conclude()  # and at once: they stay what they are
+    assert run.steps == [1]
     assert "step 2: NOT SAVED: a holds inf or NaN; lower learning_rate" in caplog.text
-    assert "training continues; step_00000001 is the newest checkpoint" in caplog.text
 
 
-def test_the_best_one_is_kept_and_at_the_end_not_twice(tmp_path, manager, log):
+def test_the_best_one_is_kept_and_at_the_end_not_twice(run):
     for step, loss in enumerate([5.0, 4.0, 3.0], 1):
-        save(manager, step)
-        manager.wait()
-        log.val_losses[step] = loss
-    assert steps(tmp_path) == [2, 3]
-    assert manager.conclude(lambda: False)
-    assert steps(tmp_path) == [3]
+        run.saved(step)
+        run.metrics.val_losses[step] = loss
+    assert run.steps == [2, 3]
+    assert run.manager.conclude()
+    assert run.steps == [3]

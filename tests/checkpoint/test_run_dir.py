@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from recipe.checkpoint import run_dir as module
+from recipe.checkpoint.format import newest_whole
 from recipe.checkpoint.run_dir import LOCK, OWNER, RunDirectory, check_same_run
-from recipe.data.streaming.status import read_json, write_json
+from recipe.config import parse_config
+from recipe.data.tokenizer import open_tokenizer
 from recipe.errors import UserError
 from tests.checkpoint import save
 
@@ -71,17 +73,16 @@ def test_a_planted_link_is_replaced_and_its_target_stays(tmp_path):
     precious, run = tmp_path / "precious", tmp_path / "run"
     precious.write_text("precious")
     run.mkdir()
-    for name in (OWNER, "status.json", ".status.json.tmp"):
+    for name in (OWNER, f".{OWNER}.tmp"):
         (run / name).symlink_to(precious)
     with RunDirectory(run):
-        write_json(run / "status.json", {"state": "ready"})
-        assert read_json(run / "status.json") == {"state": "ready"}
+        assert not (run / OWNER).is_symlink()
     assert precious.read_text() == "precious"
 
 
 def test_a_run_that_was_refused_leaves_no_directory(tmp_path):
-    with RunDirectory(tmp_path / "run") as run:
-        assert run.newest_checkpoint() is None
+    with RunDirectory(tmp_path / "run"):
+        pass
     assert not (tmp_path / "run").exists()
 
 
@@ -89,8 +90,8 @@ def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
     run = tmp_path / "run"
     save(run, 3)
     for n in (1, 2):
-        with RunDirectory(run, fresh=True) as opened:
-            assert opened.newest_checkpoint() is None
+        with RunDirectory(run, fresh=True):
+            assert newest_whole(run) is None
             assert sorted(p.name for p in run.iterdir()) == [LOCK, OWNER]
             save(run, n)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("*/*")) == [
@@ -107,7 +108,7 @@ def test_fresh_on_a_mount_point_says_what_to_do(tmp_path, monkeypatch):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rename", busy)
-    with pytest.raises(UserError, match=r"cannot be renamed to .*\(Device or resource busy\); move its content away"):
+    with pytest.raises(UserError, match=r"cannot be renamed, for --fresh: Device or resource busy"):
         RunDirectory(tmp_path, fresh=True).__enter__()
     assert (tmp_path / "step_00000003").exists()
 
@@ -123,22 +124,17 @@ def test_a_full_disk_at_the_start_names_the_directory(tmp_path, monkeypatch):
 
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):
     caplog.set_level("INFO")
-    before = {
-        "n_layer": 2,
-        "n_embd": 64,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "linear",
-        "max_steps": 80,
-        "seed": 1,
-    }
-    state, same = {"config": before, "data": {}, "step": 20}, before | {"max_steps": 100, "eval_steps": 7}
-    check_same_run(state, same, tmp_path)
-    assert caplog.messages[0] == "resuming with max_steps 80 -> 100"
-    assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[1]
+    words = ["--n_layer=2", "--max_steps=80", "--warmup_steps=0", "--learning_rate=1e-3", "--lr_scheduler_type=linear"]
+    before, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
+    state = {"config": before, "data": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    same = before | {"max_steps": 100, "eval_steps": 7}
+    check_same_run(state, same, tokenizer, tmp_path)
+    assert "resuming with max_steps 80 -> 100" in caplog.messages
+    assert "the learning rate at step 20 was 0.00075 and is 0.0008 now" in caplog.messages[-1]
     caplog.clear()
-    check_same_run(state | {"config": same}, same, tmp_path)
+    check_same_run(state | {"config": same}, same, tokenizer, tmp_path)
     assert caplog.messages == []
-    with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 64 -> 96.*--fresh"):
-        check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tmp_path)
-    with pytest.raises(UserError, match=r"has no 'data': no run wrote it"):
-        check_same_run({"config": {}}, same, tmp_path)
+    with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96.*--fresh"):
+        check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tokenizer, tmp_path)
+    with pytest.raises(UserError, match="holds another run: 'shakespeare'"):
+        check_same_run(state, same | {"run_name": "other"}, tokenizer, tmp_path)

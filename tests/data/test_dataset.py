@@ -207,7 +207,7 @@ def test_11_a_batch_larger_than_the_data(three, tmp_path):
 
 def test_resuming_with_other_data_is_refused(three):
     def state(shards, **changes):
-        return TokenDataset(shards, T, 4, seed=1).state() | changes
+        return TokenDataset(shards, T, 4, seed=1).state_dict() | changes
 
     whole, without = state(three), state([Shard(s.path, s.tokens, None) for s in three])
     stream = state(three[:2], complete=False)  # a stream that has come to its second shard

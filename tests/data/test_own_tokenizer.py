@@ -187,11 +187,9 @@ def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tm
         assert result.returncode == 2, result.stdout + result.stderr
         return result.stderr
 
-    assert "run was trained with another tokenizer, own, and tokenizer is other now; set it back" in refused(
-        tokenizer=other
-    )
+    assert "run with other settings: vocab_size 600 -> 599, tokenizer own -> other" in refused(tokenizer=other)
     similar = changed(at / "own", tmp_path / "similar", merge_removed)
-    assert "trained with another tokenizer, own, and tokenizer is similar now" in refused(tokenizer=similar)
+    assert "run with other settings: tokenizer own -> similar. Put those back" in refused(tokenizer=similar)
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=at / "text.txt")

@@ -57,7 +57,7 @@ def test_streamed_is_prepared_within_the_budget(prepared, tmp_path):
             assert not [line for line in maps if str(s.out) in line and "(deleted)" in line]
         done.set()
         watcher.join()
-        assert s.datasets[0].state()["shards"] == expected.state()["shards"]
+        assert s.datasets[0].state_dict()["shards"] == expected.state_dict()["shards"]
         here = [path.name for path in s.out.glob("*.bin")]
     assert Manifest.load(tmp_path / "s") == Manifest.load(prepared.out)
     assert 0 < most[0] <= data.disk_budget_gb * 1e9
@@ -79,7 +79,7 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
     middle = int(expected._starts[5] + expected._starts[6]) // 2 // BATCH  # a step in the middle of shard 5
     with streaming(data) as s:
         assert_rows(s, expected, range(middle + 1))
-        state = s.datasets[0].state()
+        state = s.datasets[0].state_dict()
     (tmp_path / "s" / "train_000005.bin").unlink()
     for out, earlier in ((tmp_path / "s", None), (tmp_path / "other", state["manifest"])):
         there = dataclasses.replace(data, dataset_name=str(out))

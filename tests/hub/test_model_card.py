@@ -41,7 +41,7 @@ CONFIG = parse_config(["--config=gpt2"]).flat() | {"dataset_name": "~/shards", "
 STATE = {
     "step": 100,
     "tokens": 52_428_800,
-    "seconds": 61.5,
+    "metrics": {"seconds": 61.5},
     "about": [PART],
     "config": CONFIG,
     "tokenizer": {"digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},

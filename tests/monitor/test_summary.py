@@ -150,9 +150,6 @@ def test_the_commands_of_the_closing_panel(whole_run, monkeypatch, tmp_path):
         f"  make export RUN={run}",
     ]
     targets = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines()}
-    monkeypatch.chdir(ROOT)
-    of_default = [shlex.split(line) for line in summary.commands(Path("runs/shakespeare"))]
-    assert of_default == [["make", "sample"], ["make", "report"], ["make", "export"]]
-    assert targets >= {words[1] for words in of_default}
+    assert targets >= {shlex.split(line)[1] for line in output.splitlines()[-3:]}
     monkeypatch.chdir(tmp_path)
     assert summary.commands(Path("a run"))[1] == f"make -C {ROOT} report RUN={shlex.quote(str(tmp_path / 'a run'))}"

@@ -155,7 +155,7 @@ class StreamedDataset(TokenDataset):
             write_json(reader_path(self.out, self.rank), {"shard": sequence})
             self._at = sequence
 
-    def state(self) -> dict:
+    def state_dict(self) -> dict:
         """As TokenDataset's, and the manifest, from which another node can build the shards again."""
         shards = [shard.identity for shard in self.shards]
         return {"shards": shards, "complete": self.manifest.complete, "manifest": dataclasses.asdict(self.manifest)}
