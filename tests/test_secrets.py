@@ -61,7 +61,7 @@ def test_a_run_in_the_home_directory_continues(secrets, caplog):
     assert config.data.dataset_name == "/home/ada/shards"
     saved = json.loads(json.dumps(redacted(config.flat())))
     assert (saved["dataset_name"], saved["output_dir"]) == ("~/shards", "~/run")
-    state = {"config": saved, "data": {}, "step": 1, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    state = {"config": saved, "data": {}, "metrics": {}, "step": 1, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
     check_same_run(state, redacted(config.flat()), open_tokenizer("gpt2"), Path("run"))
     assert caplog.messages == []
 

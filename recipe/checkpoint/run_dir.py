@@ -157,6 +157,11 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
 
     Raises UserError, naming the fields, where architecture, tokenizer, data or batch differ: that is another run.
     """
+    if missing := [key for key in ("config", "data", "metrics", "tokenizer") if key not in state]:
+        raise UserError(
+            f"{run_dir}: trainer_state.json of its newest checkpoint has no {missing[0]!r}: another version of this "
+            "recipe wrote it. Choose another output_dir, or start over with --fresh"
+        )
     before = state["config"]
     name, now = before["run_name"], config["run_name"]
     if name != now:

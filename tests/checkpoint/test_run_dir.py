@@ -126,7 +126,7 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     caplog.set_level("INFO")
     words = ["--n_layer=2", "--max_steps=80", "--warmup_steps=0", "--learning_rate=1e-3", "--lr_scheduler_type=linear"]
     before, tokenizer = parse_config(words).flat(), open_tokenizer("gpt2")
-    state = {"config": before, "data": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
+    state = {"config": before, "data": {}, "metrics": {}, "step": 20, "tokenizer": {"name": "gpt2", "digest": "gpt2"}}
     same = before | {"max_steps": 100, "eval_steps": 7}
     check_same_run(state, same, tokenizer, tmp_path)
     assert "resuming with max_steps 80 -> 100" in caplog.messages
@@ -136,5 +136,7 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     assert caplog.messages == []
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96.*--fresh"):
         check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tokenizer, tmp_path)
+    with pytest.raises(UserError, match="has no 'metrics': another version of this recipe wrote it"):
+        check_same_run({k: v for k, v in state.items() if k != "metrics"}, same, tokenizer, tmp_path)
     with pytest.raises(UserError, match="holds another run: 'shakespeare'"):
         check_same_run(state, same | {"run_name": "other"}, tokenizer, tmp_path)
