@@ -117,18 +117,12 @@ class OpenShard:
             self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)
 
-    def read(self) -> np.ndarray:
-        """The tokens so far, (tokens,) uint16, mapped."""
-        with writing(self.part, _AGAIN):
-            self._file.flush()
-        return np.memmap(self.part, DTYPE, mode="r", offset=HEADER_BYTES)
-
     def commit(self, path: Path) -> str:
         """Writes the header, flushes the file to the disk and renames it to `path`; returns its SHA-256."""
-        self._file.seek(0)
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
         with writing(self.part, _AGAIN):
+            self._file.seek(0)
             self._file.write(header.tobytes())
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -30,7 +30,6 @@ def make_prepared(directory) -> SimpleNamespace:
         train_text=str(text),
         val_documents=20,
         shard_tokens=8000,
-        first_shard_tokens=1000,
         sequence_length=T,
     )
     return SimpleNamespace(data=data, manifest=prepare(data), text=text, out=directory / "out")

@@ -157,7 +157,7 @@ def test_training_does_not_notice(prepared, hub, tmp_path):
     is deleted, and resumed with two processes on an emptied disk, and with shards downloaded from a failing Hub."""
     stop, steps = 12, 24
     tiny = TINY | {"total_batch_tokens": 256, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
-    sizes = {"val_documents": 20, "shard_tokens": 8000, "first_shard_tokens": 1000}
+    sizes = {"val_documents": 20, "shard_tokens": 8000}
     streamed = sizes | {"train_text": prepared.text, "streaming": "true", "disk_budget_gb": budget(prepared, 2)}
     hub.faults += [Fault(path="*/train_*.bin", method="GET", status=500, skip=1)]
 

@@ -40,7 +40,7 @@ class Builder:
             self.producer = HubProducer(data, self.out)
             return
         self.producer = TextProducer(data, self.out)
-        if self.producer.val_documents is None:
+        if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start that are for "
                 "validation, since a fraction of it is known only at its end; or set streaming to false"
