@@ -15,7 +15,6 @@ from recipe.data.prepare.pipeline import must_prepare, prepare_for_training
 from recipe.data.prepare.producer import check_same
 from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
 from recipe.data.streaming.builder import Builder
-from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
 from recipe.errors import UserError
@@ -65,7 +64,7 @@ def check_dataset(one: DataSet, batch: Batch) -> None:
         logger.info("data       %s, streamed into %s", what, data.dataset_name)
         if data.val_data:
             _validation_shards(data)
-        Builder(data, readers=1).producer.text.newest()
+        Builder(data, readers=1).producer.newest()
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
@@ -136,7 +135,7 @@ def _open_stream(
         closing.callback(builder.close)
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
-        waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
+        waiting.until_opened()
         return Manifest.load(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
@@ -148,7 +147,6 @@ def _open_stream(
     with engine.shared_error("the stream did not start"):
         if engine.local_rank == 0 and not engine.is_main:
             start(commit)
-    waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
     if data.val_data:
         val_shards = _validation_shards(data)
     elif not (val_shards := Manifest.load(out).shards_in(out, "val")):

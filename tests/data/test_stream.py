@@ -16,7 +16,7 @@ from recipe.data.prepare.producer import TextProducer
 from recipe.data.shards import Manifest, find_shards
 from recipe.data.streaming import stream as module
 from recipe.data.streaming.builder import Builder
-from recipe.data.streaming.status import STATUS, read_json, write_json
+from recipe.data.streaming.status import STATUS, write_json
 from recipe.data.streaming.stream import BuilderProcess, Waiting
 from recipe.errors import UserError
 from recipe.log import set_up_logging
@@ -130,7 +130,7 @@ def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
     if child == 0:
         os.write(tell, str(BuilderProcess(data, 1, commit=None, earlier=None)._process.pid).encode())
         time.sleep(600)
-    Waiting(out).until(lambda: read_json(out / STATUS).get("opened"), "it")
+    Waiting(out).until_opened()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     builder, deadline = int(os.read(told, 20)), time.monotonic() + 30

@@ -128,6 +128,10 @@ class TextProducer:
         self._documents = 0  # read so far
         check_own_directory(out)
 
+    def newest(self) -> dict:
+        """The text's newest version, as the manifest records it. Raises UserError."""
+        return self.text.newest()
+
     def finished(self) -> Manifest | None:
         """The manifest in `out` if nothing is left to do. Raises UserError for shards of other text or settings."""
         manifest = Manifest.load(self.out)
@@ -141,7 +145,7 @@ class TextProducer:
         of a data set on the Hub to begin with, None for the newest."""
         self.manifest = continued(self.out, earlier, self._wanted())
         if self.manifest is None:
-            version = {"commit": commit} if commit else self.text.newest()
+            version = {"commit": commit} if commit else self.newest()
             self.manifest = Manifest({**self.text.identity(), **version}, self.options, **of_tokenizer(self.tokenizer))
         self.text.pin(self.manifest)
         self.manifest.save(self.out)
