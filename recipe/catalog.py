@@ -111,18 +111,15 @@ def is_text(name: str) -> bool:
     return bool(text_files(name)[0])
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form ORG/NAME of a data set on the Hub, and not that of a file or of data/NAME."""
+def is_on_hub(name: str) -> bool:
+    """Whether a data set, by its name, is read from the Hub: a known one, hf://, or ORG/NAME where that is nothing on
+    this disk, nor the name of a file or of data/NAME."""
     path = Path(name)
+    if name in DATASETS or name.startswith("hf://"):
+        return not path.exists()
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.suffix == ".bin" or text_suffix(path):
         return False
-    return path.parts[0] != "data" and not path.exists()
-
-
-def is_on_hub(name: str) -> bool:
-    """Whether a data set, by its name, is read from the Hub."""
-    known = name in DATASETS and not Path(name).exists()
-    return known or name.startswith("hf://") or (is_hub_id(name) and not Path(Path(name).parts[0]).exists())
+    return path.parts[0] != "data" and not Path(path.parts[0]).exists()
 
 
 def kinds_of_text() -> str:

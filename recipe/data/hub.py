@@ -1,7 +1,7 @@
 """Data sets of text on the Hugging Face Hub, streamed with `datasets`; and what any reader of the Hub needs.
 
-A data set is read at one commit. A failure of the Hub is an error before the first success, and afterwards is retried from
-where the reading stopped, with a message. The token stays where huggingface_hub finds it: in the environment.
+A data set is read at one commit. A failure of the Hub is an error before the first success, and afterwards is retried
+from where the reading stopped, with a message. The token stays where huggingface_hub finds it: in the environment.
 """
 
 from __future__ import annotations

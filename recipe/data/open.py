@@ -11,7 +11,7 @@ from pathlib import Path
 from recipe.config import Batch, Config, DataConfig, DataSet, data_sets
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
-from recipe.data.prepare.pipeline import must_prepare, prepare_for_training
+from recipe.data.prepare.pipeline import must_prepare, prepare
 from recipe.data.prepare.producer import check_same
 from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
 from recipe.data.streaming.builder import Builder
@@ -83,16 +83,12 @@ def _is_streamed(data: DataConfig) -> bool:
     return not (manifest and manifest.complete and all((out / e["file"]).exists() for e in manifest.shards))
 
 
-def _prepare(data: DataConfig, engine) -> None:
-    if data.train_text.startswith("hf://"):
-        return
-    with engine.shared_error("the data cannot be prepared"), engine.main_first():
-        prepare_for_training(data)
-
-
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
     """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
-    _prepare(data, engine)
+    if not data.train_text.startswith("hf://"):
+        with engine.shared_error("the data cannot be prepared"), engine.main_first():
+            if must_prepare(data):
+                prepare(data)
     train, val = _prepared_shards(data, *shape[:2])
     return TokenDataset(train, *shape), TokenDataset(val, *shape)
 

@@ -19,7 +19,7 @@ import pytest
 
 from recipe.data import shards
 from recipe.data.hub import HubText
-from recipe.data.prepare.pipeline import alone_in, main, prepare, prepare_for_training
+from recipe.data.prepare.pipeline import alone_in, main, must_prepare, prepare
 from recipe.data.shards import Manifest, find_shards
 from recipe.errors import UserError
 from recipe.log import set_up_logging
@@ -320,7 +320,7 @@ def test_a_run_on_a_hub_data_set_names_the_command_that_prepares_it(tmp_path):
         r"first run: python -m recipe\.data\.prepare --train_text a/b .* --dataset_config sub --val_fraction 0\.5\n"
     )
     with pytest.raises(UserError, match=wanted):
-        prepare_for_training(hub)
+        must_prepare(hub)
 
 
 @pytest.mark.slow
