@@ -363,11 +363,6 @@ TABLE = {
         "manifest.json cannot be read (shard '../x.bin' is not the name of a file in its directory)",
         "prepare again",
     ),
-    "24 manifest, infinity": (
-        lambda at: at.train(at.manifest(tokens=float("inf"))),
-        "manifest.json cannot be read (wh",
-    ),
-    "24 manifest, type": (lambda at: at.train(at.manifest(sha256=5)), "manifest.json cannot be read (what it records"),
     "24 manifest, deep": (
         lambda at: at.train(at.file("d/manifest.json", '{"source": ' + "[" * 100_000).parent),
         "manifest.json cannot be read (maximum recursion depth",

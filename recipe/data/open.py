@@ -107,12 +107,10 @@ def _prepared_shards(data: DataConfig, sequence_length: int, batch_size: int) ->
 def _validation_shards(data: DataConfig) -> list[Shard]:
     name = data.dataset_name
     if not data.val_data and not Path(name).is_dir():
-        train = find_shards(name, "train")
-        where = train[0].path.parent
+        where = find_shards(name, "train")[0].path.parent
         raise UserError(
-            f"dataset_name {name} names files, and all of them are for training; name validation files in val_data: "
-            f"--dataset_name '{where}/*train*.bin' --val_data '{where}/*val*.bin', or only the directory: "
-            f"--dataset_name {where}"
+            f"dataset_name {name} names files, and all of them are for training; name validation files in val_data, or "
+            f"give only the directory: --dataset_name {where}"
         )
     if data.val_data:
         check_tokenizer(data.val_data, open_tokenizer(data.tokenizer))

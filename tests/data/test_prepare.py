@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import lzma
 import os
 import re
@@ -11,14 +12,12 @@ import sys
 import time
 from types import SimpleNamespace
 
-import datasets
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from recipe.data import shards
-from recipe.data.hub import HubText
+from recipe.data.hub import Retries
 from recipe.data.prepare.pipeline import alone_in, main, must_prepare, prepare
 from recipe.data.shards import Manifest, find_shards
 from recipe.errors import UserError
@@ -163,6 +162,16 @@ def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
     assert calls > 20
 
 
+@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.99}])
+def test_what_was_damaged_during_an_interruption_is_not_read_again(tmp_path, monkeypatch, changes):
+    data = data_of(write_jsonl(tmp_path / "d.jsonl"), tmp_path / "out", shard_tokens=6000, **changes)
+    interrupted_at(monkeypatch, data, 4)
+    first = tmp_path / "out" / Manifest.load(tmp_path / "out").shards[0]["file"]
+    first.write_bytes(first.read_bytes()[:-2] + b"\x00\x01")
+    with pytest.raises(UserError, match=rf"{first}: its SHA-256 is"):
+        prepare(data)
+
+
 def test_complete_shards_are_left_alone_and_other_settings_are_refused(reference, tmp_path, capsys):
     set_up_logging()
     before = (reference.out / "manifest.json").stat().st_mtime_ns
@@ -196,75 +205,17 @@ def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
     assert tokens_in(tmp_path / "out", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
 
 
-@pytest.fixture
-def hub(reference, monkeypatch):
-    """A Hub whose one data set is DOCUMENTS; the list records what was asked of it."""
-    asked = []
-
-    def load(name, subset, *, split, revision, streaming):
-        assert streaming
-        asked.append((name, subset, split, revision))
-        cache = str(reference.out.parent)
-        return real("json", data_files=str(reference.text), split="train", streaming=True, cache_dir=cache)
-
-    real = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    commits = iter(["c0ffee", "later"])
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
-    return asked
-
-
-def test_a_hub_data_set_streams_from_one_commit_and_continues_mid_stream(reference, hub, tmp_path, monkeypatch):
-    local = prepare(data_of(reference.text, tmp_path / "local", val_documents=30, shard_tokens=3000))
-    data = data_of("someone/texts", tmp_path / "hub", dataset_config="sub", val_documents=30, shard_tokens=3000)
-    interrupted_at(monkeypatch, data, len(local.shards))
-    position = Manifest.load(tmp_path / "hub").shards[-1]["next"]
-    assert position["stream"]["document"] == 256 <= position["document"]
-    prepare(data)
-    assert contents(tmp_path / "hub") == contents(tmp_path / "local")
-    assert hub == [("someone/texts", "sub", "train", "c0ffee")] * 2
-    manifest = Manifest.load(tmp_path / "hub")
-    assert manifest.source["commit"] == "c0ffee"
-    text = HubText(data)
-    text.pin(manifest)
-    late = list(text.documents(position["stream"]))
-    assert [d.index for d in late] == list(range(256, 300))  # it does not read what it had
-
-
-class Failing(HubText):
-    """A data set of DOCUMENTS whose connection breaks after some rows, each time it is opened."""
-
-    def __init__(self, breaks, error):
-        super().__init__(data_of("a/b", ""))
-        self.breaks, self.error, self.retries.worked = list(breaks), error, True
-
-    def _rows(self, stream):
-        left = self.breaks.pop(0) if self.breaks else 10_000
-        start = stream["document"] if stream else 0
-        for index in range(start, 300):
-            if index - start == left:
-                raise self.error
-            stream = {"document": index, "state": None} if index % 64 == 0 else stream
-            yield index, {"text": DOCUMENTS[index]}, stream
-
-
-def test_a_broken_stream_gives_each_document_once(monkeypatch, capsys):
-    set_up_logging()
-    waits = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    text = Failing([100, 0, 0, 70, 5], ConnectionError("gone"))
-    assert [d.index for d in text.documents()] == list(range(300))
-    assert waits == [1, 2, 4, 1, 1]  # longer while nothing comes
-    line = "train_text a/b: ConnectionError: gone; trying again in 1 s from where it stopped"
-    assert line in capsys.readouterr().out
-
-
-def test_patience_ends(monkeypatch):
+def test_patience_with_the_hub_ends(monkeypatch):
+    """After fifteen minutes without an answer, and at once where it never answered."""
     clock = [0.0]
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    retries = Retries("train_text a/b")
+    with pytest.raises(UserError, match="train_text a/b: no such local file, and the Hub reports ConnectionError"):
+        retries.failed(ConnectionError("gone"))
+    retries.success()
     with pytest.raises(UserError, match="train_text a/b: the Hub, which answered before, reports PermissionError: no"):
-        next(Failing([0] * 10_000, PermissionError("no")).documents())
+        any(map(retries.failed, itertools.repeat(PermissionError("no"))))
     assert 900 < clock[0] <= 960
 
 

@@ -19,7 +19,7 @@ from recipe.config import DataConfig
 from recipe.data.hub import HubText
 from recipe.data.prepare.documents import TextFiles, in_pieces, open_files
 from recipe.data.prepare.tokenize import Piece, tokenized
-from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, of_tokenizer, read_shard
+from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, Shard, of_tokenizer, open_shard
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.errors import UserError
 
@@ -232,20 +232,20 @@ class TextProducer:
 
     def _hold_out_the_end(self) -> None:
         """Divides the last training shards again: the last `val_fraction` of all tokens become validation shards."""
-        tokens, entries, last = self.manifest.tokens("train"), self.manifest.shards, []
+        tokens, last = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
         held_out = int(tokens * self.val_fraction)
         if not 0 < held_out < tokens:
             raise UserError(
                 f"{self.text}: val_fraction {self.val_fraction} of {tokens:,} tokens leaves none for one of "
                 f"the splits; raise it to {min(0.5, 2 / max(tokens, 4)):.2g} or more, or give more text"
             )
-        while sum(entry["tokens"] for entry in last) < held_out:
-            last.insert(0, entries.pop())
+        while sum(shard.tokens for shard in last[1:]) >= held_out:
+            del last[0]
+        end = np.concatenate([open_shard(shard) for shard in last])
+        del self.manifest.shards[-len(last) :]
         self.manifest.save(self.out)  # a producer that is killed from here on makes these shards again
-        paths = [self.out / entry["file"] for entry in last]
-        end = np.concatenate([read_shard(path) for path in paths])
-        for path in paths:
-            path.unlink()
+        for shard in last:
+            shard.path.unlink()
         for split, rest in (("val", end[-held_out:]), ("train", end[:-held_out])):
             while len(rest):
                 number = len(self.manifest.of(split))
@@ -292,7 +292,7 @@ class TextProducer:
         """The documents of a split from the position's on, in pieces; none with the text of a validation document."""
         held_out: set[bytes] = set()
         if split == "train" and self.val_documents:
-            held_out = _digests_of([self.out / entry["file"] for entry in self.manifest.of("val")], self.tokenizer)
+            held_out = _digests_of(self.manifest.shards_in(self.out, "val"), self.tokenizer)
         for document in self.text.documents(position["stream"]):
             self._documents = document.index + 1
             if split == "val" and document.index >= self.val_documents:
@@ -303,9 +303,9 @@ class TextProducer:
                 yield Piece(document.index, number == 0, text, document.stream)
 
 
-def _digests_of(paths: list[Path], tokenizer: GPT2Tokenizer) -> set[bytes]:
+def _digests_of(shards: list[Shard], tokenizer: GPT2Tokenizer) -> set[bytes]:
     """The digests of the documents that shards hold."""
-    tokens = np.concatenate([read_shard(path) for path in paths])
+    tokens = np.concatenate([open_shard(shard) for shard in shards])
     documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_text))
     texts = (tokenizer.decode(document[1:].tolist()) for document in documents)
     return {hashlib.blake2b(text, digest_size=8).digest() for text in texts}
