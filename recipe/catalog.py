@@ -23,7 +23,7 @@ DATASETS = {
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # a text file may be compressed
 # The settings that decide what the shards of a text hold.
-SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "first_shard_tokens", "text_column")
+SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "text_column")
 
 
 def resolve(data):
@@ -81,30 +81,22 @@ def text_suffix(path: Path) -> str:
     return suffix if suffix in TEXT_SUFFIXES else ""
 
 
-def text_files(name: str) -> list[Path]:
-    """The text files of a path, a directory with its subdirectories, or a glob, by name. Hidden ones, and links to
-    directories, which can lead in a circle, are skipped in a directory."""
-    return [path for path in _found(name) if _is_text_file(path, name) and path.is_file()]
-
-
-def skipped_files(name: str) -> list[Path]:
-    """The other files there, which are not read."""
-    return [path for path in _found(name) if not _is_text_file(path, name) and os.path.isfile(path)]
-
-
-def _found(name: str) -> list[Path]:
-    path, found = Path(name), []
-    for directory, below, files in os.walk(name):
-        below[:] = [one for one in below if not one.startswith(".")]
-        found += [os.path.join(directory, file) for file in files if not file.startswith(".")]
-    if not path.is_dir():
-        found = [name] if path.is_file() else glob.glob(name)
-    return [Path(path) for path in sorted(found)]
-
-
-def _is_text_file(path: Path, name: str) -> bool:
-    # The README.md of a directory is most often a data set's card.
-    return bool(text_suffix(path)) and not (path.name == "README.md" and Path(name).is_dir())
+def text_files(name: str) -> tuple[list[Path], list[Path]]:
+    """The text files of a path, a directory with its subdirectories, or a glob, by name; and the other files there,
+    which are not read. Hidden ones, and links to directories, which can lead in a circle, are in neither list."""
+    directory, found = Path(name).is_dir(), glob.glob(name)
+    if directory:
+        found = []
+        for here, below, files in os.walk(name):
+            below[:] = [one for one in below if not one.startswith(".")]
+            found += [os.path.join(here, file) for file in files if not file.startswith(".")]
+    elif Path(name).is_file():  # its name may hold a bracket
+        found = [name]
+    texts, others = [], []
+    for path in map(Path, filter(os.path.isfile, sorted(found))):
+        card = directory and path.name == "README.md"  # most often a data set's
+        (texts if text_suffix(path) and not card else others).append(path)
+    return texts, others
 
 
 def _token_files(directory: Path) -> bool:
@@ -116,21 +108,18 @@ def is_text(name: str) -> bool:
     path = Path(name)
     if not name or (path.is_dir() and ((path / "manifest.json").is_file() or _token_files(path))):
         return False
-    return bool(text_files(name))
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form ORG/NAME of a data set on the Hub, and not that of a file or of data/NAME."""
-    path = Path(name)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.suffix == ".bin" or text_suffix(path):
-        return False
-    return path.parts[0] != "data" and not path.exists()
+    return bool(text_files(name)[0])
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a data set, by its name, is read from the Hub."""
-    known = name in DATASETS and not Path(name).exists()
-    return known or name.startswith("hf://") or (is_hub_id(name) and not Path(Path(name).parts[0]).exists())
+    """Whether a data set, by its name, is read from the Hub: a known one, hf://, or ORG/NAME where that is nothing on
+    this disk, nor the name of a file or of data/NAME."""
+    path = Path(name)
+    if name in DATASETS or name.startswith("hf://"):
+        return not path.exists()
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.suffix == ".bin" or text_suffix(path):
+        return False
+    return path.parts[0] != "data" and not Path(path.parts[0]).exists()
 
 
 def kinds_of_text() -> str:
@@ -146,7 +135,7 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
     )
     if Path(name).is_file():
         return UserError(f"{field} {name}: files of this kind are not read; {kinds}")
-    if others := skipped_files(name):
+    if others := text_files(name)[1]:
         return UserError(f"{field} {name}: none of its files are read, such as {others[0].name}; {kinds}")
     close = difflib.get_close_matches(name, DATASETS, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""

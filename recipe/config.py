@@ -78,16 +78,13 @@ class DataConfig:
         False, "make the shards while the model trains, a few ahead, and delete those that it has read"
     )
     disk_budget_gb: float = _opt(10.0, "disk space for streamed shards on each node, in 10^9 bytes")
-    val_fraction: float = _opt(
-        0.01, "share of local text for validation: documents chosen by their hash, or the end of the text if it has few"
-    )
+    val_fraction: float = _opt(0.01, "share of local text that is held out for validation: the end of it")
     val_documents: int = _opt(
         0,
         "hold out this many documents at the start for validation (0: 10,000 of a Hub data set, else val_fraction)",
     )
-    shard_tokens: int = _opt(100_000_000, "tokens in a shard")
-    first_shard_tokens: int = _opt(
-        10_000_000, "tokens in the first shard; each one after it has twice as many, up to shard_tokens"
+    shard_tokens: int = _opt(
+        100_000_000, "tokens in a shard; the first has a tenth of them, and each one after it twice as many as before"
     )
     sequence_length: int = _opt(1024, "tokens in a sequence")
 
@@ -398,7 +395,6 @@ _POSITIVE = (
     "save_total_limit",
     "max_skipped_steps",
     "shard_tokens",
-    "first_shard_tokens",
 )
 _NOT_NEGATIVE = (
     "loss_chunk_size",

@@ -1,31 +1,26 @@
-"""Data sets on the Hugging Face Hub: text streamed with `datasets`, and token shards downloaded whole.
+"""Data sets of text on the Hugging Face Hub, streamed with `datasets`; and what any reader of the Hub needs.
 
-Both are read at one commit. A failure of the Hub is an error before the first success, and afterwards is retried from
-where the reading stopped, with a message. The token stays where huggingface_hub finds it: in the environment.
+A data set is read at one commit. A failure of the Hub is an error before the first success, and afterwards is retried
+from where the reading stopped, with a message. The token stays where huggingface_hub finds it: in the environment.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import logging
-import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 
 from recipe.config import DataConfig
 from recipe.data.prepare.documents import Document, text_chunks, text_of
-from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest, move
+from recipe.data.shards import Manifest
 from recipe.errors import Unreachable, UserError
 from recipe.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-DOWNLOADS = ".download"  # beside the shards, where they lie until they are whole
 _PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run
 _LONGEST_WAIT = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between two positions from which a stream can start again
@@ -64,7 +59,7 @@ class Retries:
         time.sleep(wait)
 
 
-class _Repository:
+class HubRepository:
     """A data set repository, read at the commit that `pin` sets."""
 
     repo: str
@@ -87,7 +82,7 @@ class _Repository:
         self.commit, self.retries.worked = manifest.source["commit"], bool(manifest.shards)
 
 
-class HubText(_Repository):
+class HubText(HubRepository):
     """A data set of text on the Hub, streamed."""
 
     skipped = ()  # as TextFiles'
@@ -149,75 +144,6 @@ class HubText(_Repository):
                     stream = {"document": index, "state": {"file": number, "within": rows.state_dict()}}
             start = {"file": number + 1, "within": None}
             stream = {"document": index, "state": start}
-
-
-class HubShards(_Repository):
-    """Token shards in a data set repository: hf://datasets/ORG/NAME[@REVISION]/PATTERN."""
-
-    _URI = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/(.+)")
-
-    def __init__(self, uri: str):
-        if not (match := self._URI.fullmatch(uri)):
-            raise UserError(
-                f"dataset_name {uri}: expected hf://datasets/ORG/NAME/PATTERN, as in hf://datasets/a/b/*.bin"
-            )
-        self.uri, (self.repo, self.revision, self.pattern) = uri, match.groups()
-        self.retries = Retries(f"dataset_name {uri}")
-
-    def identity(self) -> dict:
-        """What the manifest records of where the shards come from."""
-        return {"uri": self.uri}
-
-    def entries(self, commit: str) -> list[dict]:
-        """The manifest's entries, {file, split, tokens, sha256, path}, in the order of the names. Raises UserError."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
-
-        try:
-            tree = HfApi().list_repo_tree(self.repo, repo_type="dataset", revision=commit, recursive=True)
-            files = [f for f in tree if isinstance(f, RepoFile) and _matches(f.path, self.pattern)]
-        except Exception as error:
-            raise user_error(self.retries.name, error) from None
-        entries = [
-            {
-                "file": Path(f.path).name,
-                "split": "val" if "val" in Path(f.path).name else "train",
-                "tokens": (f.size - HEADER_BYTES) // DTYPE.itemsize,
-                "sha256": f.lfs.sha256 if f.lfs else None,
-                "path": f.path,
-            }
-            for f in sorted(files, key=lambda f: f.path)
-        ]
-        if not entries:
-            raise UserError(f"dataset_name {self.uri}: no file of the data set matches {self.pattern}")
-        if len({Path(e["path"]).parent for e in entries}) > 1:
-            raise UserError(
-                f"dataset_name {self.uri}: files in several folders match; narrow the pattern to one folder"
-            )
-        if all(e["split"] == "val" for e in entries):
-            raise UserError(f"dataset_name {self.uri}: only validation files match {self.pattern}; widen the pattern")
-        return entries
-
-    def download(self, entry: dict, path: Path) -> None:
-        """Downloads a shard to `path`, all or nothing; its checksum is verified when it is opened. Raises UserError."""
-        from huggingface_hub import hf_hub_download
-
-        aside, name = path.parent / DOWNLOADS, entry["path"]
-        shutil.rmtree(aside, ignore_errors=True)  # nothing continues a killed download, which would stay for ever
-        while True:
-            try:
-                got = hf_hub_download(self.repo, name, repo_type="dataset", revision=self.commit, local_dir=aside)
-                break
-            except Exception as error:
-                self.retries.failed(error)
-        move(Path(got), path)
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """As in a shell, * stays within a folder."""
-    parts, patterns = path.split("/"), pattern.split("/")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _status_and_reason(error: Exception) -> tuple[int | None, str]:

@@ -11,11 +11,10 @@ from pathlib import Path
 from recipe.config import Batch, Config, DataConfig, DataSet, data_sets
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
-from recipe.data.prepare.pipeline import must_prepare, prepare_for_training
+from recipe.data.prepare.pipeline import must_prepare, prepare
 from recipe.data.prepare.producer import check_same
 from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
 from recipe.data.streaming.builder import Builder
-from recipe.data.streaming.status import STATUS, read_json
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
 from recipe.errors import UserError
@@ -65,7 +64,7 @@ def check_dataset(one: DataSet, batch: Batch) -> None:
         logger.info("data       %s, streamed into %s", what, data.dataset_name)
         if data.val_data:
             _validation_shards(data)
-        Builder(data, readers=1).producer.text.newest()
+        Builder(data, readers=1).producer.newest()
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
@@ -84,16 +83,12 @@ def _is_streamed(data: DataConfig) -> bool:
     return not (manifest and manifest.complete and all((out / e["file"]).exists() for e in manifest.shards))
 
 
-def _prepare(data: DataConfig, engine) -> None:
-    if data.train_text.startswith("hf://"):
-        return
-    with engine.shared_error("the data cannot be prepared"), engine.main_first():
-        prepare_for_training(data)
-
-
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
     """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
-    _prepare(data, engine)
+    if not data.train_text.startswith("hf://"):
+        with engine.shared_error("the data cannot be prepared"), engine.main_first():
+            if must_prepare(data):
+                prepare(data)
     train, val = _prepared_shards(data, *shape[:2])
     return TokenDataset(train, *shape), TokenDataset(val, *shape)
 
@@ -112,12 +107,10 @@ def _prepared_shards(data: DataConfig, sequence_length: int, batch_size: int) ->
 def _validation_shards(data: DataConfig) -> list[Shard]:
     name = data.dataset_name
     if not data.val_data and not Path(name).is_dir():
-        train = find_shards(name, "train")
-        where = train[0].path.parent
+        where = find_shards(name, "train")[0].path.parent
         raise UserError(
-            f"dataset_name {name} names files, and all of them are for training; name validation files in val_data: "
-            f"--dataset_name '{where}/*train*.bin' --val_data '{where}/*val*.bin', or only the directory: "
-            f"--dataset_name {where}"
+            f"dataset_name {name} names files, and all of them are for training; name validation files in val_data, or "
+            f"give only the directory: --dataset_name {where}"
         )
     if data.val_data:
         check_tokenizer(data.val_data, open_tokenizer(data.tokenizer))
@@ -136,7 +129,7 @@ def _open_stream(
         closing.callback(builder.close)
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
-        waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
+        waiting.until_opened()
         return Manifest.load(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
@@ -148,7 +141,6 @@ def _open_stream(
     with engine.shared_error("the stream did not start"):
         if engine.local_rank == 0 and not engine.is_main:
             start(commit)
-    waiting.until(lambda: Manifest.load(out).of("train"), "the first training shard")
     if data.val_data:
         val_shards = _validation_shards(data)
     elif not (val_shards := Manifest.load(out).shards_in(out, "val")):

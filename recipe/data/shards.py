@@ -11,8 +11,7 @@ import glob
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ _PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
 _AGAIN = "mend that, and the same command continues after the last finished shard"
 _SAMPLE = 1 << 20  # tokens that are looked at where no manifest names the tokenizer
 _ENOUGH = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
-_CHUNK = 1 << 24  # tokens counted together, so that their widened copies stay small
+_COUNTED = 1 << 24  # tokens, whose frequencies are then known well enough
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,12 @@ class OpenShard:
             self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)
 
-    def read(self) -> np.ndarray:
-        """The tokens so far, (tokens,) uint16, mapped."""
-        with writing(self.part, _AGAIN):
-            self._file.flush()
-        return np.memmap(self.part, DTYPE, mode="r", offset=HEADER_BYTES)
-
     def commit(self, path: Path) -> str:
         """Writes the header, flushes the file to the disk and renames it to `path`; returns its SHA-256."""
-        self._file.seek(0)
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
         with writing(self.part, _AGAIN):
+            self._file.seek(0)
             self._file.write(header.tobytes())
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -168,17 +161,9 @@ class Manifest:
     dtype: str = "uint16"
 
     def __post_init__(self):
-        for one in fields(self):  # of a type such as "int" or "list[dict]"
-            if type(getattr(self, one.name)).__name__ != one.type.partition("[")[0]:
-                raise ValueError(f"{one.name} is not of type {one.type}")
-        for entry in self.shards:
-            name, tokens, sha256 = entry["file"], entry["tokens"], entry["sha256"]
+        for name in (entry["file"] for entry in self.shards):  # a stream deletes what it has read
             if name in ("", "..") or Path(name).name != name:
                 raise ValueError(f"shard {name!r} is not the name of a file in its directory")
-            if not (
-                isinstance(tokens, int) and isinstance(sha256, str | None) and isinstance(entry.get("next", {}), dict)
-            ):
-                raise ValueError(f"what it records of shard {name} is not of the right types")
 
     def save(self, directory: Path) -> None:
         """Writes the manifest into `directory`, replacing the one there as a whole."""
@@ -231,25 +216,17 @@ def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
 
 
 def check_tokens(shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for shards without a manifest that hold other tokens than the tokenizer's, such as characters.
-
-    These are nanoGPT's, by the meta.pkl beside them (which is not opened); or the largest token of a long sample is
-    below a sixteenth of the vocabulary.
-    """
+    """Raises UserError for shards without a manifest that hold other tokens than the tokenizer's, such as nanoGPT's
+    characters: the largest token of a long sample is below a sixteenth of the vocabulary."""
     first = shards[0]
     if first.sha256:
         return
-    way_out = "train on the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
-    if tokenizer.digest == GPT2 and (first.path.parent / "meta.pkl").exists():
-        raise UserError(
-            f"{first.path}: meta.pkl lies beside it, as beside nanoGPT's character-level data, which are no tokens of "
-            f"GPT-2; {way_out}. If they are GPT-2's tokens, move meta.pkl away"
-        )
     sample = read_shard(first.path)[:_SAMPLE]
     if len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
         raise UserError(
             f"{first.path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
-            f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; {way_out}"
+            f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; train on "
+            "the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
         )
 
 
@@ -260,24 +237,8 @@ def find_shards(name: str, split: str) -> list[Shard]:
     fineweb_val_000000.bin; or a .bin file or a glob of them, taken as they are. Raises UserError where there are none.
     """
     directory = Path(name)
-    manifest = Manifest.load(directory)
-    if manifest is None:
-        if split == "val" and is_text(name):
-            raise UserError(f"{name} is text, and validation needs shards; prepare it: {_PREPARE}")
-        found = sorted(directory.glob("*.bin")) if directory.is_dir() else map(Path, sorted(glob.glob(name)))
-        files = [path for path in found if path.is_file() and path.suffix == ".bin"]
-        if not files and (below := sorted(directory.glob("*/*.bin"))):
-            raise UserError(f"{name} holds directories of shards; name one of them, such as {below[0].parent}")
-        if not files and split == "train":
-            raise unknown_data(name)
-        if not files:
-            raise UserError(f"val_data {name}: no .bin file matches; prepare the text: {_PREPARE}")
-        paths = [path for path in files if split in path.name] if directory.is_dir() else files
-        if not paths:
-            raise UserError(
-                f"{name}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}"
-            )
-        return [Shard(path, len(read_shard(path)), None) for path in paths]
+    if (manifest := Manifest.load(directory)) is None:
+        return [Shard(path, len(read_shard(path)), None) for path in _files_of(name, split)]
     if not manifest.complete:
         raise UserError(
             f"{name}: its preparation was interrupted; run the same prepare command again, and it continues"
@@ -294,32 +255,42 @@ def find_shards(name: str, split: str) -> list[Shard]:
     return shards
 
 
+def _files_of(name: str, split: str) -> list[Path]:
+    """The .bin files of a split where no manifest names them."""
+    directory = Path(name)
+    if split == "val" and is_text(name):
+        raise UserError(f"{name} is text, and validation needs shards; prepare it: {_PREPARE}")
+    found = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name))
+    files = sorted(path for path in found if path.is_file() and path.suffix == ".bin")
+    if not files and (below := sorted(directory.glob("*/*.bin"))):
+        raise UserError(f"{name} holds directories of shards; name one of them, such as {below[0].parent}")
+    if not files:
+        raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
+    files = [path for path in files if split in path.name or not directory.is_dir()]
+    if not files:
+        raise UserError(f"{name}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}")
+    return files
+
+
 def describe_shards(shards: list[Shard]) -> str:
-    """Their tokens, number and, if it is not this project's own, format, for a line on the terminal."""
-    tokens = sum(shard.tokens for shard in shards)
-    number = f"{tokens:,} tokens in {len(shards)} shard{'s' if len(shards) > 1 else ''}"
-    with open(shards[0].path, "rb") as file:
-        bare = _is_headerless(file.read(HEADER_BYTES))
-    return number + (" (nanoGPT's format: uint16 without a header)" if bare else "")
+    """Their tokens and number, for a line on the terminal."""
+    return f"{sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shard{'s' if len(shards) > 1 else ''}"
 
 
 def unigram_loss(train_shards: list[Shard], val_shards: list[Shard], vocab_size: int = VOCAB_SIZE) -> float:
     """Nats a token of the validation data under the training data's token frequencies: what no model should exceed.
 
-    Additive smoothing of 0.01 a token; at most the first 100M training and 10M validation tokens are counted.
+    Additive smoothing of 0.01 a token; at most the first 2^24 tokens of each are counted.
     """
     train_shards = [shard for shard in train_shards if shard.path.exists()]  # of a stream, those that are left
-    train, val = _counts(train_shards, 100_000_000, vocab_size), _counts(val_shards, 10_000_000, vocab_size)
+    train, val = _counts(train_shards, vocab_size), _counts(val_shards, vocab_size)
     probability = (train + 0.01) / (train.sum() + 0.01 * vocab_size)
     return float(-(val * np.log(probability)).sum() / val.sum())
 
 
-def _counts(shards: list[Shard], limit: int, vocab_size: int) -> np.ndarray:
+def _counts(shards: list[Shard], vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, np.int64)
     for shard in shards:
-        tokens = read_shard(shard.path)[: limit - counts.sum()]
-        for lo, hi in pairwise([*range(0, len(tokens), _CHUNK), len(tokens)]):
-            counts += np.bincount(tokens[lo:hi], minlength=vocab_size)[:vocab_size]
-        if counts.sum() >= limit:
-            break
+        tokens = read_shard(shard.path)[: _COUNTED - counts.sum()]
+        counts += np.bincount(tokens, minlength=vocab_size)[:vocab_size]
     return counts

@@ -104,12 +104,6 @@ def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:
     )
 
 
-def save_tokenizer(directory: Path, max_length: int = CONTEXT_LENGTH) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(directory)` loads, for a
-    model of `max_length` positions."""
-    hf_tokenizer(max_length).save_pretrained(directory)
-
-
 class GPT2Tokenizer:
     """GPT-2's tokenizer.
 
@@ -134,7 +128,7 @@ class GPT2Tokenizer:
 
     def save(self, directory: Path, max_length: int) -> None:
         """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for so many positions."""
-        save_tokenizer(directory, max_length)
+        hf_tokenizer(max_length).save_pretrained(directory)
 
 
 class OwnTokenizer(GPT2Tokenizer):

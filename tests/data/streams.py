@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 from recipe.config import DataConfig
 from recipe.data.dataset import TokenDataset
 from recipe.data.prepare.pipeline import prepare
-from recipe.data.shards import Manifest, find_shards
-from recipe.data.streaming.status import STATUS, read_json
+from recipe.data.shards import find_shards
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from tests.data import TEXT
 
@@ -30,7 +29,6 @@ def make_prepared(directory) -> SimpleNamespace:
         train_text=str(text),
         val_documents=20,
         shard_tokens=8000,
-        first_shard_tokens=1000,
         sequence_length=T,
     )
     return SimpleNamespace(data=data, manifest=prepare(data), text=text, out=directory / "out")
@@ -46,9 +44,7 @@ def streaming(data, readers=1, earlier=None, first=0):
     builder = BuilderProcess(data, readers, commit=None, earlier=earlier)
     out, datasets = builder.out, []
     try:
-        waiting = Waiting(out)
-        waiting.until(lambda: read_json(out / STATUS).get("opened"), "the validation shards")
-        waiting.until(lambda: Manifest.load(out).of("train"), "the first shard")
+        Waiting(out).until_opened()
         datasets += [StreamedDataset(out, T, BATCH, 1, rank=rank, first=first * BATCH) for rank in range(readers)]
         yield SimpleNamespace(datasets=datasets, builder=builder, out=out)
     finally:

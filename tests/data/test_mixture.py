@@ -83,7 +83,7 @@ def test_rows_do_not_depend_on_who_reads_them(datasets, world, micro):
 
 @pytest.mark.slow
 def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_path):
-    """Two readers, room for two shards of the stream: one gets all that comes from it, through seven shards."""
+    """Two readers, room for two shards of the stream: one gets all that comes from it, through eight shards."""
     text = streams.make_prepared(tmp_path)
     data = streams.at(text, tmp_path / "s", disk_budget_gb=streams.budget(text, 2))
     sets, steps, done = [DataSet("local", 500, None), DataSet("stream", 500, None)], 75, threading.Event()
@@ -101,7 +101,7 @@ def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_pa
 
         threading.Thread(target=read, daemon=True).start()
         assert done.wait(60)
-        assert s.datasets[1]._at == 6
+        assert s.datasets[1]._at == 7
 
 
 def recipe(streaming=False, **fields) -> str:
@@ -111,7 +111,7 @@ def recipe(streaming=False, **fields) -> str:
         {"name": "data/b", "weight": 1, "train_text": "b.txt"},
         {"name": "c.jsonl", "weight": 4, "text_column": "text", "val_documents": 10, "streaming": streaming},
     ]
-    sizes = {"val_fraction": 0.1, "shard_tokens": 2000, "first_shard_tokens": 100, "disk_budget_gb": 1e-4}
+    sizes = {"val_fraction": 0.1, "shard_tokens": 2000, "disk_budget_gb": 1e-4}
     return yaml.safe_dump(TINY | sizes | fields, sort_keys=False) + (yaml.safe_dump({"dataset_name": mixture}))
 
 

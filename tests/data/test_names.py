@@ -1,7 +1,6 @@
 """A run trains on the data that its flags name, or ends with an error."""
 
 import gzip
-import json
 import re
 from contextlib import nullcontext
 
@@ -84,16 +83,6 @@ def test_text_that_is_named_is_trained_on(here, flag, name):
     assert opened(f"--{flag}={name}", "--val_fraction=0.2")[2].dataset_name != data.dataset_name
 
 
-def test_text_that_changed_since_it_was_prepared_is_an_error(here):
-    (here / "mine.txt").write_text(TEXT[:4000])
-    opened("--dataset_name=mine.txt")
-    (here / "mine.txt").write_text(TEXT[1000:5000])
-    with pytest.raises(
-        UserError, match=r"data/mine-\w+ holds shards of another text .*: the text files differ\. Delete"
-    ):
-        opened("--dataset_name=mine.txt")
-
-
 def test_prepared_shards_are_trained_on_whatever_the_recipe_says(here, capsys):
     """The documented route for own text: prepare it, then train on the directory; Shakespeare plays no part."""
     prepare(data_of(write_jsonl(here / "d.jsonl", DOCUMENTS[:30]), here / "data" / "mine"))
@@ -109,18 +98,12 @@ def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
     prepare(data_of("d.jsonl", "data/mine"))
     with pytest.raises(UserError, match=r"data/mine holds shards of another text .* --train_text ''"):
         opened("--dataset_name=data/mine", "--train_text=other.txt")
+    (here / "d.jsonl").write_text('{"text": "changed"}\n')
+    with pytest.raises(UserError, match=r"data/mine holds shards of another text .*: the text files differ\. Delete"):
+        opened("--dataset_name=data/mine", "--train_text=d.jsonl")
     with pytest.raises(UserError, match=r"train_text gone\.txt: no such file"):
         opened("--dataset_name=data/mine", "--train_text=gone.txt")
     opened("--dataset_name=data/mine", "--train_text=")  # as they are
-
-
-def test_shards_never_come_among_other_files(here):
-    (here / "photos").mkdir()
-    (here / "photos" / "cat.png").touch()
-    write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
-    with pytest.raises(UserError, match=r"photos holds other files \(cat\.png\)"):
-        opened("--dataset_name=photos", "--train_text=d.jsonl")
-    assert [path.name for path in (here / "photos").iterdir()] == ["cat.png"]
 
 
 def test_single_files_and_globs_of_tokens(here):
@@ -132,12 +115,12 @@ def test_single_files_and_globs_of_tokens(here):
         train, validation, _ = opened(*words)
         assert (tokens_of_all(train), tokens_of_all(validation)) == (2000, 1000)
     for name in ("*.bin", "train.bin"):
-        with pytest.raises(UserError, match=r"name validation files in val_data: --dataset_name .* --val_data '.*val"):
+        with pytest.raises(UserError, match="name validation files in val_data, or give only the directory"):
             opened(f"--dataset_name={name}")
 
 
 def test_characters_are_not_trained_on_as_tokens(here):
-    """nanoGPT's data/shakespeare_char: 65 characters, with a meta.pkl that would run code if it were opened."""
+    """nanoGPT's data/shakespeare_char: 65 characters."""
     ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
     tokens = np.array([ids[character] for character in TEXT], np.uint16)
     tokens[:1_003_854].tofile(here / "train.bin")
@@ -145,11 +128,6 @@ def test_characters_are_not_trained_on_as_tokens(here):
     for words in (["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"]):
         with pytest.raises(UserError, match=r"train\.bin: no token .* above 64, .*docs/data\.md"):
             opened(*words)
-    (here / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
-    with pytest.raises(UserError, match=r"train\.bin: meta\.pkl lies beside it, .*docs/data\.md"):
-        opened("--dataset_name=.")
-    assert not (here / "opened").exists()
-    (here / "meta.pkl").unlink()
     for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
         encode(text).tofile(here / f"{split}.bin")
     opened("--dataset_name=.")
@@ -238,14 +216,3 @@ def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, n
     kinds = r"text is a .*\.txt, \.md, \.jsonl, .*\.zst.*; shards are a directory, a \.bin file"
     with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: .*{kinds}"):
         opened(f"--{flag}={name}")
-
-
-def test_a_run_on_a_file_of_text(here):
-    """The command as a person types it."""
-    (here / "mine.txt").write_text(TEXT[:20_000])
-    command = [ROOT / "recipe/train.py", f"--dataset_name={here}/mine.txt", f"--output_dir={here}/run", *SMALL]
-    ran = processes.run(*command, env=environment(), cwd=here)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"tokenizing {here}/mine.txt into data/mine-" in ran.stdout
-    (shards,) = (here / "data").iterdir()
-    assert json.loads((shards / "manifest.json").read_text())["source"]["files"][0]["name"] == "mine.txt"

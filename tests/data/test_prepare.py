@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import lzma
 import os
 import re
@@ -11,21 +12,17 @@ import sys
 import time
 from types import SimpleNamespace
 
-import datasets
-import huggingface_hub
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from recipe.data import shards
-from recipe.data.hub import HubText
-from recipe.data.prepare.pipeline import alone_in, main, prepare, prepare_for_training
+from recipe.data.hub import Retries
+from recipe.data.prepare.pipeline import alone_in, main, must_prepare, prepare
 from recipe.data.shards import Manifest, find_shards
-from recipe.data.tokenizer import END_OF_TEXT
 from recipe.errors import UserError
 from recipe.log import set_up_logging
-from tests.conftest import ROOT, SHAKESPEARE
+from tests.conftest import ROOT
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl
 
 
@@ -39,20 +36,17 @@ def reference(tmp_path_factory):
 
 
 def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
-    """Three thousand tokens a shard; a tenth of the documents, chosen by hash, for validation."""
-    documents = {}
-    for split in ("val", "train"):
-        tokens = np.array(tokens_in(reference.out, split))
-        documents[split] = [tuple(d) for d in np.split(tokens, np.flatnonzero(tokens == END_OF_TEXT))[1:]]
-    assert 15 <= len(documents["val"]) <= 45  # 30 +- 3 standard deviations
-    expected = [tuple(tokens_of([d])) for d in DOCUMENTS if d]
-    assert documents["train"] == [d for d in expected if d not in set(documents["val"])]
-    assert documents["val"] == [d for d in expected if d in set(documents["val"])]
+    """The last tenth of the tokens is for validation. Three thousand tokens a shard, and fewer in the first ones."""
+    train, val = tokens_in(reference.out, "train"), tokens_in(reference.out, "val")
+    assert train + val == tokens_of(DOCUMENTS)
+    assert len(val) == len(train + val) // 10
     counts = [s.tokens for s in find_shards(str(reference.out), "train")]
-    assert len(counts) > 8
-    assert set(counts[:-1]) == {3000}
+    assert counts[:6] == [300, 600, 1200, 2400, 3000, 3000]
+    assert len(counts) > 10
+    assert set(counts[4:-1]) == {3000}
     assert 0 < counts[-1] < 3000
     assert (reference.manifest.complete, reference.manifest.documents) == (True, 300)
+    assert {path.name for path in reference.out.glob("*.bin")} == {e["file"] for e in reference.manifest.shards}
 
 
 OPENERS = {
@@ -97,18 +91,12 @@ def test_text_files_are_one_document_each(tmp_path):
     assert tokens_in(tmp_path / "out", "train") == tokens_of(["second\r\n", "third"])
 
 
-def test_of_few_documents_the_end_of_the_text_is_for_validation(tmp_path):
-    """tiny Shakespeare is one document; 338,025 tokens is what nanoGPT and llm.c count too. Ten files are as one."""
-    manifest = prepare(data_of(SHAKESPEARE, tmp_path / "one", shard_tokens=100_000))
-    assert (manifest.tokens("train"), manifest.tokens("val")) == (304_224, 33_802)
-    assert tokens_in(tmp_path / "one", "train") + tokens_in(tmp_path / "one", "val") == tokens_of([TEXT])
-    assert [s.tokens for s in find_shards(str(tmp_path / "one"), "train")] == [100_000] * 3 + [4224]
-    texts = [f"This is text number {i}. " * 5 for i in range(10)]
-    prepare(data_of(write_jsonl(tmp_path / "ten.jsonl", texts), tmp_path / "ten"))
-    whole = tokens_of(texts)
-    assert tokens_in(tmp_path / "ten", "val") == whole[-(len(whole) // 10) :]
-    with pytest.raises(UserError, match=r"val_fraction 0\.001 of .* tokens leaves none .*raise it to 0\.\d+ or more"):
-        prepare(data_of(write_jsonl(tmp_path / "e.jsonl", ["a few words"]), tmp_path / "none", val_fraction=0.001))
+def test_the_shipped_texts_shards_are_these_for_ever(tmp_path):
+    """338,025 tokens is what nanoGPT and llm.c count too."""
+    assert main(["--config", "shakespeare", "--out", str(tmp_path)]) == 0
+    assert tokens_in(tmp_path, "train") + tokens_in(tmp_path, "val") == tokens_of([TEXT])
+    shards = {shard["file"]: (shard["tokens"], shard["sha256"][:16]) for shard in Manifest.load(tmp_path).shards}
+    assert shards == {"train_000000.bin": (304_224, "72da7942a37d421e"), "val_000000.bin": (33_802, "82c0204e8b499d72")}
 
 
 def test_long_documents_are_tokenized_as_a_whole(tmp_path, monkeypatch):
@@ -159,10 +147,10 @@ def killed_after(data, calls):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("changes", [{}, {"val_documents": 9}, {"val_fraction": 0.02}])  # by hash, the first, the end
+@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.3}])  # the first; the end, of two shards
 def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
     text = write_jsonl(tmp_path / "d.jsonl", [*DOCUMENTS[:110], *DOCUMENTS[3:12]])
-    sizes = {"shard_tokens": 6000, "first_shard_tokens": 3000}
+    sizes = {"shard_tokens": 6000}
     prepare(data_of(text, tmp_path / "whole", **sizes, **changes))
     calls = 1
     while killed_after(data := data_of(text, tmp_path / f"out{calls}", **sizes, **changes), calls):
@@ -172,6 +160,16 @@ def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
         assert not list((tmp_path / f"out{calls}").glob("*.part"))
         calls += 7
     assert calls > 20
+
+
+@pytest.mark.parametrize("changes", [{"val_documents": 9}, {"val_fraction": 0.99}])
+def test_what_was_damaged_during_an_interruption_is_not_read_again(tmp_path, monkeypatch, changes):
+    data = data_of(write_jsonl(tmp_path / "d.jsonl"), tmp_path / "out", shard_tokens=6000, **changes)
+    interrupted_at(monkeypatch, data, 4)
+    first = tmp_path / "out" / Manifest.load(tmp_path / "out").shards[0]["file"]
+    first.write_bytes(first.read_bytes()[:-2] + b"\x00\x01")
+    with pytest.raises(UserError, match=rf"{first}: its SHA-256 is"):
+        prepare(data)
 
 
 def test_complete_shards_are_left_alone_and_other_settings_are_refused(reference, tmp_path, capsys):
@@ -198,92 +196,26 @@ REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[
 
 
 def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
-    """The first ones by number, others by their text: equal texts are in one split, also after an interruption."""
-    text = write_jsonl(tmp_path / "d.jsonl", REPEATED)
-    data = data_of(text, tmp_path / "first", val_documents=30, shard_tokens=4000)
+    """The first ones, nor others with the text of one of them, also after an interruption."""
+    data = data_of(write_jsonl(tmp_path / "d.jsonl", REPEATED), tmp_path / "out", val_documents=30, shard_tokens=4000)
     interrupted_at(monkeypatch, data, 4)
     manifest = prepare(data)
     assert manifest.shards[0]["split"] == "val"  # validation can begin before training ends
-    assert tokens_in(tmp_path / "first", "val") == tokens_of(REPEATED[:30])
-    assert tokens_in(tmp_path / "first", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
-    prepare(data_of(text, tmp_path / "drawn", val_fraction=0.2))
-    sides = {}
-    for split in ("train", "val"):
-        tokens = np.array(tokens_in(tmp_path / "drawn", split))
-        sides[split] = {tuple(d) for d in np.split(tokens, np.flatnonzero(tokens == END_OF_TEXT))[1:]}
-    assert len(sides["val"]) >= 10
-    assert not sides["train"] & sides["val"]
+    assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])
+    assert tokens_in(tmp_path / "out", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
 
 
-@pytest.fixture
-def hub(reference, monkeypatch):
-    """A Hub whose one data set is DOCUMENTS; the list records what was asked of it."""
-    asked = []
-
-    def load(name, subset, *, split, revision, streaming):
-        assert streaming
-        asked.append((name, subset, split, revision))
-        cache = str(reference.out.parent)
-        return real("json", data_files=str(reference.text), split="train", streaming=True, cache_dir=cache)
-
-    real = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    commits = iter(["c0ffee", "later"])
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
-    return asked
-
-
-def test_a_hub_data_set_streams_from_one_commit_and_continues_mid_stream(reference, hub, tmp_path, monkeypatch):
-    local = prepare(data_of(reference.text, tmp_path / "local", val_documents=30, shard_tokens=3000))
-    data = data_of("someone/texts", tmp_path / "hub", dataset_config="sub", val_documents=30, shard_tokens=3000)
-    interrupted_at(monkeypatch, data, len(local.shards))
-    position = Manifest.load(tmp_path / "hub").shards[-1]["next"]
-    assert position["stream"]["document"] == 256 <= position["document"]
-    prepare(data)
-    assert contents(tmp_path / "hub") == contents(tmp_path / "local")
-    assert hub == [("someone/texts", "sub", "train", "c0ffee")] * 2
-    manifest = Manifest.load(tmp_path / "hub")
-    assert manifest.source["commit"] == "c0ffee"
-    text = HubText(data)
-    text.pin(manifest)
-    late = list(text.documents(position["stream"]))
-    assert [d.index for d in late] == list(range(256, 300))  # it does not read what it had
-
-
-class Failing(HubText):
-    """A data set of DOCUMENTS whose connection breaks after some rows, each time it is opened."""
-
-    def __init__(self, breaks, error):
-        super().__init__(data_of("a/b", ""))
-        self.breaks, self.error, self.retries.worked = list(breaks), error, True
-
-    def _rows(self, stream):
-        left = self.breaks.pop(0) if self.breaks else 10_000
-        start = stream["document"] if stream else 0
-        for index in range(start, 300):
-            if index - start == left:
-                raise self.error
-            stream = {"document": index, "state": None} if index % 64 == 0 else stream
-            yield index, {"text": DOCUMENTS[index]}, stream
-
-
-def test_a_broken_stream_gives_each_document_once(monkeypatch, capsys):
-    set_up_logging()
-    waits = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    text = Failing([100, 0, 0, 70, 5], ConnectionError("gone"))
-    assert [d.index for d in text.documents()] == list(range(300))
-    assert waits == [1, 2, 4, 1, 1]  # longer while nothing comes
-    line = "train_text a/b: ConnectionError: gone; trying again in 1 s from where it stopped"
-    assert line in capsys.readouterr().out
-
-
-def test_patience_ends(monkeypatch):
+def test_patience_with_the_hub_ends(monkeypatch):
+    """After fifteen minutes without an answer, and at once where it never answered."""
     clock = [0.0]
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    retries = Retries("train_text a/b")
+    with pytest.raises(UserError, match="train_text a/b: no such local file, and the Hub reports ConnectionError"):
+        retries.failed(ConnectionError("gone"))
+    retries.success()
     with pytest.raises(UserError, match="train_text a/b: the Hub, which answered before, reports PermissionError: no"):
-        next(Failing([0] * 10_000, PermissionError("no")).documents())
+        any(map(retries.failed, itertools.repeat(PermissionError("no"))))
     assert 900 < clock[0] <= 960
 
 
@@ -302,7 +234,7 @@ def test_patience_ends(monkeypatch):
         ("d.py", b"import os", r"d\.py is a program that would make the text, and is not run"),
         ("d.txt", b"", "holds no text"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
-        ("d.txt", b"a few words", "leaves none for one of the splits"),
+        ("d.txt", b"a few words", r"val_fraction 0\.1 of 4 tokens leaves none for one of the splits; raise it to 0\.5"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, data, message):
@@ -333,16 +265,13 @@ def test_the_command(reference, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_what_a_recipe_prepares(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["--config", "shakespeare", "--out", str(tmp_path / "out")]) == 0
-    assert Manifest.load(tmp_path / "out").tokens("val") == 33_802
+def test_a_run_on_a_hub_data_set_names_the_command_that_prepares_it(tmp_path):
     hub = data_of("a/b", tmp_path / "new", dataset_config="sub", val_fraction=0.5)
     wanted = (
         r"first run: python -m recipe\.data\.prepare --train_text a/b .* --dataset_config sub --val_fraction 0\.5\n"
     )
     with pytest.raises(UserError, match=wanted):
-        prepare_for_training(hub)
+        must_prepare(hub)
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from recipe.data import shards
-from recipe.data.shards import Manifest, Shard, describe_shards, find_shards, open_shard, read_shard, unigram_loss
+from recipe.data.shards import Manifest, Shard, find_shards, open_shard, read_shard, unigram_loss
 from recipe.errors import UserError
 from tests.data import write_shard
 
@@ -30,16 +29,6 @@ def test_bytes_on_disk_are_llm_c_s(tmp_path):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "a.bin"
-    write_shard(path, [1])
-    monkeypatch.setattr(shards.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(UserError, match=r"a\.bin\.part cannot be written \(No space left on device\)"):
-        write_shard(path, [2, 3])
-    assert read_shard(path).tolist() == [1]
-    assert os.listdir(tmp_path) == ["a.bin"]
-
-
 def test_nanogpts_files_without_a_header(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype("<u2")
     tokens[::7] = 0  # "!"
@@ -47,8 +36,6 @@ def test_nanogpts_files_without_a_header(tmp_path):
         tokens.tofile(tmp_path / name)
     (train,) = find_shards(str(tmp_path), "train")
     assert open_shard(train).tolist() == tokens.tolist()
-    assert describe_shards([train]) == "3,000 tokens in 1 shard (nanoGPT's format: uint16 without a header)"
-    assert describe_shards([a_shard(tmp_path / "a.bin", range(9))] * 2) == "18 tokens in 2 shards"
 
 
 GOOD = np.arange(1, 1000, dtype="<u2")
@@ -101,7 +88,7 @@ def test_find_without_a_manifest(tmp_path):
     assert [s.path.name for s in by_glob] == ["fineweb_val_000000.bin"]
     with pytest.raises(UserError, match=r"none: no such file, directory or data set"):
         find_shards(str(tmp_path / "none"), "train")
-    with pytest.raises(UserError, match=r"val_data .*none: no \.bin file matches.*recipe\.data\.prepare"):
+    with pytest.raises(UserError, match=r"val_data .*none: no such file"):
         find_shards(str(tmp_path / "none"), "val")
     (tmp_path / "fineweb_val_000000.bin").unlink()
     with pytest.raises(UserError, match=r"no file matches \*val\*\.bin"):
@@ -141,10 +128,8 @@ def test_find_with_a_manifest(tmp_path):
             find_shards(str(tmp_path), "train")
 
 
-def test_unigram_loss_by_hand(tmp_path, monkeypatch):
+def test_unigram_loss_by_hand(tmp_path):
     train, val = a_shard(tmp_path / "t.bin", [0, 0, 0, 1]), a_shard(tmp_path / "v.bin", [0, 2])
     total = 4 + 0.01 * 50257
     expected = -(np.log(3.01 / total) + np.log(0.01 / total)) / 2
     assert unigram_loss([train], [val]) == pytest.approx(expected, abs=1e-12)
-    counts = shards._counts([train, train], 6, 50257)  # no more are counted
-    assert (counts[0], counts[1], counts.sum()) == (5, 1, 6)

@@ -72,16 +72,19 @@ FAILURES = [
 ]
 
 
-def assert_streamed(data, expected, epochs):
-    with streaming(data) as s:
-        for step in range(int(epochs * expected.windows) // BATCH):
+def assert_streamed(data, expected, epochs, first=0):
+    with streaming(data, first=first) as s:
+        for step in range(first, int(epochs * expected.windows) // BATCH):
             assert np.array_equal(s.datasets[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
 
 
 def test_text_from_a_hub_that_fails(prepared, hub, at_the_hub, tmp_path, capfd):
-    """Once the first file was read."""
+    """Once the first file was read; also when the stream is stopped and goes on."""
     hub.faults += [Fault(path="*/00[12].parquet", method="GET", **failure) for failure in FAILURES]
-    assert_streamed(from_hub(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), local(prepared), 1)
+    data, expected = from_hub(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), local(prepared)
+    middle = int(0.5 * expected.windows) // BATCH
+    assert_streamed(data, expected, 0.5)
+    assert_streamed(data, expected, 1, first=middle)
     assert [fault.kind for fault in hub.faults] == []  # all of them happened
     manifest = Manifest.load(tmp_path / "s")
     shas = [e["sha256"] for e in prepared.manifest.shards]
@@ -157,7 +160,7 @@ def test_training_does_not_notice(prepared, hub, tmp_path):
     is deleted, and resumed with two processes on an emptied disk, and with shards downloaded from a failing Hub."""
     stop, steps = 12, 24
     tiny = TINY | {"total_batch_tokens": 256, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
-    sizes = {"val_documents": 20, "shard_tokens": 8000, "first_shard_tokens": 1000}
+    sizes = {"val_documents": 20, "shard_tokens": 8000}
     streamed = sizes | {"train_text": prepared.text, "streaming": "true", "disk_budget_gb": budget(prepared, 2)}
     hub.faults += [Fault(path="*/train_*.bin", method="GET", status=500, skip=1)]
 

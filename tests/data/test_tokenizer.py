@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.data.prepare.documents import LONGEST_PIECE, PIECE, in_pieces
-from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, encode, encoding, hf_tokenizer, save_tokenizer
+from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, GPT2Tokenizer, encode, encoding, hf_tokenizer
 from tests.conftest import SHAKESPEARE
 
 
@@ -80,7 +80,7 @@ def test_pieces_of_a_text_without_blanks_are_bounded():
 def test_saved_directory_loads_in_transformers(tmp_path):
     from transformers import AutoTokenizer
 
-    save_tokenizer(tmp_path)
+    GPT2Tokenizer().save(tmp_path, 1024)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 1024
     assert not {"is_local", "local_files_only"} & set(config)

@@ -50,7 +50,7 @@ TINY = {
     "save_steps": 2,
     "save_total_limit": 1,
 }
-DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 4000, "first_shard_tokens": 1000}
+DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 10_000}  # 1,000 in the first
 
 
 @dataclass

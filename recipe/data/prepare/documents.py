@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
 import io
 import json
 import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recipe.catalog import kinds_of_text, skipped_files, text_files, text_suffix, unknown_data
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe.catalog import kinds_of_text, text_files, text_suffix, unknown_data
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import without_surrogates
 from recipe.errors import UserError
@@ -24,15 +24,6 @@ from recipe.files import sha256_of
 
 PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
 LONGEST_PIECE = 1 << 20
-
-
-def _open_zst(path: Path, mode: str) -> io.BufferedReader:
-    import pyarrow  # Python has zstd from 3.14 on
-
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-
-
-_OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
 # No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the whole.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
@@ -46,17 +37,12 @@ class Document:
     chunks: Callable[[], Iterable[str]]
     stream: dict | None
 
-    def digest(self) -> int:
-        """63 bits of a hash of the text, by which documents are chosen for validation."""
+    def digest(self) -> bytes:
+        """A hash of the text, by which a document that is held out for validation is known when it comes again."""
         digest = hashlib.blake2b(digest_size=8)
         for chunk in self.chunks():
             digest.update(without_surrogates(chunk).encode())
-        return as_integer(digest.digest())
-
-
-def as_integer(digest: bytes) -> int:
-    """63 bits of a digest: two different ones among ten million documents are equal with a probability of 1e-5."""
-    return int.from_bytes(digest, "little") >> 1
+        return digest.digest()
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
@@ -84,15 +70,15 @@ def _cut(text: str) -> int:
 
 def open_files(name: str, text_column: str) -> TextFiles | None:
     """The documents of a file, a glob or a directory; None where nothing matches. Raises UserError for other files."""
-    if paths := text_files(name):
-        return TextFiles(paths, text_column, skipped_files(name))
-    path = Path(name)
-    if scripts := [path] * (path.suffix == ".py") or sorted(path.glob("*.py") if path.is_dir() else []):
+    paths, others = text_files(name)
+    if paths:
+        return TextFiles(paths, text_column, others)
+    if scripts := [path for path in others if path.suffix == ".py"]:
         raise UserError(
             f"train_text {name}: {scripts[0].name} is a program that would make the text, and is not run: run it "
             f"yourself if you trust it, and give the files that it writes ({kinds_of_text()})"
         )
-    if path.exists():
+    if Path(name).exists():
         raise unknown_data(name, "train_text")
     return None
 
@@ -119,59 +105,59 @@ class TextFiles:
         """As HubText's."""
 
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
-        """The state of a stream is [number of a file, row group of parquet]."""
-        index, (number, group) = (stream["document"], stream["state"]) if stream else (0, (0, 0))
-        for n, path in enumerate(self.paths[number:], number):
+        """All documents in order, or those from an earlier document's `stream` on, whose state is a file's number."""
+        index, first = (stream["document"], stream["state"]) if stream else (0, 0)
+        for number, path in enumerate(self.paths[first:], first):
+            here = {"document": index, "state": number} if number else None
             with _readable(path):
-                for g, texts in self._groups(path, group if n == number else 0):
-                    here = {"document": index, "state": [n, g]} if n or g else None
-                    for chunks in texts:
-                        yield Document(index, chunks, here)
-                        index += 1
+                for chunks in self._texts(path):
+                    yield Document(index, chunks, here)
+                    index += 1
 
-    def _groups(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:
-        """(number, texts) of a parquet file's row groups from `first` on; another file is one group."""
+    def _texts(self, path: Path) -> Iterator[Callable[[], Iterable[str]]]:
         if text_suffix(path) == ".parquet":
-            yield from self._parquet(path, first)
+            rows = _parquet_rows(path, self.text_column)
         elif text_suffix(path) in (".txt", ".md"):
-            yield 0, iter([partial(_file_chunks, path, _OPENERS.get(path.suffix, open))])
+            yield partial(_file_chunks, path)
+            return
         else:
-            yield 0, self._json_lines(path)
+            rows = _json_rows(path)
+        for where, row in rows:
+            yield partial(text_chunks, text_of(row, self.text_column, where))
 
-    def _json_lines(self, path: Path) -> Iterator[Callable[[], Iterable[str]]]:
-        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    try:
-                        row = json.loads(line)
-                    except ValueError as error:
-                        raise UserError(f"{where}: not JSON ({error}); expected one object per line") from None
-                    if not isinstance(row, dict):
-                        raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object per line")
-                    yield partial(text_chunks, text_of(row, self.text_column, where))
 
-    def _parquet(self, path: Path, first: int) -> Iterator[tuple[int, Iterator[Callable[[], Iterable[str]]]]]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+def _open(path: Path) -> io.BufferedReader | lzma.LZMAFile:
+    """The bytes of a file, decompressed as its name says."""
+    if path.suffix == ".xz":  # which pyarrow cannot read
+        return lzma.open(path)
+    return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)
 
-        try:
-            file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # or whole row groups come into memory
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{path}: not a parquet file ({error})") from None
 
-        def texts(group: int) -> Iterator[Callable[[], Iterable[str]]]:
-            columns = [self.text_column]
-            for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns, use_threads=False):
-                for row in batch.to_pylist():
-                    yield partial(text_chunks, text_of(row, self.text_column, str(path)))
+def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{where}: not JSON ({error}); expected one object per line") from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object per line")
+                yield where, row
 
-        with file:
-            names = file.schema_arrow.names
-            if self.text_column not in names:
-                raise UserError(_no_column(str(path), self.text_column, names))
-            for group in range(first, file.num_row_groups):
-                yield group, texts(group)
+
+def _parquet_rows(path: Path, column: str) -> Iterator[tuple[str, dict]]:
+    try:
+        file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # or whole row groups come into memory
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a parquet file ({error})") from None
+    with file:
+        if column not in file.schema_arrow.names:
+            raise UserError(_no_column(str(path), column, file.schema_arrow.names))
+        for batch in file.iter_batches(batch_size=64, columns=[column], use_threads=False):
+            for row in batch.to_pylist():
+                yield str(path), row
 
 
 def text_of(row: dict, column: str, where: str) -> str:
@@ -195,9 +181,9 @@ def text_chunks(text: str) -> Iterator[str]:
     return (text[lo : lo + LONGEST_PIECE] for lo in range(0, len(text), LONGEST_PIECE))
 
 
-def _file_chunks(path: Path, opener) -> Iterator[str]:
+def _file_chunks(path: Path) -> Iterator[str]:
     # utf-8-sig: a byte-order mark is not of the text. newline="": the model should see the line ends that it has.
-    with _readable(path), opener(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+    with _readable(path), _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
         while chunk := file.read(LONGEST_PIECE):
             yield chunk
 
@@ -206,7 +192,7 @@ def _file_chunks(path: Path, opener) -> Iterator[str]:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+    except (EOFError, OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); is it whole, and UTF-8?") from None
 
 

@@ -92,13 +92,6 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
     return manifest
 
 
-def prepare_for_training(data: DataConfig) -> None:
-    """Prepares `train_text`, if its files are here, into the directory `dataset_name`, unless that was done before.
-    Raises what `must_prepare` raises."""
-    if must_prepare(data):
-        prepare(data)
-
-
 def must_prepare(data: DataConfig) -> bool:
     """Whether local text is to be prepared before a run.
 

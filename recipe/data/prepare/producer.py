@@ -10,8 +10,6 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +17,14 @@ import numpy as np
 from recipe.catalog import text_suffix, unknown_data
 from recipe.config import DataConfig
 from recipe.data.hub import HubText
-from recipe.data.prepare.documents import TextFiles, as_integer, in_pieces, open_files
+from recipe.data.prepare.documents import TextFiles, in_pieces, open_files
 from recipe.data.prepare.tokenize import Piece, tokenized
-from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, of_tokenizer, read_shard
+from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, Shard, of_tokenizer, open_shard
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.errors import UserError
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
 START = {"document": 0, "tokens": 0, "stream": None}  # the position before the first document
-_EXPECTED = 10  # documents for validation; where a choice by hash would give fewer, the end of the text is taken
 
 
 def open_text(data: DataConfig) -> TextFiles | HubText:
@@ -40,16 +37,14 @@ def open_text(data: DataConfig) -> TextFiles | HubText:
 
 
 def options_of(data: DataConfig, text: TextFiles | HubText) -> dict:
-    """The settings that decide what the shards hold, as the manifest keeps them. `val_documents`: how many documents at
-    the beginning are for validation; None where `val_fraction` decides."""
-    first = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(text, HubText) else None)
-    if first is None and (data.val_fraction == 0 or (data.streaming and data.val_data)):
-        first = 0
+    """The settings that decide what the shards hold, as the manifest keeps them. For validation are so many documents
+    at the beginning, or such a fraction of the tokens, at the end; the other is None, or both are."""
+    documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(text, HubText) else None)
+    without = documents or (data.streaming and data.val_data)
     return {
-        "val_fraction": data.val_fraction if first is None else None,
-        "val_documents": first,
+        "val_fraction": None if without else data.val_fraction or None,
+        "val_documents": documents,
         "shard_tokens": data.shard_tokens,
-        "first_shard_tokens": min(data.shard_tokens, data.first_shard_tokens),
     }
 
 
@@ -126,12 +121,16 @@ class TextProducer:
             raise UserError(f"shard_tokens {data.shard_tokens}: a shard holds at most {(1 << 31) - 1} tokens")
         self.text, self.out, self._threads = open_text(data), out, threads
         self.options, self.tokenizer = options_of(data, self.text), open_tokenizer(data.tokenizer)
-        self.val_documents, self.val_fraction = self.options["val_documents"], data.val_fraction
+        self.val_documents, self.val_fraction = self.options["val_documents"], self.options["val_fraction"]
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
         self._rest: Run | None = None  # what the shard before has left of a run
         self._documents = 0  # read so far
         check_own_directory(out)
+
+    def newest(self) -> dict:
+        """The text's newest version, as the manifest records it. Raises UserError."""
+        return self.text.newest()
 
     def finished(self) -> Manifest | None:
         """The manifest in `out` if nothing is left to do. Raises UserError for shards of other text or settings."""
@@ -146,7 +145,7 @@ class TextProducer:
         of a data set on the Hub to begin with, None for the newest."""
         self.manifest = continued(self.out, earlier, self._wanted())
         if self.manifest is None:
-            version = {"commit": commit} if commit else self.text.newest()
+            version = {"commit": commit} if commit else self.newest()
             self.manifest = Manifest({**self.text.identity(), **version}, self.options, **of_tokenizer(self.tokenizer))
         self.text.pin(self.manifest)
         self.manifest.save(self.out)
@@ -163,13 +162,12 @@ class TextProducer:
         return HEADER_BYTES + self._size("train", number) * DTYPE.itemsize
 
     def _size(self, split: str, number: int) -> int:
-        """Tokens of a shard. The first one for training is small, so that training can begin while the next is made,
-        and each has twice the tokens of the one before, up to `shard_tokens`."""
-        entries = self.manifest.of(split)
+        """Tokens of a shard. The first one for training is a tenth of `shard_tokens`, so that training can begin while
+        the next is made, and each has twice the tokens of the one before, up to `shard_tokens`."""
+        entries, whole = self.manifest.of(split), self.options["shard_tokens"]
         if number < len(entries):
             return entries[number]["tokens"]
-        whole = self.options["shard_tokens"]
-        return whole if split == "val" else min(whole, self.options["first_shard_tokens"] << min(number, 31))
+        return whole if split == "val" else min(whole, max(1, whole // 10) << min(number, 31))
 
     @property
     def largest(self) -> int:
@@ -178,9 +176,8 @@ class TextProducer:
 
     def everything(self) -> Iterator[int]:
         """Makes what is missing, and yields the tokens that were added. Raises UserError where a split stays empty."""
-        if self._has_few_documents():
-            yield from self._hold_out_the_end()
-            return
+        if self.val_fraction and self.manifest.complete:  # where the end begins is known when all was read
+            self.manifest.shards, self.manifest.complete = [], False
         yield from self.make_validation()
         for number in self._missing(self.manifest.of("train")):  # which a streamed run has deleted
             yield from self.make("train", number)
@@ -191,13 +188,13 @@ class TextProducer:
         """Makes the validation shards, unless they are here."""
         known = self.manifest.of("val")
         here = not self._missing(known)
-        if self.val_documents == 0 or (here and (self.manifest.of("train") or self.manifest.complete)):
+        if not self.val_documents or (here and (self.manifest.of("train") or self.manifest.complete)):
             return
         number = len(known) if here else 0
         while (yield from self.make("val", number)):
             number += 1
         if not self.manifest.of("val"):
-            raise UserError(f"{self.text}: holds no text, or none for validation; raise val_fraction or val_documents")
+            raise UserError(f"{self.text}: holds no text")
 
     def make(self, split: str, number: int) -> Iterator[int]:
         """Makes a shard, or finds that the text ends before it. Yields the tokens that were added, and returns whether
@@ -217,6 +214,7 @@ class TextProducer:
             ended = shard.tokens < size
             if shard.tokens or known:
                 self._commit(shard, split, number, position)
+                self.manifest.save(self.out)
         if not ended:
             self._next = split, number + 1
         elif split == "train" and not self.manifest.complete:
@@ -225,12 +223,36 @@ class TextProducer:
 
     def _complete(self) -> None:
         if not self.manifest.of("train"):
-            raise UserError(
-                f"{self.text}: its {self._documents} documents leave none for training; lower val_documents or "
-                "val_fraction"
-            )
+            others = " besides the documents for validation; lower val_documents" if self.val_documents else ""
+            raise UserError(f"{self.text}: holds no text{others}")
+        if self.val_fraction:
+            self._hold_out_the_end()
         self.manifest.documents, self.manifest.complete = self._documents, True
         self.manifest.save(self.out)
+
+    def _hold_out_the_end(self) -> None:
+        """Divides the last training shards again: the last `val_fraction` of all tokens become validation shards."""
+        tokens, last = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
+        held_out = int(tokens * self.val_fraction)
+        if not 0 < held_out < tokens:
+            raise UserError(
+                f"{self.text}: val_fraction {self.val_fraction} of {tokens:,} tokens leaves none for one of "
+                f"the splits; raise it to {min(0.5, 2 / max(tokens, 4)):.2g} or more, or give more text"
+            )
+        while sum(shard.tokens for shard in last[1:]) >= held_out:
+            del last[0]
+        end = np.concatenate([open_shard(shard) for shard in last])
+        del self.manifest.shards[-len(last) :]
+        self.manifest.save(self.out)  # a producer that is killed from here on makes these shards again
+        for shard in last:
+            shard.path.unlink()
+        for split, rest in (("val", end[-held_out:]), ("train", end[:-held_out])):
+            while len(rest):
+                number = len(self.manifest.of(split))
+                with OpenShard(self.out / f"{split}.part") as shard:
+                    shard.append(rest[: self._size(split, number)])
+                    self._commit(shard, split, number, START)
+                rest = rest[shard.tokens :]
 
     def _commit(self, shard: OpenShard, split: str, number: int, position: dict) -> None:
         path, tokens = self.out / f"{split}_{number:06d}.bin", shard.tokens
@@ -238,7 +260,6 @@ class TextProducer:
         if number == len(entries):
             entry = {"file": path.name, "split": split, "tokens": tokens, "sha256": sha256, "next": position}
             self.manifest.shards.append(entry)
-            self.manifest.save(self.out)
         elif (tokens, sha256) != (entries[number]["tokens"], entries[number]["sha256"]):
             path.unlink()
             raise UserError(
@@ -269,60 +290,22 @@ class TextProducer:
 
     def _pieces(self, split: str, position: dict) -> Iterator[Piece]:
         """The documents of a split from the position's on, in pieces; none with the text of a validation document."""
-        first, held_out = self.val_documents, set()
-        if split == "train" and first:
-            held_out = _digests_of([self.out / entry["file"] for entry in self.manifest.of("val")], self.tokenizer)
+        held_out: set[bytes] = set()
+        if split == "train" and self.val_documents:
+            held_out = _digests_of(self.manifest.shards_in(self.out, "val"), self.tokenizer)
         for document in self.text.documents(position["stream"]):
             self._documents = document.index + 1
-            if document.index < position["document"]:
-                continue
-            if split == "val" and first is not None and document.index >= first:
+            if split == "val" and document.index >= self.val_documents:
                 return
-            if first is None:  # equal documents are in the same split
-                skipped = (document.digest() < self.val_fraction * 2**63) != (split == "val")
-            else:
-                skipped = bool(held_out) and document.digest() in held_out
-            for number, text in enumerate(() if skipped else in_pieces(document.chunks())):
+            if document.index < position["document"] or (held_out and document.digest() in held_out):
+                continue
+            for number, text in enumerate(in_pieces(document.chunks())):
                 yield Piece(document.index, number == 0, text, document.stream)
 
-    def _has_few_documents(self) -> bool:
-        if self.val_documents is not None:
-            return False
-        return next(islice(self.text.documents(), ceil(_EXPECTED / self.val_fraction) - 1, None), None) is None
 
-    def _hold_out_the_end(self) -> Iterator[int]:
-        """A text of few documents: its last `val_fraction` of tokens are for validation. Where they begin is known at
-        the end of the text only, so that this is done in one go."""
-        self.manifest.shards.clear()
-        self.val_documents = 0
-        with OpenShard(self.out / "text.part") as whole:
-            for run in self._read("train", START):
-                whole.append(run.tokens)
-                yield len(run.tokens)
-            held_out = int(whole.tokens * self.val_fraction)
-            if not whole.tokens:
-                raise UserError(f"{self.text}: holds no text")
-            if not 0 < held_out < whole.tokens:
-                raise UserError(
-                    f"{self.text}: val_fraction {self.val_fraction} of {whole.tokens:,} tokens leaves none for one of "
-                    f"the splits; raise it to {min(0.5, 2 / max(whole.tokens, 4)):.2g} or more, or give more text"
-                )
-            tokens = whole.read()
-            for split, rest in (("val", tokens[-held_out:]), ("train", tokens[:-held_out])):
-                while len(rest):
-                    number = len(self.manifest.of(split))
-                    with OpenShard(self.out / f"{split}.part") as shard:
-                        shard.append(rest[: self._size(split, number)])
-                        self._commit(shard, split, number, START)
-                    rest = rest[shard.tokens :]
-        self._complete()
-
-
-def _digests_of(paths: list[Path], tokenizer: GPT2Tokenizer) -> set[int]:
+def _digests_of(shards: list[Shard], tokenizer: GPT2Tokenizer) -> set[bytes]:
     """The digests of the documents that shards hold."""
-    tokens = np.concatenate([read_shard(path) for path in paths]) if paths else np.empty(0, DTYPE)
-    found = set()
-    for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_text)):
-        text = tokenizer.decode(document[1:].tolist())
-        found.add(as_integer(hashlib.blake2b(text, digest_size=8).digest()))
-    return found
+    tokens = np.concatenate([open_shard(shard) for shard in shards])
+    documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_text))
+    texts = (tokenizer.decode(document[1:].tolist()) for document in documents)
+    return {hashlib.blake2b(text, digest_size=8).digest() for text in texts}

@@ -36,11 +36,8 @@ class Builder:
     def __init__(self, data: DataConfig, readers: int):
         """Raises UserError for what cannot be streamed."""
         self.data, self.out, self.readers, self.status = data, Path(data.dataset_name), readers, {}
-        if data.train_text.startswith("hf://"):
-            self.producer = HubProducer(data, self.out)
-            return
-        self.producer = TextProducer(data, self.out)
-        if self.producer.val_documents is None:
+        self.producer = (HubProducer if data.train_text.startswith("hf://") else TextProducer)(data, self.out)
+        if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start that are for "
                 "validation, since a fraction of it is known only at its end; or set streaming to false"
@@ -60,6 +57,8 @@ class Builder:
                 f"validation shards and two training shards need {least / 1e9:.3g} GB; raise it, free some "
                 "disk, or lower shard_tokens"
             )
+        if not self.manifest.of("train"):
+            self._make(self.producer.make("train", 0), "train shard 0")
         self._report(opened=True)
         while True:
             number = self._next_shard(budget - val)
@@ -90,9 +89,9 @@ class Builder:
         train = self.manifest.of("train")
         n = len(train) if self.manifest.complete else None
         at = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
-        if None in at and train:  # a reader that begins will write where
+        if None in at:  # a reader that begins will write where
             return None
-        low, here = min((i for i in at if i is not None), default=0), self._here()
+        low, here = min(at), self._here()
         wanted = [i % n if n else i for i in range(low, low + _AHEAD)]  # readers count over all epochs
         number = next((i for i in wanted if i not in here), None)
         if number is None:

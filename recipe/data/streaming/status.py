@@ -8,7 +8,7 @@ from pathlib import Path
 from recipe.files import replace_file
 from recipe.redaction import redacted
 
-STATUS = ".builder.json"  # {"state": what the builder is doing, "opened": bool, "error": why it ended}
+STATUS = ".builder.json"  # {"state": what the builder is doing, "opened": readers can begin, "error": why it ended}
 POLL = 0.1  # seconds
 
 

@@ -74,11 +74,15 @@ class Waiting:
     def __init__(self, out: Path):
         self.out, self.closed = out, False
 
-    def until(self, ready: Callable[[], object], what: str):
-        """`ready()` once it is true. Raises UserError with the builder's error."""
+    def until_opened(self) -> None:
+        """Waits until readers can begin: for the validation shards and the first one for training."""
+        self.until(lambda: read_json(self.out / STATUS).get("opened"), "the first shards")
+
+    def until(self, ready: Callable[[], object], what: str) -> None:
+        """Waits until `ready()` is true. Raises UserError with the builder's error."""
         start = time.monotonic()
         logged = start + _SILENCE - _BETWEEN_LINES
-        while not (found := ready()):
+        while not ready():
             status = read_json(self.out / STATUS)
             if status.get("error"):
                 raise UserError(status["error"])
@@ -89,7 +93,6 @@ class Waiting:
                 doing = status.get("state", "the builder is starting")
                 logger.info("data       waiting %.0f s for %s: %s", logged - start, what, doing)
             time.sleep(POLL)
-        return found
 
 
 class StreamedDataset(TokenDataset):
