@@ -232,11 +232,9 @@ def trainer_config(directory: Path | None) -> dict:
     return json.loads(state.read_text())["config"] if state and state.is_file() else {}
 
 
-def mixture(dataset_name: str) -> dict[str, float]:
+def mixture(dataset_name: str | list[dict]) -> dict[str, float]:
     """{directory of shards: share} of a run that was trained on a mixture; empty for any other."""
-    found = json.loads(dataset_name) if dataset_name.startswith("[{") else []
-    total = sum(entry["weight"] for entry in found)
-    return {entry["name"]: entry["weight"] / total for entry in found}
+    return {} if isinstance(dataset_name, str) else {entry["name"]: entry["weight"] for entry in dataset_name}
 
 
 def read_results(path: Path) -> dict:

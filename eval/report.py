@@ -97,7 +97,7 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     return [[key, *(cells[key] for cells in columns)] for key in columns[0] if any(cells[key] for cells in columns)]
 
 
-def _data(dataset_name: str) -> str:
+def _data(dataset_name: str | list[dict]) -> str:
     mixed = common.mixture(dataset_name)
     return ", ".join(f"{share:.1%} {name}" for name, share in mixed.items()) or dataset_name
 

@@ -138,7 +138,7 @@ def test_the_documented_rule_is_the_order(three, tmp_path, seed):
             expected = [documented_sequence(files[0], seed, step * B + j) for j in taken]
             assert alone.rows(step, lo, hi).tolist() == expected
         sets = [DataSet("a", 667, None), DataSet("b", 333, None)]  # of weights 2 and 1
-        assert counts_of([{"name": "a", "weight": 2.0}, {"name": "b", "weight": 1.0}]) == [667, 333]
+        assert counts_of([2.0, 1.0]) == [667, 333]
         mixed = MixedDataset(sets, [TokenDataset(shards, T, B, seed) for shards in (three, other)], B, seed)
         dealt = [documented_mixture(seed, [667, 333], step * B + j) for j in range(B)]
         assert mixed.rows(step, 0, B).tolist() == [documented_sequence(files[d], seed, g) for d, g in dealt]

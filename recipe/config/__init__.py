@@ -1,0 +1,43 @@
+"""The configuration of a run: fields, their limits, a recipe's YAML and the command line, and batch arithmetic."""
+
+from recipe.config.batch import Batch, Due, batch_arithmetic, due_at
+from recipe.config.checks import check_repo_name
+from recipe.config.fields import (
+    AUTO,
+    BLOCK,
+    FIELDS,
+    ROOT,
+    Config,
+    DataConfig,
+    DataSet,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    data_sets,
+    hyperparameters,
+)
+from recipe.config.mixture import counts_in, counts_of
+from recipe.config.parse import parse_config
+
+__all__ = [
+    "AUTO",
+    "BLOCK",
+    "FIELDS",
+    "ROOT",
+    "Batch",
+    "Config",
+    "DataConfig",
+    "DataSet",
+    "Due",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "batch_arithmetic",
+    "check_repo_name",
+    "counts_in",
+    "counts_of",
+    "data_sets",
+    "due_at",
+    "hyperparameters",
+    "parse_config",
+]

@@ -1,0 +1,106 @@
+"""How an optimizer step is divided over processes and micro-steps, and what is due after which step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from recipe.config.fields import AUTO, Config
+from recipe.errors import UserError
+from recipe.units import plural
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How an optimizer step's sequences are divided: sequences = world x accumulation x micro.
+
+    `micro` is what a process takes at once; it divides that evenly over its `devices`.
+    """
+
+    sequences: int
+    world: int
+    micro: int
+    accumulation: int
+    devices: int = 1
+
+    def slice(self, micro_step: int, rank: int) -> tuple[int, int]:
+        """[lo, hi) of the step's sequences that `rank` takes in `micro_step`."""
+        lo = (micro_step * self.world + rank) * self.micro
+        return lo, lo + self.micro
+
+
+def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
+    """Derives accumulation for `world` processes that feed `devices` devices each; the only place that does.
+
+    A device whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
+    with the nearest valid batches, where the step does not divide.
+    """
+    tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
+    sequences, replicas = tokens // length, world * devices
+    micro = _micro(config, sequences, replicas)
+    accumulation, rest = divmod(sequences, replicas * micro)
+    if rest:
+        owners = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
+        raise UserError(
+            f"total_batch_tokens {tokens} is not a multiple of {owners} x micro_batch_size {micro} x sequence_length "
+            f"{length} = {replicas * micro * length}; nearest valid: {_nearest(config, replicas)}"
+        )
+    return Batch(sequences, world, micro * devices, accumulation, devices)
+
+
+def check_whole_sequences(config: Config) -> None:
+    """Raises UserError, with the nearest valid batches, where a step does not consist of whole sequences."""
+    tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
+    if tokens % length:
+        raise UserError(
+            f"total_batch_tokens {tokens} is not a multiple of sequence_length {length}; nearest valid: "
+            f"{_nearest(config, int(os.environ.get('WORLD_SIZE', 1)))}"
+        )
+
+
+def _wanted(config: Config) -> int:
+    size = config.optimizer.micro_batch_size
+    return 1 if size == AUTO else size  # auto that estimate/micro_batch.py has not resolved yet
+
+
+def _micro(config: Config, sequences: int, replicas: int) -> int:
+    return min(_wanted(config), max(1, sequences // replicas))
+
+
+def _nearest(config: Config, replicas: int) -> str:
+    """The three nearest total_batch_tokens that divide, and for which nothing else is wrong afterwards."""
+    tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
+    center, reach = tokens // length, 3 * replicas * _wanted(config)
+    near = range(max(1, center - reach), center + reach + 1)
+    valid = [n * length for n in near if n % (replicas * _micro(config, n, replicas)) == 0]
+    return ", ".join(map(str, sorted(sorted(valid, key=lambda n: abs(n - tokens))[:3])))
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due at a step boundary, after so many optimizer steps."""
+
+    last: bool
+    log: bool
+    eval: bool
+    save: bool
+    hellaswag: bool
+    sample: bool
+
+
+def due_at(step: int, config: Config) -> Due:
+    """What is due after `step` optimizer steps. Everything that the run does at all is due after the last one; nothing
+    is saved before the first, nor is HellaSwag scored, which would only show chance."""
+    run, last = config.run, step == config.optimizer.max_steps
+
+    def every(steps: int) -> bool:
+        return last or (steps > 0 and step % steps == 0)
+
+    return Due(
+        last=last,
+        log=every(run.logging_steps),
+        eval=every(run.eval_steps),
+        save=step > 0 and (every(run.save_steps) or step == config.optimizer.decay_start),
+        hellaswag=step > 0 and run.hellaswag_steps > 0 and every(run.hellaswag_steps),
+        sample=run.sample_steps > 0 and every(run.sample_steps),
+    )
