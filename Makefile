@@ -89,7 +89,7 @@ train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100: there)
-	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),--plan_device '$(DEVICE)') $(ARGS)
+	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

@@ -297,7 +297,6 @@ def _training_arguments(variant: Variant, directory: str):
         weight_decay=OPTIMIZER.weight_decay,
         adam_beta1=OPTIMIZER.adam_beta1,
         adam_beta2=OPTIMIZER.adam_beta2,
-        adam_epsilon=OPTIMIZER.adam_epsilon,
         max_grad_norm=OPTIMIZER.max_grad_norm,
         optim="adamw_torch_fused",
         bf16=variant.precision == "bf16",

@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, set_aside
-from recipe.config import ROOT, Batch, Config, ModelConfig, data_sets
+from recipe.config import ROOT, Batch, Config, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
 from recipe.data.open import check_dataset, open_datasets
@@ -36,8 +36,8 @@ from recipe.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-# Fields of a node rather than of the run: where files are, and how much memory there is.
-_OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir", "device_memory_gb"}
+# Fields of a node rather than of the run: where files are.
+_OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,7 @@ def with_vocabulary(config: Config, engine: Engine) -> Config:
     call. Raises UserError, on all processes."""
     with engine.shared_error("the tokenizer cannot be loaded"), engine.main_first():
         found = open_tokenizer(config.data.tokenizer)
-    given, size = config.model.vocab_size, found.vocab_size
-    if given not in (size, ModelConfig.vocab_size):
-        raise UserError(f"vocab_size is {given}, and tokenizer {found.name} has {size} tokens; remove vocab_size")
-    return replace(config, model=replace(config.model, vocab_size=size))
+    return replace(config, model=replace(config.model, vocab_size=found.vocab_size))
 
 
 def check_same_launch(config: Config, engine: Engine) -> None:

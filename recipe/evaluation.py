@@ -134,9 +134,9 @@ class Evaluator:
         return self.tokenizer.encode([text])[0].tolist()
 
     def sample(self, step: int) -> dict[str, str]:
-        """A continuation of sample_prompt, which it prints: the same text for the same seed on every process."""
+        """A continuation of a newline, which it prints: the same text for the same seed on every process."""
         run = self.config.run
-        prompt = self._encode(run.sample_prompt) or [self.tokenizer.end_of_text]
+        prompt = self._encode("\n") or [self.tokenizer.end_of_text]
         with self.metrics.paused("sampling"), whole_model(self.engine, self.raw_model) as live:
             text = self.tokenizer.decode(continuation(live, prompt, run.seed)).decode(errors="replace")
         logger.info("step %d: sample %r", step, text)

@@ -28,11 +28,6 @@ def si(value: float, billion: str = "G") -> str:
     return f"{value:.3g}"
 
 
-def money(dollars: float) -> str:
-    """12.345 -> '$12.35', 1234.5 -> '$1,234' or '$1,235'; what is less than a cent keeps two digits."""
-    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.2f}" if dollars >= 0.01 else f"${dollars:.2g}"
-
-
 def duration(seconds: float, short: bool = False) -> str:
     """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
     s = max(0, round(seconds))

@@ -36,7 +36,7 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     (tmp_path / "recipe" / "data").mkdir(parents=True)
     monkeypatch.setattr(components, "ROOT", tmp_path)
     words = ["--max_steps=60", "--warmup_steps=1"]
-    config = parse_config([*words, "--output_dir=/mnt/a", "--device_memory_gb=80"])
+    config = parse_config([*words, "--output_dir=/mnt/a"])
     main = sent_by_main(config)
     check_same_launch(parse_config([*words, "--output_dir=/b"]), Node(main))  # paths and memory may differ
     differing = parse_config(["--max_steps=50", "--warmup_steps=1", "--seed=3", "--fresh"])

@@ -249,7 +249,7 @@ def test_a_plan_checks_its_inputs(shards, whole_run, tmp_path, capsys, monkeypat
     (tmp_path / "short.bin").write_bytes(b"x")
     names = {k: v.format(tmp=tmp_path, run=whole_run[0]) if isinstance(v, str) else v for k, v in fields.items()}
     settings = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run"} | names
-    assert main([*flags(**settings), "--dry_run", "--plan_device=h100"]) == code
+    assert main([*flags(**settings), "--dry_run=h100"]) == code
     printed = capsys.readouterr()
     assert re.search(output, printed.err if code else printed.out), printed
     assert [path.name for path in tmp_path.iterdir()] == ["short.bin"]  # it writes nothing
@@ -261,6 +261,6 @@ def test_a_plan_refuses_a_data_set_that_the_hub_does_not_have(tmp_path, capsys, 
 
     monkeypatch.setattr(HfApi, "dataset_info", missing)
     monkeypatch.chdir(tmp_path)
-    settings = {"config": "gpt2", "dataset_name": "ORG/NAME", "streaming": "true", "plan_device": "h100"}
-    assert main([*flags(**settings), "--dry_run"]) == 2
+    settings = {"config": "gpt2", "dataset_name": "ORG/NAME", "streaming": "true", "dry_run": "h100"}
+    assert main(flags(**settings)) == 2
     assert "train_text ORG/NAME: no such local file, and the Hub reports HTTP 404" in capsys.readouterr().err

@@ -148,7 +148,7 @@ _IDENTITY = (
     "optim",
 )
 # Fields whose change is not worth a message.
-_HARMLESS = {"config", "output_dir", "run_name", "fresh", "price_per_hour", "max_hours", "dry_run"}
+_HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "dry_run"}
 
 
 def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:

@@ -65,8 +65,6 @@ def _check_run(run: RunConfig) -> None:
         raise UserError(
             f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path"
         )
-    if run.plan_device and not run.dry_run:
-        raise UserError("plan_device is for a plan of a run; pass --dry_run too")
     if run.push_to_hub and not run.hub_model_id:
         raise UserError("push_to_hub needs hub_model_id, ORG/NAME on the Hub")
     if run.hub_model_id:

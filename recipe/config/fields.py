@@ -190,27 +190,13 @@ class OptimizerConfig(Part):
     weight_decay: float = setting(0.1, "AdamW's weight decay, on tensors of two or more dimensions only", minimum=0)
     adam_beta1: float = setting(0.9, "AdamW's first-moment decay", minimum=0, below=1)
     adam_beta2: float = setting(0.95, "AdamW's second-moment decay", minimum=0, below=1)
-    adam_epsilon: float = setting(1e-8, "AdamW's epsilon", minimum=0)
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon", only=("optim", "muon"), above=0)
-    muon_momentum: float = setting(
-        0.95,
-        "Muon's momentum; it rises from 0.85 over the first 300 steps",
-        only=("optim", "muon"),
-        minimum=0,
-        below=1,
-    )
     muon_weight_decay: float = setting(0.1, "Muon's weight decay", only=("optim", "muon"), minimum=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this (0: measure it, never clip)", minimum=0)
     skip_loss_z: float = setting(
         0.0, "skip steps whose loss is this many standard deviations above the last 128 (0: skip none)", minimum=0
     )
     skip_grad_z: float = setting(0.0, "the same for the gradient norm", minimum=0)
-    max_skipped_steps: int = setting(
-        20,
-        "end the run after this many skipped steps in a row (spikes, or gradients that are not finite); checked at "
-        "logged steps",
-        minimum=1,
-    )
 
     @property
     def decay_start(self) -> int:
@@ -263,28 +249,26 @@ class RunConfig(Part):
     hub_private_repo: bool = setting(False, "push_to_hub creates a private repository, and uploads to no public one")
     hub_license: str = setting("mit", "license of the weights for the model card: the Hub's name for it, or other")
     sample_steps: int = setting(0, "steps between printed samples of the live model (0: never)", minimum=0)
-    sample_prompt: str = setting("\n", "prompt of the samples during training")
     hellaswag_steps: int = setting(0, "steps between HellaSwag evaluations of the live model (0: never)", minimum=0)
     hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", minimum=0)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting(
         "none", "tracker that also gets each line of metrics.jsonl"
     )
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
-    device_memory_gb: float = setting(
-        0.0, "memory that the run may take on a device, in 10^9 bytes (0: all of it)", minimum=0
-    )
-    price_per_hour: float = setting(
-        0.0, "dollars per hour for one device, to estimate the price of the run (0: not shown)", minimum=0
-    )
     max_hours: float = setting(
         0.0,
         "stop after this many hours (and one step) with a checkpoint; the same command continues (0: no limit)",
         minimum=0,
     )
-    plan_device: str = setting(
-        "", "plan the run for these devices, such as 8xh100, instead of those here, with dry_run"
+    dry_run: bool | str = setting(
+        False,
+        "print what the run would do and take, and stop; for devices that are not here: their names, as in 8xh100",
     )
-    dry_run: bool = setting(False, "print what the run would do and take, and stop")
+
+    @property
+    def plan_device(self) -> str:
+        """The devices that a dry run plans for; empty for those here."""
+        return self.dry_run if isinstance(self.dry_run, str) else ""
 
 
 PARTS = {"Model": ModelConfig, "Data": DataConfig, "Optimizer": OptimizerConfig, "Run": RunConfig}  # --help's groups
@@ -318,7 +302,7 @@ class Config:
 def hyperparameters(values: dict) -> list[str]:
     """The fields that, with the data, decide what a run with these `values` (Config.flat) learns; none of an optimizer
     or a schedule that it does not use."""
-    names = [its.name for part in (ModelConfig, OptimizerConfig) for its in dataclasses.fields(part)]
+    names = [its.name for part in (ModelConfig, OptimizerConfig) for its in dataclasses.fields(part) if its.metadata]
     only = {name: its.metadata["only"] for name, its in FIELDS.items() if its.metadata["only"]}
     unused = [name for name, (other, value) in only.items() if values.get(other) != value]
     return [name for name in (*names, "sequence_length", "seed") if name not in ("init_from", *unused)]

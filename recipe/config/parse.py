@@ -22,7 +22,7 @@ from recipe.config.fields import (
     Config,
 )
 from recipe.config.mixture import FORM, data_config
-from recipe.config.values import converted, hint, names_elsewhere, short_form
+from recipe.config.values import converted, hint, metavar, names_elsewhere
 from recipe.errors import UserError, reading
 
 
@@ -119,15 +119,12 @@ def _parser(shown: dict) -> argparse.ArgumentParser:
             default = f" (default: {value if str(value).isprintable() else repr(value)})" if value != "" else ""
             bare = {"nargs": "?", "const": "true"} if isinstance(its.default, bool) else {}
             text = f"{its.metadata['help']}{default}".replace("%", "%%")
-            group.add_argument(f"--{its.name}", help=text, metavar=short_form(its.name), **bare)
+            group.add_argument(f"--{its.name}", help=text, metavar=metavar(its.name), **bare)
     return parser
 
 
 def _flags(words: list[str]) -> dict[str, str]:
     """Field -> word of the command line. Raises UserError."""
-    for name, _, value in (word.partition("=") for word in words):
-        if value == "--":  # of which argparse makes an empty list
-            raise UserError(f"argument {name}: -- is not a value")
     given, unknown = _parser({}).parse_known_args(words)
     if not unknown:
         return vars(given)

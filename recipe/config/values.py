@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from recipe.config.fields import FIELDS, PARTS, ROOT
@@ -37,15 +38,12 @@ def converted(given: Mapping, names: Collection[str], origin: str = "") -> dict:
 def _value(name: str, word: str):
     if FIELDS[name].metadata["path"]:
         return _path(name, word)
-    plain, words = _KINDS[name]
-    if word in words:
-        return word
-    try:
-        return _CONVERT[plain](word)
-    except (KeyError, ValueError):
-        *others, last = [*filter(None, [_EXPECTED.get(plain)]), *words]
-        expected = f"{', '.join(others)} or {last}" if others else last
-        raise UserError(f"{name} is {word!r}; it must be {expected}") from None
+    for kind in _KINDS[name]:
+        with suppress(KeyError, ValueError):
+            return _CONVERT[kind](word) if kind in _CONVERT else {choice: choice for choice in get_args(kind)}[word]
+    *others, last = _expected(name)
+    expected = f"{', '.join(others)} or {last}" if others else last
+    raise UserError(f"{name} is {word!r}; it must be {expected}")
 
 
 def _path(name: str, word: str) -> str:
@@ -72,29 +70,29 @@ def _truth(word: str) -> bool:
 
 
 _CONVERT = {str: str, int: _whole, float: float, bool: _truth}
-_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false"}
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _kind(annotation) -> tuple[type | None, tuple[str, ...]]:
-    """A field's type without those words that it may hold besides, and these words: (int, ("auto",))."""
-    if get_origin(annotation) is Literal:
-        return None, get_args(annotation)
-    plain, *words = get_args(annotation) or (annotation,)
-    return plain, get_args(words[0]) if words else ()
+def _kinds(annotation) -> tuple:
+    """(int, Literal["auto"]) of int | Literal["auto"]."""
+    return (annotation,) if get_origin(annotation) in (None, Literal) else get_args(annotation)
 
 
 _KINDS = {
-    name: _kind(annotation)
+    name: _kinds(annotation)
     for part in PARTS.values()
     for name, annotation in get_type_hints(part).items()
     if name in FIELDS
 }
 
 
-def short_form(name: str) -> str:
+def _expected(name: str) -> list[str]:
+    return [word for kind in _KINDS[name] for word in ([_NAMES[kind]] if kind in _NAMES else get_args(kind))]
+
+
+def metavar(name: str) -> str:
     """What a field takes, for --help: INT, or adamw|muon."""
-    plain, words = _KINDS[name]
-    return "|".join([*([plain.__name__.upper()] if plain else []), *words])
+    return "|".join(word for kind in _KINDS[name] for word in get_args(kind) or [kind.__name__.upper()])
 
 
 def hint(name: str, names: Collection[str]) -> str:

@@ -135,7 +135,7 @@ class ZeroEngine(Engine):
         if self.zero_stage < 3:
             self._zero.describe_to_muon(optimizer)
         if self.precision == "fp16":
-            # max_skipped_steps ends a run that overflows for ever, with an error that explains it.
+            # The spike filter ends a run that overflows for ever, with an error that explains it.
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
             for name, p in model.named_parameters():  # DeepSpeed's fp32 weights are made from fp16 ones
                 self._zero.set(p, whole[name])

@@ -29,8 +29,8 @@ class Device:
 
 # From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU's name counts only if all of it is
 # known (see `known_name`): a laptop's GPU, a slice of one or a "D" has almost the same name. A GPU that is not listed
-# has no MFU rather than a guess. Where there are several sizes of memory, one of them (--device_memory_gb plans
-# another). A chip of TPU v2 and v3 is two devices, later ones are one.
+# has no MFU rather than a guess. Where there are several sizes of memory, one of them; the other for a
+# plan. A chip of TPU v2 and v3 is two devices, later ones are one.
 DEVICES = {
     "B200": Device(2250e12, 180),
     "GH200": Device(989e12, 96),
@@ -41,6 +41,7 @@ DEVICES = {
     "H100 PCIE": Device(756e12, 80),
     "H100 NVL": Device(835e12, 94),
     "A100": Device(312e12, 80),
+    "A100 40GB": Device(312e12, 40),
     "A100 SXM": Device(312e12, 80),
     "A100 PCIE": Device(312e12, 80),
     "A10": Device(125e12, 24),
@@ -88,7 +89,7 @@ def named_devices(text: str) -> tuple[int, str]:
     for known in (name.upper(), f"RTX {name}"):
         if known in DEVICES:
             return int(count or 1), known
-    raise UserError(f"plan_device {text!r}: no such device is known; there are {', '.join(DEVICES)}")
+    raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
 
 
 def peak_of(device: torch.device) -> float | None:

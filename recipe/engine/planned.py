@@ -19,7 +19,7 @@ class PlannedEngine(Engine):
     launch makes the whole plan, and the first one prints it."""
 
     def __init__(self, precision: str, devices: str):
-        """`devices` as in plan_device. Raises UserError where they lack the precision."""
+        """`devices` as in dry_run. Raises UserError where they lack the precision."""
         count, kind = hardware.named_devices(devices)
         its, is_tpu = hardware.DEVICES[kind], kind.startswith("TPU")
         self._kind, self._memory = kind, its.memory

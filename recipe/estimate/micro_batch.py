@@ -34,7 +34,7 @@ UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU mor
 _SAME = (
     *("n_layer", "n_head", "n_embd", "n_positions", "dropout", "sequence_length", "total_batch_tokens"),
     *("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size"),
-    *("fused_loss", "device_memory_gb"),
+    "fused_loss",
 )
 
 
@@ -66,7 +66,7 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     ones = batch_arithmetic(_with(config, AUTO, switch), engine.world, engine.devices)
     share = ones.accumulation  # sequences a device and step
     sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [batch.micro // engine.devices]
-    known = memory_of(config, engine) is not None and (hardware.free_memory(engine.device) or config.run.dry_run)
+    known = engine.memory is not None and (hardware.free_memory(engine.device) or config.run.dry_run)
     earlier = engine.from_main(_of_checkpoint(config, engine) if engine.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
@@ -106,7 +106,7 @@ def _chosen(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> tu
 def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int], *, likely: bool = False) -> tuple[int, str]:
     """The largest of `sizes` that fits the devices of all processes, 0 where none does, and how it was found; `ones` is
     the batch of a micro-batch of 1. With `likely` only those are tried that may fit by the estimate."""
-    total, free, kind = memory_of(config, engine), hardware.free_memory(engine.device), engine_kind(config, engine)
+    total, free, kind = engine.memory, hardware.free_memory(engine.device), engine_kind(config, engine)
     dry = config.run.dry_run
     budget = HEADROOM * (total if dry else min(free, total))
 
@@ -132,11 +132,6 @@ def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int], *, l
         return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(total)} may be used"
     why = f"{gb(peak)} of {gb(total)}, {how}"
     return size, why if own == size else f"all that fit another process ({why} would be those of {own} here)"
-
-
-def memory_of(config: Config, engine: Engine) -> int | None:
-    """Bytes of a device that the run may take, None where that is not known."""
-    return int(1e9 * config.run.device_memory_gb) or engine.memory
 
 
 def engine_kind(config: Config, engine: Engine) -> dict:

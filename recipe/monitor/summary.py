@@ -12,7 +12,7 @@ from recipe.data.mixed import Dataset
 from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
 from recipe.errors import ExitCode
-from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of, price, training_seconds
+from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
     REMEDIES,
@@ -21,10 +21,10 @@ from recipe.estimate.memory import (
     memory_estimate,
     parameter_count,
 )
-from recipe.estimate.micro_batch import engine_kind, memory_of
+from recipe.estimate.micro_batch import engine_kind
 from recipe.mixture import BLOCK
 from recipe.monitor.metrics import read_metrics
-from recipe.units import duration, gb, money, plural, si
+from recipe.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ def describe(config: Config, batch: Batch, engine: Engine, found: str = "") -> l
         *([found] if found else []),
         f"length     {opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens",
         f"optimizer  {_optimizer(opt)}",
-        *_memory(config, batch, memory_of(config, engine), kind),
+        *_memory(config, batch, engine.memory, kind),
         _disk(config),
-        *_forecast(config, batch, engine),
+        _forecast(config, batch, engine),
     ]
 
 
@@ -127,11 +127,10 @@ def _disk(config: Config) -> str:
     )
 
 
-def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
-    """How long the whole run takes, and what it costs: N devices cost N times what one does."""
+def _forecast(config: Config, batch: Batch, engine: Engine) -> str:
+    """How long the whole run takes."""
     run, opt, devices = config.run, config.optimizer, batch.world * batch.devices
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
-    each = f"{money(run.price_per_hour)} an hour of {'the device' if devices == 1 else f'each of {devices} devices'}"
     # The peaks of GPUs are those of half precision; another precision, unless it is the best the device has, has
     # another peak, which is not known.
     if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
@@ -143,13 +142,8 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> list[str]:
         basis = f"if a step reaches {100 * mfu:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
     else:
         why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
-        later = [f"price      {each}"] if run.price_per_hour else []
-        return [f"time       {why} is not known; the progress shows it after the first steps", *later]
-    seconds = training_seconds(flops, peak, mfu)
-    lines = [f"time       about {duration(seconds)} {basis}"]
-    if run.price_per_hour:
-        lines.append(f"price      about {money(price(seconds, devices, run.price_per_hour))}: {each}")
-    return lines
+        return f"time       {why} is not known; the progress shows it after the first steps"
+    return f"time       about {duration(training_seconds(flops, peak, mfu))} {basis}"
 
 
 def conclude(config: Config, batch: Batch, engine: Engine, result: Result, train: Dataset, val: Dataset) -> ExitCode:
@@ -184,7 +178,7 @@ def outcome(
     config: Config, batch: Batch, result: Result, baseline: float, lines: Sequence[dict], peak_flops: float | None
 ) -> list[str]:
     """The results of the run; `lines` are those of metrics.jsonl, `peak_flops` is that of a process."""
-    opt, run, devices = config.optimizer, config.run, batch.world * batch.devices
+    opt, run = config.optimizer, config.run
     tokens = opt.max_steps * opt.total_batch_tokens
     panel = [
         f"done       {si(tokens, 'B')} tokens in {opt.max_steps:,} steps; validation loss {result.val_loss:.4f} "
@@ -203,13 +197,6 @@ def outcome(
     mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world):.1f} %" if peak_flops else ""
     pauses = f"; {duration(result.pauses)} more for validation, saving and the like" if result.pauses >= 1 else ""
     panel.append(f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{mfu}{pauses}")
-    if run.price_per_hour:
-        whole = result.seconds + result.pauses
-        cost = price(whole, devices, run.price_per_hour)
-        panel.append(
-            f"price      {money(cost)}: {duration(whole)} x {plural(devices, 'device')} x "
-            f"{money(run.price_per_hour)} an hour, without start-up"
-        )
     return panel
 
 

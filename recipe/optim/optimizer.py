@@ -6,6 +6,7 @@ import torch
 
 from recipe.config import OptimizerConfig
 from recipe.optim.muon import Muon
+from recipe.optim.schedule import MUON_MOMENTUM
 
 # Optimizer state, a tensor each of a parameter's shape: AdamW's, as torch names them, and Muon's.
 MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
@@ -29,14 +30,14 @@ def make_optimizer(
     settings = adam | {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
+        "eps": 1e-8,
     }
     if not matrices:
         return torch.optim.AdamW(groups, **settings)
     of_muon = {
         "muon": True,
         "lr": config.muon_learning_rate,
-        "momentum": config.muon_momentum,
+        "momentum": MUON_MOMENTUM,
         "weight_decay": config.muon_weight_decay,
     }
     for parts in (1, 3):  # c_attn is query, key and value side by side

@@ -9,6 +9,7 @@ import torch
 
 from recipe.config import OptimizerConfig
 
+MUON_MOMENTUM = 0.95
 _FIRST_MOMENTUM, _MOMENTUM_WARMUP = 0.85, 300  # of Muon: momentum rises linearly over so many steps
 
 
@@ -29,11 +30,9 @@ def muon_lr_at(step: int, config: OptimizerConfig) -> float:
     return config.muon_learning_rate * _decayed(step, config, 0)
 
 
-def muon_momentum_at(step: int, config: OptimizerConfig) -> float:
-    """Momentum of Muon in optimizer step `step`: linear from 0.85 to muon_momentum over 300 steps, as in modded-
-    nanogpt."""
-    first = min(_FIRST_MOMENTUM, config.muon_momentum)
-    return first + (config.muon_momentum - first) * min(1.0, step / _MOMENTUM_WARMUP)
+def muon_momentum_at(step: int) -> float:
+    """Momentum of Muon in optimizer step `step`: linear from 0.85 to 0.95 over 300 steps, as in modded-nanogpt."""
+    return _FIRST_MOMENTUM + (MUON_MOMENTUM - _FIRST_MOMENTUM) * min(1.0, step / _MOMENTUM_WARMUP)
 
 
 def _decayed(step: int, config: OptimizerConfig, warmup_steps: int) -> float:
@@ -53,7 +52,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, config: OptimizerConfig)
     for group in optimizer.param_groups:
         if group.get("muon"):
             _set(group, "lr", muon_lr_at(step, config))
-            _set(group, "momentum", muon_momentum_at(step, config))
+            _set(group, "momentum", muon_momentum_at(step))
         else:
             _set(group, "lr", lr_at(step, config))
 

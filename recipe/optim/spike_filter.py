@@ -7,6 +7,7 @@ import torch
 from recipe.config import OptimizerConfig
 from recipe.errors import UserError
 
+MAX_SKIPPED_STEPS = 20  # in a row, after which the run ends
 _WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (
     "Lower learning_rate or lengthen warmup_steps, and continue from an earlier checkpoint: "
@@ -61,13 +62,13 @@ class SpikeFilter:
         return z
 
     def check(self, step: int) -> int:
-        """Steps skipped in all; waits for the device. Raises UserError after max_skipped_steps in a row. Called at
+        """Steps skipped in all; waits for the device. Raises UserError after MAX_SKIPPED_STEPS in a row. Called at
         logged steps only, by when more may have been skipped."""
         skipped, _, longest = (int(x) for x in self._counts.tolist())
-        if longest >= self.config.max_skipped_steps:
+        if longest >= MAX_SKIPPED_STEPS:
             raise UserError(
                 f"{longest} steps in a row were skipped up to step {step}, for a spike or a gradient that is not "
-                f"finite; max_skipped_steps sets the limit. {WAY_OUT}"
+                f"finite. {WAY_OUT}"
             )
         self._counts[2] = self._counts[1]
         return skipped

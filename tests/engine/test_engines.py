@@ -90,7 +90,7 @@ def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run,
 
 def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
     """Ten steps, after which all that it has gathered, a checkpoint and a sample, is what one device has."""
-    run, fields = tmp_path / "run", {"sample_steps": 50, "sample_prompt": "The"}
+    run, fields = tmp_path / "run", {"sample_steps": 50}
     forget_last(one_device[0], run)
     result = launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run, **fields))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -105,7 +105,7 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     saved = GPT2LMHeadModel.from_pretrained(str(run / "step_00000050")).eval()
     with torch.no_grad():
-        tokens = continuation(saved, tokenizer.encoding().encode_ordinary("The"), seed=1337)
+        tokens = continuation(saved, tokenizer.encoding().encode_ordinary("\n"), seed=1337)
     assert lines[50]["sample"] == tokenizer.encoding().decode(tokens)
 
 
@@ -149,11 +149,11 @@ def test_bf16_follows_fp32(shards, short_run, tmp_path, engine, processes):
 
 @pytest.mark.slow
 def test_a_run_that_diverges_under_zero_ends_like_any_other(shards, tmp_path):
-    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 8, "max_skipped_steps": 3, "logging_steps": 5}
+    broken = {"learning_rate": 1e30, "warmup_steps": 0, "max_steps": 30, "logging_steps": 25}
     result = launch("zero1", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run", **broken))
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1
-    assert "4 steps in a row were skipped up to step 5" in result.stderr
+    assert "24 steps in a row were skipped up to step 25" in result.stderr
 
 
 def test_every_engine_reads_the_same_tokens(shards):

@@ -185,12 +185,12 @@ def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     total = 3.0
     settings = TINY | SIZED | {"dataset_name": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
     settings |= {
-        "device_memory_gb": total,
         "torch_compile": compiled,
         "precision": "auto",
         "output_dir": tmp_path / "run",
     }
-    result = launch("single", 1, "recipe/train.py", *flags(**settings), env={"ACCELERATE_USE_CPU": "false"})
+    env = {"ACCELERATE_USE_CPU": "false", "FIT_MEMORY": str(1e9 * total)}
+    result = launch("single", 1, "-m", "tests.estimate.micro_batch_probe", *flags(**settings), env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     found = re.search(r"micro +\d+ sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step", result.stdout)
     assert found, result.stdout

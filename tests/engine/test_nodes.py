@@ -163,7 +163,7 @@ def slurm_job(tmp_path, then: str, *arguments: str) -> tuple[subprocess.Popen, P
 
 
 def test_slurms_nodes_are_launched_alike_and_the_time_limit_queues_the_job_again(tmp_path):
-    arguments = ("--config", "recipe/configs/gpt2.yaml", "--sample_prompt", "To be  or 'not'")
+    arguments = ("--config", "recipe/configs/gpt2.yaml", "--train_text", "To be  or 'not'")
     job, calls = slurm_job(tmp_path, "wait", *arguments)
     seen = [tmp_path / f"seen.{node}" for node in (0, 1)]
     try:

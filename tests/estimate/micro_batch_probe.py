@@ -1,7 +1,8 @@
 """recipe/train.py on a CPU that pretends to be a device with little memory.
 
 FIT_MEMORY is its memory in bytes, 140e6, or that of each rank, 140e6,90e6. Trial steps are taken, and measured by
-PyTorch's profiler in the place of CUDA's allocator; `out` is written for each.
+PyTorch's profiler in the place of CUDA's allocator; `out` is written for each. Without FIT_PARAMETERS it is a GPU, and
+only its memory is pretended.
 """
 
 import os
@@ -12,7 +13,7 @@ from recipe.model import loss
 from recipe.train import main
 from tests.estimate.memory_probe import profiled
 
-PARAMETERS = 4 * int(os.environ["FIT_PARAMETERS"])  # bytes that lie on the device before a trial
+PARAMETERS = 4 * int(os.environ.get("FIT_PARAMETERS", 0))  # bytes that lie on the device before a trial
 BYTES = [int(float(part)) for part in os.environ["FIT_MEMORY"].split(",")]
 
 
@@ -24,8 +25,9 @@ def peak_while(_, work) -> int | None:
     return peak if peak < float(os.environ.get("FIT_OUT", "inf")) else None
 
 
-device.memory = device.free_memory = lambda _: BYTES[int(os.environ.get("RANK", 0))]
-device.peak_while = peak_while
+device.memory = lambda _: BYTES[int(os.environ.get("RANK", 0))]
+if PARAMETERS:
+    device.free_memory, device.peak_while = device.memory, peak_while
 
 if __name__ == "__main__":
     sys.exit(main())

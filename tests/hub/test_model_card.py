@@ -139,7 +139,7 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
     assert "secret" not in card.content
 
 
-MUON = {"optim": "muon", "muon_learning_rate": 0.03, "muon_momentum": 0.9, "muon_weight_decay": 0.2}
+MUON = {"optim": "muon", "muon_learning_rate": 0.03, "muon_weight_decay": 0.2}
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 
 
@@ -149,7 +149,7 @@ WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 def test_the_settings_of_a_card_are_the_runs_and_repeat_it(card, tmp_path, chosen):
     (tmp_path / "mine.yaml").write_text("dataset_name: x\n")
     start = [f"--config={tmp_path / 'mine.yaml'}"]
-    values = {"n_head": 6, "adam_epsilon": 1e-7, "warmup_steps": 7, "seed": 3, "sequence_length": 512} | chosen
+    values = {"n_head": 6, "adam_beta2": 0.99, "warmup_steps": 7, "seed": 3, "sequence_length": 512} | chosen
     config = parse_config(start + flags(**values))
     rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", card(STATE | {"config": config.flat()}).text, re.MULTILINE))
     fields = {*vars(config.model), *vars(config.optimizer), "sequence_length", "seed"}

@@ -32,26 +32,23 @@ def panel(*arguments: str, **changes) -> dict[str, str]:
     return {line[:11].strip(): line[11:] for line in lines}
 
 
-def test_time_and_price_where_the_peak_is_known():
-    run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288", "--price_per_hour=1.75"]
+def test_the_time_where_the_peak_is_known():
+    run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288"]
     # 855,166,464 FLOP x 18,865 x 524,288 / (0.599 x 8 x 312e12) = 5,657 s = 1.5714 h, x 8 x $1.75 = $22.00
     eight = panel(*run, world=8, local_world=4, name=f"{A100}, DDP over 8 processes")
     assert eight["device"] == f"{A100}, bf16 (auto), compiled (default)"
     assert eight["engine"] == "DDP over 8 processes on 2 nodes"
     assert eight["time"] == "about 1 h 34 min at 59.9 % MFU, published by llm.c for 124 M parameters on 8 x A100"
-    assert eight["price"] == "about $22.00: $1.75 an hour of each of 8 devices"
     one = panel(*run, name=A100)
     assert one["time"].startswith("about 12 h 34 min at 59.9 % MFU")
-    assert one["price"] == "about $22.00: $1.75 an hour of the device"  # an eighth of the devices, eight times as long
     # 154 K tokens/s, as for the run of 10 B tokens that took 18 hours
     tpu = panel(*run, name="TPU v3, 8 devices behind one process", devices=8, peak_flops=8 * 61.5e12)
     assert tpu["time"].startswith("about 17 h 49 min at 26.8 % MFU, published by a Kaggle notebook")
-    assert "price" not in panel(*run[:-1])
 
 
 def planned(devices: str, *arguments: str) -> dict[str, str]:
     """The panel of a plan for other devices."""
-    config = parse_config([*arguments, "--dry_run", f"--plan_device={devices}"])
+    config = parse_config([*arguments, f"--dry_run={devices}"])
     of = open_engine(config.run.precision, config.run.plan_device)
     config, found = micro_batch.micro_batch(config, of)
     lines = summary.describe(config, batch_arithmetic(config, of.world, of.devices), of, found)
@@ -59,14 +56,13 @@ def planned(devices: str, *arguments: str) -> dict[str, str]:
 
 
 def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
-    eight = planned("8xh100", "--config=gpt2", "--price_per_hour=2")
+    eight = planned("8xh100", "--config=gpt2")
     assert eight["device"] == "H100, bf16 (auto), compiled (default)"
     assert eight["engine"] == "DDP over 8 processes on 1 node"
     assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
     assert eight["memory"].endswith("GB a device (estimate) of 80.0 GB")
     # 855,166,464 FLOP x 19,073 x 524,288 / (0.329 x 8 x 989e12) = 3,285 s; the journal's run took 59.5 min in all
     assert eight["time"].startswith("about 55 min at 32.9 % MFU, published by the scaling journal")
-    assert eight["price"] == "about $14.60: $2.00 an hour of each of 8 devices"
     t4 = planned("t4", "--config=gpt2")
     assert t4["device"].startswith("T4, fp16 (auto)")  # it has no bf16
     assert t4["memory"].endswith("of 16.0 GB")
@@ -76,10 +72,8 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert tpu["batch"] == "524,288 tokens = 1 process x 8 micro-steps x 8 devices x 8 sequences x 1024"
     with pytest.raises(UserError, match="precision bf16 is only emulated on T4; use auto or fp16"):
         planned("t4", "--precision=bf16")
-    with pytest.raises(UserError, match=r"plan_device 'h1000': no such device is known; there are .*H100"):
+    with pytest.raises(UserError, match=r"dry_run 'h1000': no such device is known; there are .*H100"):
         planned("h1000")
-    with pytest.raises(UserError, match="plan_device is for a plan of a run; pass --dry_run too"):
-        parse_config(["--plan_device=h100"])
 
 
 def test_a_plan_shards_as_the_launch_asks(monkeypatch):
@@ -92,9 +86,8 @@ def test_a_plan_shards_as_the_launch_asks(monkeypatch):
 
 
 def test_a_peak_that_is_not_known_is_said():
-    unknown = panel("--price_per_hour=0.5", peak_flops=None)
+    unknown = panel(peak_flops=None)
     assert unknown["time"] == "the peak of this device is not known; the progress shows it after the first steps"
-    assert unknown["price"] == "$0.50 an hour of the device"
     assert "its peak in fp32 is not known" in panel("--precision=fp32", precision="fp32")["time"]
     assert panel(precision="fp32")["time"].startswith("about ")  # the best that the device has
 
@@ -120,7 +113,7 @@ def test_what_does_not_fit_says_what_helps():
 
 
 def test_the_closing_panel():
-    config = parse_config(["--config=gpt2", "--max_steps=19073", "--price_per_hour=1.75", "--hellaswag_limit=500"])
+    config = parse_config(["--config=gpt2", "--max_steps=19073", "--hellaswag_limit=500"])
     lines = [
         {"step": 250, "val_loss": 3.1234},
         {"step": 260, "hellaswag_llmc_acc_norm": 0.31, "hellaswag_lmeval_acc_norm": 0.295},
@@ -133,7 +126,6 @@ def test_the_closing_panel():
         "HellaSwag  acc_norm 0.3100 (llm.c-style), 0.2950 (lm-eval-style) at step 260, 500 rows",
         "took       1 h 35 min of training, 1,748,207 tokens/s, MFU 59.9 %; 4 min 40 s more for validation, saving and "
         "the like",
-        "price      $23.33: 1 h 40 min x 8 devices x $1.75 an hour, without start-up",  # 6,000 s: 1.6667 h x 8 x 1.75
     ]
     plain = parse_config(["--config=gpt2"])
     found = summary.outcome(plain, batch_arithmetic(plain, 1), result, 7.5, [{"step": 19073, "val_loss": 3.2}], None)

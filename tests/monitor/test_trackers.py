@@ -122,7 +122,7 @@ def test_no_secret_and_no_home_directory_in_what_a_tracker_uploads(tmp_path, hom
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("sys.argv", ["recipe/train.py", "--a-word-of-the-command-line"])
-    track(tmp_path / "run", name, 0, 10, val_data=SECRET, sample_prompt=f"{home}/prompt")
+    track(tmp_path / "run", name, 0, 10, val_data=SECRET, init_from=f"{home}/prompt")
     written = [p for top in (tmp_path / "run", home) for p in top.rglob("*") if p.is_file()]
     content = {path: path.read_bytes() for path in written}
     assert b"~/prompt" in b"".join(content.values())

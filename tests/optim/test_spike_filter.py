@@ -20,8 +20,9 @@ def judged(spike_filter: SpikeFilter, losses, norms) -> list[bool]:
     return [bool(spike_filter.should_skip(torch.tensor(norm), torch.tensor(loss))) for loss, norm in pairs]
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_counted_and_stops_the_run_when_it_goes_on():
-    spike_filter = SpikeFilter(CPU, OptimizerConfig(max_skipped_steps=3))
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_stops_the_run_when_it_goes_on(monkeypatch):
+    monkeypatch.setattr("recipe.optim.spike_filter.MAX_SKIPPED_STEPS", 3)
+    spike_filter = SpikeFilter(CPU, OptimizerConfig())
     norms = [1.0, float("nan"), float("inf"), 1.0, float("-inf")]
     assert judged(spike_filter, [1.0] * 5, norms) == [False, True, True, False, True]
     assert spike_filter.check(5) == 3
