@@ -16,8 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 from transformers import GPT2Config
@@ -26,7 +24,7 @@ from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare.pipeline import prepare
 from tests import processes as programs
-from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, by_step, environment, flags
+from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
 from tests.data import write_shard
 from tests.hub.server import Hub
 
@@ -116,32 +114,20 @@ class Place:
         data[5000] ^= 1
         return self.file("changed/train_000000.bin", bytes(data)).parent
 
-    def parquet(self) -> Path:
-        pq.write_table(pa.table({"title": ["a"], "body": ["b"]}), self.path / "a.parquet")
-        return self.path / "a.parquet"
-
     def pickled(self) -> Path:
         """GPT-2's configuration, and weights that are a pickle."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
         return self.file("old/pytorch_model.bin", b"\x80").parent
 
-    def manifest(self, **entry) -> Path:
-        """A directory whose manifest has these values for its shard."""
-        shard = {"file": "x.bin", "split": "train", "tokens": 10, "sha256": None, "next": {}} | entry
+    def manifest(self, file: str) -> Path:
+        """A directory whose manifest has a shard of this name."""
+        shard = {"file": file, "split": "train", "tokens": 10, "sha256": None, "next": {}}
         content = {"source": {}, "options": {}, "complete": True, "shards": [shard]}
         return self.file("d/manifest.json", json.dumps(content)).parent
 
-    def fifo(self, name: str) -> Path:
-        """A directory with a FIFO, which a reader would wait for."""
-        (self.path / "d").mkdir()
-        os.mkfifo(self.path / "d" / name)
-        return self.path / "d"
-
-    def weights(self, **sizes) -> Path:
-        """A model of these sizes whose safetensors are cut short."""
-        GPT2Config(**({"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64} | sizes)).save_pretrained(
-            self.path / "old"
-        )
+    def weights(self) -> Path:
+        """A model whose safetensors are cut short."""
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
         whole = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
         return self.file("old/model.safetensors", whole[:-100]).parent
 
@@ -183,7 +169,6 @@ TABLE = {
         "another tokenizer",
     ),
     "5 dtype": (lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())), "type (uint16 is read)", PREPARE),
-    "5 byte order": (lambda at: at.train(at.shard((GOOD + 1).astype(">u2").tobytes())), "or byte order", PREPARE),
     "6 short": (lambda at: at.train(at.shard(GOOD[:16])), "x_train_0.bin: 16 tokens", "lower sequence_length"),
     "7 validation is training": (
         lambda at: at.train(at.shard(GOOD, val=GOOD)),
@@ -195,8 +180,10 @@ TABLE = {
         "train_000000.bin: its SHA-256 is",
         "delete its directory and prepare it again",
     ),
-    "9 column": (lambda at: at.prepare(at.file("a.jsonl", '{"title": "a", "body": "b"}\n')), "line 1: " + NO_COLUMN),
-    "9 column, training": (lambda at: at.train(at.path / "new", train_text=at.parquet()), "a.parquet: " + NO_COLUMN),
+    "9 column": (
+        lambda at: at.train(at.path / "new", train_text=at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
+        "line 1: " + NO_COLUMN,
+    ),
     "10 script": (lambda at: at.prepare(at.file("texts.py", LOADER)), "texts.py is a program", "run it yourself"),
     "11 few windows": (
         lambda at: at.train(at.shard(GOOD[:50])),
@@ -212,31 +199,14 @@ TABLE = {
         "my.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     ),
     "12 not UTF-8": (lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
+    "12 streamed shards": (lambda at: at.train(streaming="true"), "streaming needs text, and dataset_name "),
     "12 key twice": (
         lambda at: ["--config", at.file("my.yaml", "seed: 1\nmax_steps: 5\nseed: 2\n")],
         "my.yaml, line 3: 'seed' is given twice; remove one",
     ),
-    "12 alias of itself": (
-        lambda at: ["--config", at.file("my.yaml", "dataset_name: &a [*a]\n")],
-        "my.yaml, line 1: an alias (*) is not supported; repeat the value",
-    ),
-    "12 alias in a mixture": (
-        lambda at: at.mixture("{name: A, weight: &a 1}, {name: B, weight: *a}"),
-        "dataset_name, line 1: an alias (*) is not supported",
-    ),
-    "12 nested too deeply": (
-        lambda at: ["--config", at.file("my.yaml", "seed: " + "[" * 50_000)],
-        "my.yaml: lists or mappings are nested too deeply; expected `key: value` lines",
-    ),
-    "12 two hyphens": (lambda at: at.train(val_data="--"), "argument --val_data: -- is not a value"),
-    "12 all processes": (lambda at: at.train("/proc"), "dataset_name /proc: "),
     "12 mixture, weight below 0": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: -1}"),
         "dataset_name, entry 2 (B): weight is -1; it must be a number of at least 0",
-    ),
-    "12 mixture, weight that is no number": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: half}"),
-        "entry 2 (B): weight is 'half'; it must be a number",
     ),
     "12 mixture, all weights 0": (
         lambda at: at.mixture("{name: A, weight: 0}, {name: B, weight: 0.0}"),
@@ -244,13 +214,8 @@ TABLE = {
     ),
     "12 mixture, weight too small": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1e-5}"),
-        "weight 1e-05 of B is too small for even one sequence in 1,000; raise it, or remove the entry",
+        "entry 2 (B): weight 1e-05 is too small for even one sequence in 1,000; raise it, or remove the entry",
     ),
-    "12 mixture, no weight": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: B}"),
-        "entry 2 (B) has no weight; add weight: and a number",
-    ),
-    "12 mixture, no name": (lambda at: at.mixture("{name: A, weight: 1}, {weight: 1}"), "entry 2: name must be that"),
     "12 mixture, twice": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
         "dataset_name lists ./A twice; remove one of the two",
@@ -263,22 +228,9 @@ TABLE = {
         lambda at: ["--config", at.file("my.yaml", "dataset_name:\n- [A, B]\n- {name: B, weight: 1}\n")],
         "dataset_name, entry 1, is a list, not a mapping; write a mixture as [{name: A, weight: 0.7}, ",
     ),
-    "12 mixture, list as a value": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1, val_data: [x]}"),
-        "entry 2 (B): val_data takes one value, found a list",
-    ),
-    "12 mixture, empty": (lambda at: at.mixture(""), "dataset_name is an empty list; write a mixture as"),
-    "12 mixture, not YAML": (
-        lambda at: at.train("[{name: A, weight: 1}, {name: B"),
-        "dataset_name: not valid YAML, line 1; write a",
-    ),
     "12 mixture, one val_data": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
         "val_data applies to one data set, but dataset_name lists 2; move it into an entry",
-    ),
-    "12 mixture, streamed shards": (
-        lambda at: at.mixture("{name: fineweb, weight: 1}, {name: data/x, weight: 1}", streaming="true"),
-        "streaming needs text, and dataset_name data/x is not text",
     ),
     "12 mixture, one directory": (
         lambda at: flags(dataset_name="[{name: fineweb, weight: 1}, {name: B, weight: 1}]", out="data/x"),
@@ -289,24 +241,13 @@ TABLE = {
         "tokenizer acme/none is not a directory here, and the Hub cannot be reached",
         "give a directory that holds tokenizer.json",
     ),
-    "12 tokenizer's size": (
-        lambda at: at.train(vocab_size=600),
-        "vocab_size is 600, and tokenizer gpt2 has 50257 tokens; remove vocab_size",
-    ),
     "13 batch": (lambda at: at.train(total_batch_tokens=9 * 16), "nearest valid: 64, 128, 192"),
     "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
     "15 heads": (lambda at: at.train(n_embd=33), "n_embd 33 is not a multiple of n_head 2; nearest valid n_embd: 30"),
     "16 learning rate": (lambda at: at.train(learning_rate="nan"), "learning_rate is nan; it must be a finite"),
-    "16 seed": (lambda at: at.train(seed=2**64), "seed is 18446744073709551616; it must be below 2^63"),
-    "16 optimizer": (lambda at: at.train(optim="adam"), "adam", "adamw", "muon"),
-    "16 schedule": (lambda at: at.train(lr_scheduler_type="constant"), "constant", "cosine", "linear", "wsd"),
-    "16 decay": (
-        lambda at: at.train(lr_scheduler_type="wsd", decay_fraction=0),
-        "decay_fraction is 0.0; it must be above 0, and at most 1",
-    ),
-    "16 Muon's rate": (
-        lambda at: at.train(muon_learning_rate=0.01),
-        "muon_learning_rate is for optim muon, but optim is adamw; remove muon_learning_rate, or set optim to muon",
+    "16 seed": (
+        lambda at: at.train(seed=2**64),
+        "seed is 18446744073709551616; it must be at least 0 and below 9223372036854775808",
     ),
     "16 wsd's decay": (
         lambda at: at.train(decay_fraction=0.3),
@@ -315,7 +256,6 @@ TABLE = {
     "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
     "18 fused loss": (lambda at: at.train(fused_loss=True), "fused_loss", "remove fused_loss"),
     "18 fp16": (lambda at: at.train(precision="fp16"), "precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"),
-    "18 tf32": (lambda at: at.train(precision="tf32"), "precision tf32 needs an Ampere", "use auto or fp32"),
     "21 architecture": (
         lambda at: at.resume(n_layer=3, n_embd=64),
         "run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64",
@@ -336,25 +276,12 @@ TABLE = {
         "old/model.safetensors cannot be read (",
         "copy or download it again",
     ),
-    "23 layers of another type": (
-        lambda at: at.train(init_from=at.file("old/config.json", '{"model_type": "gpt2", "n_layer": 1e9}').parent),
-        "old/config.json cannot be read (Validation error for field 'n_layer')",
-    ),
-    "23 billion layers": (
-        lambda at: at.train(init_from=at.weights(n_layer=10**9)),
-        "old has n_layer 1000000000 (recipe: 2); set the recipe's fields to match",
-    ),
     "24 run_name": (lambda at: at.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
     "24 manifest": (
         lambda at: at.train(at.manifest(file="../x.bin"), train_text=""),
         "manifest.json cannot be read (shard '../x.bin' is not the name of a file in its directory)",
         "prepare again",
     ),
-    "24 manifest, deep": (
-        lambda at: at.train(at.file("d/manifest.json", '{"source": ' + "[" * 100_000).parent),
-        "manifest.json cannot be read (maximum recursion depth",
-    ),
-    "24 manifest, FIFO": (lambda at: at.train(at.fifo("manifest.json")), "manifest.json cannot be read (not a regular"),
 }
 
 
@@ -386,12 +313,9 @@ def test_the_table_is_whole():
     assert {int(name.split()[0]) for name in TABLE} | {19, 20, 25} == set(range(1, 26))
 
 
-@pytest.mark.parametrize("name", ["4 token outside", "12 flag"])
-def test_bad_input_in_a_process_of_its_own(place, name):
-    words, *message = TABLE[name]
-    argv = words(place)
-    program = ("recipe/train.py",) if module_of(argv) == "recipe.train" else ("-m", "recipe.data.prepare")
-    result = programs.run(*program, *argv, env=environment())
+def test_bad_input_in_a_process_of_its_own(place):
+    words, *message = TABLE["12 flag"]
+    result = programs.run("-m", "recipe.data.prepare", *words(place), env=environment())
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.strip().splitlines()) <= 2
@@ -410,7 +334,7 @@ def refused(argv: list, env: dict | None = None) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("name", ["8 checksum", "9 column, training", "22 no run"])
+@pytest.mark.parametrize("name", ["8 checksum", "9 column", "22 no run"])
 def test_bad_input_of_two_processes(place, name):
     """When both meet it, when one was to prepare the text for the other, and when one looks for both."""
     words, *message = TABLE[name]
@@ -498,16 +422,6 @@ def test_a_file_that_cannot_be_read_at_the_resume_is_named(command, place, monke
     assert len(err.splitlines()) == 1
 
 
-def test_lines_of_metrics_that_no_run_wrote_are_skipped(command, place):
-    argv = place.resume(max_steps=21)
-    strange = '{"val_loss": 0.1}\n{"step": "x"}\n{"step": null}\n[1]\n5\n' + "[" * 100_000 + "\n"
-    with open(place.run / "metrics.jsonl", "a") as log:
-        log.write(strange)
-    code, _, err = command(argv)
-    assert code == 0, err
-    assert list(by_step(place.run)) == list(range(22))
-
-
 def test_a_full_disk_is_named(command, place, monkeypatch):
     """In the place of a full disk a limit of what a file may hold, which is less than the shard or tokenizer.json."""
     monkeypatch.setenv("TMPDIR", str(place.path))
@@ -565,7 +479,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(command, pl
     code, _, err = command(place.resume(**broken))
     assert code == 2
     assert "the validation loss at step 30 is nan" in err
-    code, _, err = command(place.train(dropout=0.1, **broken | {"max_steps": 52}))
+    code, _, err = command(place.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": 0}))
     assert code == 2
     assert "steps in a row" in err
     assert (place.run / "step_00000020").is_dir()

@@ -44,9 +44,9 @@ def test_the_fields():
         min_lr_fraction warmup_steps weight_decay adam_beta1 adam_beta2 muon_learning_rate muon_weight_decay
         max_grad_norm skip_loss_z skip_grad_z
         config run_name output_dir seed precision torch_compile torch_compile_mode gradient_checkpointing
-        loss_chunk_size fused_loss logging_steps eval_steps eval_tokens save_steps save_total_limit milestone_steps push_to_hub
-        hub_model_id hub_private_repo hub_license sample_steps hellaswag_steps hellaswag_limit report_to fresh max_hours
-        dry_run""",
+        loss_chunk_size fused_loss logging_steps eval_steps eval_tokens save_steps save_total_limit milestone_steps
+        push_to_hub hub_model_id hub_private_repo hub_license sample_steps hellaswag_steps hellaswag_limit report_to
+        fresh max_hours dry_run""",
     )
     assert list(FIELDS) == names
     assert len(FIELDS) <= 66

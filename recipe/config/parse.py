@@ -137,38 +137,26 @@ def _flags(words: list[str]) -> dict[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with each key once and without aliases, by which a short text can hold itself, or a billion words."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise _Refused(
-                problem="an alias (*) is not supported; repeat the value", problem_mark=self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
+    """YAML with each key once."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
             if key.value in keys[:number]:
-                raise _Refused(problem=f"{key.value!r} is given twice; remove one", problem_mark=key.start_mark)
+                raise UserError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice; remove one")
         return super().construct_mapping(node, deep)
-
-
-class _Refused(yaml.MarkedYAMLError):
-    """YAML that a recipe must not have. The problem is for the user."""
 
 
 def _load(text: str | bytes, origin: str, expected: str):
     """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
     try:
-        return yaml.load(text, _Loader)
-    except _Refused as e:
-        raise UserError(f"{origin}, line {e.problem_mark.line + 1}: {e.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:  # whose own words quote the text
-        at = getattr(e, "problem_mark", None)
-        where = f"not valid YAML, line {at.line + 1}" if at else "not valid YAML in UTF-8"
-        too_deep = "lists or mappings are nested too deeply"
-        raise UserError(f"{origin}: {too_deep if isinstance(e, RecursionError) else where}; {expected}") from None
+        return _Loader(text).get_single_data()
+    except UserError as error:
+        raise UserError(f"{origin}, {error}") from None
+    except (yaml.YAMLError, ValueError) as error:  # whose own words quote the text
+        at = getattr(error, "problem_mark", None)
+        where = f", line {at.line + 1}" if at else " in UTF-8"
+        raise UserError(f"{origin}: not valid YAML{where}; {expected}") from None
 
 
 def _recipe(path: Path) -> dict:
