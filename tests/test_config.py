@@ -120,12 +120,8 @@ def test_help_has_every_field_with_the_recipes_value(capsys):
 @pytest.mark.parametrize("name", [name for name, its in FIELDS.items() if its.metadata["limits"]])
 def test_each_limit_is_of_a_field_and_kept(name):
     limits = FIELDS[name].metadata["limits"]
-    beyond = [limits[k] - 1 for k in ("minimum",) if k in limits] + [
-        limits[k] for k in ("above", "below") if k in limits
-    ]
-    beyond += [limits[k] + 1 for k in ("maximum",) if k in limits]
-    for value in beyond:
-        value = type(FIELDS[name].default)(value)
+    beyond = {"min": -1, "above": 0, "max": 1, "below": 0}
+    for value in (type(FIELDS[name].default)(limit + beyond[kind]) for kind, limit in limits.items()):
         assert f"{name} is {value}; it must be " in refused(f"--{name}={value}")
 
 
@@ -160,7 +156,8 @@ def test_batch_arithmetic():
     assert batch_arithmetic(config, 64) == Batch(sequences=512, world=64, micro=8, accumulation=1)  # its whole share
     with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; nearest valid: 393216, 491520"):
         batch_arithmetic(config, 3)
-    assert "nearest valid: 523264, 524288, 525312" in refused("--config=gpt2", "--total_batch_tokens=524289")
+    with pytest.raises(UserError, match="nearest valid: 516096, 524288, 532480"):
+        batch_arithmetic(parse_config(["--config=gpt2", "--micro_batch_size=8", "--total_batch_tokens=524289"]), 1)
     for world, micro in [(1, 8), (2, 4), (4, 1)]:
         batch = Batch(32, world, micro, 32 // (world * micro))
         taken = [i for m in range(batch.accumulation) for r in range(world) for i in range(*batch.slice(m, r))]

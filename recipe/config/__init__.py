@@ -18,26 +18,3 @@ from recipe.config.fields import (
 )
 from recipe.config.mixture import counts_in, counts_of
 from recipe.config.parse import parse_config
-
-__all__ = [
-    "AUTO",
-    "BLOCK",
-    "FIELDS",
-    "ROOT",
-    "Batch",
-    "Config",
-    "DataConfig",
-    "DataSet",
-    "Due",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "batch_arithmetic",
-    "check_repo_name",
-    "counts_in",
-    "counts_of",
-    "data_sets",
-    "due_at",
-    "hyperparameters",
-    "parse_config",
-]

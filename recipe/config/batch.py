@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from recipe.config.fields import AUTO, Config
@@ -38,7 +37,7 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
     tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
     sequences, replicas = tokens // length, world * devices
     micro = _micro(config, sequences, replicas)
-    accumulation, rest = divmod(sequences, replicas * micro)
+    accumulation, rest = divmod(tokens, replicas * micro * length)
     if rest:
         owners = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
         raise UserError(
@@ -46,16 +45,6 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
             f"{length} = {replicas * micro * length}; nearest valid: {_nearest(config, replicas)}"
         )
     return Batch(sequences, world, micro * devices, accumulation, devices)
-
-
-def check_whole_sequences(config: Config) -> None:
-    """Raises UserError, with the nearest valid batches, where a step does not consist of whole sequences."""
-    tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
-    if tokens % length:
-        raise UserError(
-            f"total_batch_tokens {tokens} is not a multiple of sequence_length {length}; nearest valid: "
-            f"{_nearest(config, int(os.environ.get('WORLD_SIZE', 1)))}"
-        )
 
 
 def _wanted(config: Config) -> int:

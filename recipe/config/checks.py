@@ -6,7 +6,6 @@ import re
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from recipe.config.batch import check_whole_sequences
 from recipe.config.fields import DEFAULTS, FIELDS, Config, DataConfig, ModelConfig, RunConfig, data_sets
 from recipe.errors import UserError
 
@@ -30,7 +29,6 @@ def check(config: Config) -> None:
                 f"{name} is for {other} {needed}, but {other} is {values[other]}; remove {name}, or set {other} to "
                 f"{needed}"
             )
-    check_whole_sequences(config)
     for one in data_sets(data):
         _check_data(one.data)
     _check_run(config.run)

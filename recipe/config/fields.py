@@ -22,9 +22,9 @@ AUTO = "auto"
 BLOCK = 1000  # sequences over which the shares of a mixture are exact
 
 _LIMITS = {
-    "minimum": (operator.ge, "at least"),
+    "min": (operator.ge, "at least"),
     "above": (operator.gt, "above"),
-    "maximum": (operator.le, "at most"),
+    "max": (operator.le, "at most"),
     "below": (operator.lt, "below"),
 }
 
@@ -57,14 +57,12 @@ class Part:
 class ModelConfig(Part):
     """The model's architecture, with GPT-2 124M as the default."""
 
-    n_layer: int = setting(12, "transformer blocks", minimum=1)
-    n_head: int = setting(12, "attention heads; must divide n_embd", minimum=1)
-    n_embd: int = setting(768, "width of the residual stream", minimum=1)
-    n_positions: int = setting(1024, "longest sequence that has position embeddings, in tokens", minimum=1)
-    dropout: float = setting(
-        0.0, "dropout on embeddings, attention and residual branches (GPT-2 used 0.1)", minimum=0, below=1
-    )
-    init_from: str = setting("", "directory or Hub id whose weights start the run (empty: random weights)", path=True)
+    n_layer: int = setting(12, "transformer blocks", min=1)
+    n_head: int = setting(12, "attention heads; must divide n_embd", min=1)
+    n_embd: int = setting(768, "width of the residual stream", min=1)
+    n_positions: int = setting(1024, "longest sequence that has position embeddings, in tokens", min=1)
+    dropout: float = setting(0.0, "dropout on embeddings, attention and residuals (GPT-2 used 0.1)", min=0, below=1)
+    init_from: str = setting("", "directory or Hub id of weights to start from (empty: random ones)", path=True)
     vocab_size: int = 50257  # no setting: that of the tokenizer
 
 
@@ -79,61 +77,37 @@ class DataConfig(Part):
         "of these with weights (docs/data.md)",
         path=True,
     )
-    val_data: str = setting(
-        "", "validation shards: directory, file or glob (empty: those of `dataset_name`)", path=True
-    )
-    train_text: str = setting(
-        "",
-        "text from which the shards in the directory `dataset_name` are made: file, directory, glob or Hub data set",
-        path=True,
-    )
+    val_data: str = setting("", "validation shards: directory, file or glob (empty: dataset_name's)", path=True)
+    train_text: str = setting("", "text for the shards in the directory dataset_name, if it is elsewhere", path=True)
     dataset_config: str = setting("", "subset of a Hub data set, such as sample-10BT")
     dataset_split: str = setting("train", "split of a Hub data set")
-    dataset_revision: str = setting(
-        "", "branch, tag or commit of a Hub data set (empty: the newest commit; a run keeps it)"
-    )
-    dataset_source: str = setting(
-        "", "the data set that .bin files without a manifest are from, for validation too, by its name as above"
-    )
+    dataset_revision: str = setting("", "branch, tag or commit on the Hub (empty: the newest; a run keeps it)")
+    dataset_source: str = setting("", "the data set that .bin files without a manifest are from, by its name as above")
     text_column: str = setting("text", "column, or key of the JSON objects, that holds the text")
     tokenizer: str = setting(
-        "gpt2",
-        "gpt2, or another byte-level BPE of at most 65,536 tokens: a directory, or ORG/NAME on the Hub",
-        path=True,
+        "gpt2", "gpt2, or the directory or Hub id of a byte-level BPE of at most 65,536 tokens", path=True
     )
-    streaming: bool = setting(
-        False, "make the shards while the model trains, a few ahead, and delete those that it has read"
-    )
+    streaming: bool = setting(False, "make shards while the model trains, a few ahead, and delete those it has read")
     disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in 10^9 bytes", above=0)
     val_fraction: float = setting(
         0.01,
         "share of local text for validation: documents chosen by their hash, or the end of the text if it has few",
-        minimum=0,
+        min=0,
         below=1,
     )
     val_documents: int = setting(
-        0,
-        "hold out this many documents at the start for validation (0: 10,000 of a Hub data set, else val_fraction)",
-        minimum=0,
+        0, "validate on this many documents at the start (0: 10,000 of a Hub data set, else val_fraction)", min=0
     )
-    shard_tokens: int = setting(100_000_000, "tokens in a shard", minimum=1)
-    first_shard_tokens: int = setting(
-        10_000_000, "tokens in the first shard; each one after it has twice as many, up to shard_tokens", minimum=1
-    )
-    sequence_length: int = setting(1024, "tokens in a sequence", minimum=1)
+    shard_tokens: int = setting(100_000_000, "tokens in a shard", min=1)
+    first_shard_tokens: int = setting(10_000_000, "tokens in the first shard; each next has twice as many", min=1)
+    sequence_length: int = setting(1024, "tokens in a sequence", min=1)
     mixture: tuple[DataSet, ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
 
 
 # What a recipe says about its own data set, and about no other.
 OF_ONE_DATA_SET = (
-    "dataset_name",
-    "val_data",
-    "train_text",
-    "dataset_config",
-    "dataset_split",
-    "dataset_revision",
-    "dataset_source",
-    "text_column",
+    *("dataset_name", "val_data", "train_text", "dataset_config", "dataset_split", "dataset_revision"),
+    *("dataset_source", "text_column"),
 )
 # What an entry of a mixture may say about its data set; the run's own fields hold where it does not.
 OF_AN_ENTRY = (*OF_ONE_DATA_SET[1:], "streaming", "val_fraction", "val_documents")
@@ -163,40 +137,31 @@ def data_sets(data: DataConfig) -> list[DataSet]:
 class OptimizerConfig(Part):
     """The batch, the optimizer, its schedule and the spike filter."""
 
-    max_steps: int = setting(1000, "optimizer steps in the whole run", minimum=1)
-    total_batch_tokens: int = setting(
-        524288, "tokens per optimizer step, over all processes and micro-steps", minimum=1
-    )
+    max_steps: int = setting(1000, "optimizer steps in the whole run", min=1)
+    total_batch_tokens: int = setting(524288, "tokens per optimizer step, over all processes and micro-steps", min=1)
     micro_batch_size: int | Literal["auto"] = setting(
-        8,
-        "most sequences that a device holds at once; the rest of the batch is accumulated. auto: as many as fit, found "
-        "on a GPU with a few trial steps",
-        minimum=1,
+        8, "most sequences on a device at once; the rest of the batch is accumulated. auto: as many as fit", min=1
     )
     optim: Literal["adamw", "muon"] = setting("adamw", "muon: for the matrices inside the blocks, AdamW for the rest")
     learning_rate: float = setting(6e-4, "peak learning rate of AdamW", above=0)
     lr_scheduler_type: Literal["cosine", "linear", "wsd"] = setting(
-        "cosine", "after the warm-up: a cosine, a straight line, or (wsd) constant and then a straight line"
+        "cosine", "after the warm-up; wsd is constant and then linear"
     )
     decay_fraction: float = setting(
-        0.2,
-        "share of the steps over which wsd decays, at the end",
-        only=("lr_scheduler_type", "wsd"),
-        above=0,
-        maximum=1,
+        0.2, "share of the steps over which wsd decays, at the end", only=("lr_scheduler_type", "wsd"), above=0, max=1
     )
-    min_lr_fraction: float = setting(0.0, "the schedule ends at this fraction of the peak", minimum=0, maximum=1)
-    warmup_steps: int = setting(0, "optimizer steps of linear warm-up, of AdamW only: Muon needs none", minimum=0)
-    weight_decay: float = setting(0.1, "AdamW's weight decay, on tensors of two or more dimensions only", minimum=0)
-    adam_beta1: float = setting(0.9, "AdamW's first-moment decay", minimum=0, below=1)
-    adam_beta2: float = setting(0.95, "AdamW's second-moment decay", minimum=0, below=1)
+    min_lr_fraction: float = setting(0.0, "the schedule ends at this fraction of the peak", min=0, max=1)
+    warmup_steps: int = setting(0, "optimizer steps of linear warm-up, of AdamW only: Muon needs none", min=0)
+    weight_decay: float = setting(0.1, "AdamW's weight decay, on tensors of two or more dimensions only", min=0)
+    adam_beta1: float = setting(0.9, "AdamW's first-moment decay", min=0, below=1)
+    adam_beta2: float = setting(0.95, "AdamW's second-moment decay", min=0, below=1)
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon", only=("optim", "muon"), above=0)
-    muon_weight_decay: float = setting(0.1, "Muon's weight decay", only=("optim", "muon"), minimum=0)
-    max_grad_norm: float = setting(1.0, "clip the global gradient norm to this (0: measure it, never clip)", minimum=0)
+    muon_weight_decay: float = setting(0.1, "Muon's weight decay", only=("optim", "muon"), min=0)
+    max_grad_norm: float = setting(1.0, "clip the global gradient norm to this (0: measure it, never clip)", min=0)
     skip_loss_z: float = setting(
-        0.0, "skip steps whose loss is this many standard deviations above the last 128 (0: skip none)", minimum=0
+        0.0, "skip steps whose loss is this many standard deviations above the last 128 (0: skip none)", min=0
     )
-    skip_grad_z: float = setting(0.0, "the same for the gradient norm", minimum=0)
+    skip_grad_z: float = setting(0.0, "the same for the gradient norm", min=0)
 
     @property
     def decay_start(self) -> int:
@@ -213,57 +178,42 @@ class RunConfig(Part):
     config: str = setting(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")
     run_name: str = setting("", "name of the run (empty: the recipe's file name)")
     output_dir: str = setting("", "directory of the run (empty: runs/<run_name>)", path=True)
-    seed: int = setting(
-        1337, "seed of the initial weights, the data order and dropout; below 2^63", minimum=0, below=2**63
-    )
+    seed: int = setting(1337, "seed of the initial weights, the data order and dropout", min=0, below=2**63)
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = setting(
-        "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto takes the best that the device has"
+        "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto: the best that the device has"
     )
     torch_compile: bool = setting(False, "torch.compile the model")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = setting(
-        "default",
-        "the whole model as one graph; one block, used for all (quick to compile); or the whole model with every "
-        "kernel tuned (takes minutes more)",
+        "default", "one graph; one block's, used for all (quick to compile); or one graph, every kernel tuned (slow to)"
     )
     gradient_checkpointing: bool | Literal["auto"] = setting(
         False,
         "recompute activations in the backward pass: less memory, about a quarter slower. auto: unless micro-batches "
         "of 8,192 tokens fit a GPU without",
     )
-    loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: the whole micro-batch)", minimum=0)
-    fused_loss: bool = setting(
-        False, "compute the loss and its gradient in one Triton kernel, on CUDA; not yet measured on a GPU"
-    )
-    logging_steps: int = setting(10, "steps between lines of metrics.jsonl", minimum=1)
-    eval_steps: int = setting(250, "steps between validations (0: at the end only)", minimum=0)
-    eval_tokens: int = setting(10_485_760, "most tokens in a validation (the same ones every time)", minimum=1)
-    save_steps: int = setting(1000, "steps between checkpoints (0: at the end only)", minimum=0)
+    loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: the whole micro-batch)", min=0)
+    fused_loss: bool = setting(False, "one Triton kernel for the loss and its gradient, on CUDA")
+    logging_steps: int = setting(10, "steps between lines of metrics.jsonl", min=1)
+    eval_steps: int = setting(250, "steps between validations (0: at the end only)", min=0)
+    eval_tokens: int = setting(10_485_760, "most tokens in a validation (the same ones every time)", min=1)
+    save_steps: int = setting(1000, "steps between checkpoints (0: at the end only)", min=0)
     save_total_limit: int = setting(
-        2,
-        "how many of the newest checkpoints to keep, besides the best one, milestones and the last before wsd's decay",
-        minimum=1,
+        2, "how many of the newest checkpoints to keep, besides the best, milestones and the last before decay", min=1
     )
-    milestone_steps: int = setting(0, "checkpoints at multiples of this step are never pruned (0: none)", minimum=0)
+    milestone_steps: int = setting(0, "checkpoints at multiples of this step are never pruned (0: none)", min=0)
     push_to_hub: bool = setting(False, "upload milestones and the final checkpoint to hub_model_id during training")
     hub_model_id: str = setting("", "ORG/NAME of the repository on the Hub for push_to_hub")
     hub_private_repo: bool = setting(False, "push_to_hub creates a private repository, and uploads to no public one")
     hub_license: str = setting("mit", "license of the weights for the model card: the Hub's name for it, or other")
-    sample_steps: int = setting(0, "steps between printed samples of the live model (0: never)", minimum=0)
-    hellaswag_steps: int = setting(0, "steps between HellaSwag evaluations of the live model (0: never)", minimum=0)
-    hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", minimum=0)
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting(
-        "none", "tracker that also gets each line of metrics.jsonl"
-    )
+    sample_steps: int = setting(0, "steps between printed samples of the live model (0: never)", min=0)
+    hellaswag_steps: int = setting(0, "steps between HellaSwag evaluations of the live model (0: never)", min=0)
+    hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", min=0)
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "tracker of the logged metrics")
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
     max_hours: float = setting(
-        0.0,
-        "stop after this many hours (and one step) with a checkpoint; the same command continues (0: no limit)",
-        minimum=0,
+        0.0, "stop with a checkpoint after this many hours; the same command continues (0: no limit)", min=0
     )
-    dry_run: bool | str = setting(
-        False,
-        "print what the run would do and take, and stop; for devices that are not here: their names, as in 8xh100",
-    )
+    dry_run: bool | str = setting(False, "print what the run would do and take, here or on devices such as 8xh100")
 
     @property
     def plan_device(self) -> str:
