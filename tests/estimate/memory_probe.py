@@ -12,6 +12,7 @@ the CPU's does not, and the head is padded to a multiple of 128 rows.
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -102,7 +103,10 @@ def alive() -> int:
 def measure(words: str, fake: bool) -> dict:
     torch.compiler.reset()
     AcceleratorState._reset_state(True)
-    config = parse_config([*OPTIONS, *shlex.split(words)])
+    options, _, vocabulary = words.partition(" of ")  # "--n_layer=4 of 512": with a vocabulary of 512 tokens
+    config = parse_config([*OPTIONS, *shlex.split(options)])
+    if vocabulary:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=int(vocabulary)))
     engine = open_engine(config.run.precision)
     batch = batch_arithmetic(config, engine.world)
     type(engine).pad_vocab_to = 128

@@ -17,8 +17,8 @@ XL = "--config=gpt2-xl --torch_compile=false --n_layer=8"
 
 REAL = SMALL + " --precision=fp32 --gradient_checkpointing=true"
 # Its update takes more than its micro-steps.
-MUON = "--optim=muon --precision=fp32 --n_layer=4 --n_head=4 --n_embd=256 --vocab_size=512 --sequence_length=64"
-MUON += " --micro_batch_size=1 --total_batch_tokens=128"
+MUON = "--optim=muon --precision=fp32 --n_layer=4 --n_head=4 --n_embd=256 --sequence_length=64"
+MUON += " --micro_batch_size=1 --total_batch_tokens=128 of 512"
 FAKE = [
     GPT2 + " --gradient_checkpointing=true",
     GPT2 + " --loss_chunk_size=1024",

@@ -172,7 +172,7 @@ def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, said, met
 
 
 def test_what_is_not_known_or_not_installed_is_refused(monkeypatch):
-    with pytest.raises(UserError, match=r"--report_to.*: invalid choice: 'tensorbord' \(choose from .*tensorboard"):
+    with pytest.raises(UserError, match=r"report_to is 'tensorbord'; it must be .*tensorboard"):
         parse_config(["--report_to=tensorbord"])
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     check_tracker("none")
