@@ -38,7 +38,7 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
     words = ["--max_steps=60", "--warmup_steps=1"]
     config = parse_config([*words, "--output_dir=/mnt/a"])
     main = sent_by_main(config)
-    check_same_launch(parse_config([*words, "--output_dir=/b"]), Node(main))  # paths and memory may differ
+    check_same_launch(parse_config([*words, "--output_dir=/b"]), Node(main))  # paths may differ
     differing = parse_config(["--max_steps=50", "--warmup_steps=1", "--seed=3", "--fresh"])
     with pytest.raises(UserError, match=r"max_steps 50 here, 60 on rank 0; .*seed 3 here, 1337 on rank 0; .*"):
         check_same_launch(differing, Node(main))

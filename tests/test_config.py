@@ -39,7 +39,7 @@ def test_the_fields():
         r"\w+",
         """n_layer n_head n_embd n_positions dropout init_from
         dataset_name val_data train_text dataset_config dataset_split dataset_revision dataset_source text_column
-        tokenizer streaming disk_budget_gb val_fraction val_documents shard_tokens first_shard_tokens sequence_length
+        tokenizer streaming disk_budget_gb val_fraction val_documents shard_tokens sequence_length
         max_steps total_batch_tokens micro_batch_size optim learning_rate lr_scheduler_type decay_fraction
         min_lr_fraction warmup_steps weight_decay adam_beta1 adam_beta2 muon_learning_rate muon_weight_decay
         max_grad_norm skip_loss_z skip_grad_z
@@ -49,7 +49,7 @@ def test_the_fields():
         fresh max_hours dry_run""",
     )
     assert list(FIELDS) == names
-    assert len(FIELDS) <= 66
+    assert len(FIELDS) <= 65
 
 
 def test_yaml_then_command_line(recipe):

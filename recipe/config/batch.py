@@ -79,7 +79,8 @@ class Due:
 
 def due_at(step: int, config: Config) -> Due:
     """What is due after `step` optimizer steps. Everything that the run does at all is due after the last one; nothing
-    is saved before the first, nor is HellaSwag scored, which would only show chance."""
+    is saved before the first, nor is HellaSwag scored, which would only show chance. The first step is logged too, so
+    that a user sees early that the run trains."""
     run, last = config.run, step == config.optimizer.max_steps
 
     def every(steps: int) -> bool:
@@ -87,7 +88,7 @@ def due_at(step: int, config: Config) -> Due:
 
     return Due(
         last=last,
-        log=every(run.logging_steps),
+        log=step == 1 or every(run.logging_steps),
         eval=every(run.eval_steps),
         save=step > 0 and (every(run.save_steps) or step == config.optimizer.decay_start),
         hellaswag=step > 0 and run.hellaswag_steps > 0 and every(run.hellaswag_steps),

@@ -89,17 +89,13 @@ class DataConfig(Part):
     )
     streaming: bool = setting(False, "make shards while the model trains, a few ahead, and delete those it has read")
     disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in 10^9 bytes", above=0)
-    val_fraction: float = setting(
-        0.01,
-        "share of local text for validation: documents chosen by their hash, or the end of the text if it has few",
-        min=0,
-        below=1,
-    )
+    val_fraction: float = setting(0.01, "share of local text that is held out for validation: its end", min=0, below=1)
     val_documents: int = setting(
         0, "validate on this many documents at the start (0: 10,000 of a Hub data set, else val_fraction)", min=0
     )
-    shard_tokens: int = setting(100_000_000, "tokens in a shard", min=1)
-    first_shard_tokens: int = setting(10_000_000, "tokens in the first shard; each next has twice as many", min=1)
+    shard_tokens: int = setting(
+        100_000_000, "tokens in a shard; the first has a tenth of them, and each one after it twice as many", min=1
+    )
     sequence_length: int = setting(1024, "tokens in a sequence", min=1)
     mixture: tuple[DataSet, ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
 
