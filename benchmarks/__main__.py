@@ -25,7 +25,7 @@ from benchmarks.scoreboard import ladder, scoreboard
 from benchmarks.scoreboard import lines as scoreboard_lines
 from benchmarks.worker import make_step, synchronize
 from recipe.engine import device as hardware
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 def run_scoreboard(bench: BenchConfig) -> None:

@@ -16,7 +16,7 @@ from recipe.config import Batch, parse_config
 from recipe.engine import device as hardware
 from recipe.estimate.cost import cpu_flops
 from recipe.estimate.memory import flops_per_token, memory_estimate, parameter_count
-from recipe.units import si
+from recipe.utils.units import si
 
 FLOPS_FORMULA = "6 N + 12 L D T a token (PaLM, appendix B), N without position embeddings, the true vocabulary"
 

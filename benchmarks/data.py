@@ -25,7 +25,7 @@ from pathlib import Path
 from recipe.config import ROOT, DataConfig
 from recipe.data.prepare.documents import open_files
 from recipe.data.prepare.pipeline import prepare
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 SPEECHES = 20  # in a document: 932 tokens on the average, about as many as a document of FineWeb
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import optimizers, report
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 _CHARTS = {"peers": report.peers_chart, "scoreboard": report.scoreboard_chart}
 _SAME = (

@@ -25,8 +25,8 @@ import torch
 from benchmarks import report
 from recipe.config import ROOT
 from recipe.engine import device as hardware
-from recipe.errors import ExitCode
 from recipe.monitor.metrics import read_metrics
+from recipe.utils.errors import ExitCode
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.bench_config import BenchConfig, say
 from benchmarks.interleaved import NO_TIME, Void, Worker, compare
 from benchmarks.variants import Variant
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 def contenders(ours: Variant, nanogpt: str = "", on_gpu: bool = False) -> list[Variant]:

@@ -9,7 +9,7 @@ from benchmarks.bench_config import BenchConfig, Timing, say
 from benchmarks.interleaved import NO_TIME, Void, Worker, compare, rate_of
 from benchmarks.variants import Variant
 from recipe.engine import device as hardware
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): 
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
 NEAR = 0.05
 # Texts for which a loss was published, by a repository on the Hub or a file's SHA-256. The repositories are those of
-# recipe/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
+# recipe/config/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
 DATASETS = {
     "huggingfacefw/fineweb-edu": "FineWeb-Edu",
     "kjj0/finewebedu10b-gpt2": "FineWeb-Edu",

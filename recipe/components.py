@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, set_aside
-from recipe.config import ROOT, Batch, Config, data_sets
+from recipe.config import ROOT, Batch, Config, counts_in, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
 from recipe.data.open import check_dataset, open_datasets
@@ -22,17 +22,16 @@ from recipe.data.prefetch import Batches
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
-from recipe.errors import Unreachable, UserError
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
-from recipe.mixture import counts_in
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.optimizer import make_optimizer
-from recipe.redaction import redacted
+from recipe.utils.errors import Unreachable, UserError
+from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 

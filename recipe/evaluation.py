@@ -15,11 +15,11 @@ from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import Dataset
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
-from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import IGNORE_INDEX
 from recipe.monitor.metrics import Metrics
 from recipe.optim.spike_filter import WAY_OUT
+from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 

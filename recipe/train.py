@@ -27,13 +27,13 @@ from recipe.engine.base import Engine
 from recipe.engine.factory import open_engine
 from recipe.engine.launch import fail, speaks
 from recipe.engine.shutdown import Interrupted
-from recipe.errors import ExitCode, UserError
 from recipe.estimate.micro_batch import micro_batch
 from recipe.hub.upload import open_uploads
-from recipe.log import set_up_logging
 from recipe.monitor.summary import Result, announce, conclude
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
+from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.log import set_up_logging
 
 
 def main(argv: list[str] | None = None) -> int:

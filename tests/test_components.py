@@ -9,7 +9,7 @@ from recipe import components
 from recipe.components import check_same_launch
 from recipe.config import Config, parse_config
 from recipe.engine.base import Engine
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 class Node(Engine):

@@ -9,9 +9,9 @@ import yaml
 from transformers import GPT2Config
 
 from recipe.config import FIELDS, Batch, batch_arithmetic, due_at, parse_config
-from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.utils.errors import UserError
 from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))

@@ -1,11 +1,11 @@
-"""How messages are printed (recipe/log.py), and how numbers are written in them (recipe/units.py)."""
+"""How messages are printed (recipe/utils/log.py), and how numbers are written in them (recipe/utils/units.py)."""
 
 import logging
 import os
 
 import pytest
 
-from recipe import log, units
+from recipe.utils import log, units
 
 
 def test_messages_are_the_main_processs(capsys):

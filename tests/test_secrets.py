@@ -14,7 +14,7 @@ import pytest
 from recipe.checkpoint.run_dir import check_same_run
 from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
-from recipe.redaction import HIDDEN, looks_secret, redact, redacted
+from recipe.utils.redaction import HIDDEN, looks_secret, redact, redacted
 from tests.canary import CANARY, ENVIRONMENT, HUB_TOKEN, URL, search
 from tests.conftest import ROOT, TINY, environment, flags
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from recipe.checkpoint.format import checkpoints, verify
-from recipe.errors import ExitCode
+from recipe.utils.errors import ExitCode
 
 
 def main(argv: list[str] | None = None) -> int:

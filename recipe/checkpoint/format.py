@@ -26,8 +26,8 @@ from stat import S_ISLNK, S_ISREG
 import torch
 from safetensors.torch import load_file
 
-from recipe.errors import UserError, reading
-from recipe.files import Buffer, fsync_directory, sha256_of, write_file
+from recipe.utils.errors import UserError, reading
+from recipe.utils.files import Buffer, fsync_directory, sha256_of, write_file
 
 logger = logging.getLogger(__name__)
 

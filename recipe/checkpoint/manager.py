@@ -28,10 +28,10 @@ from recipe.checkpoint.provenance import about
 from recipe.config import Config
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.base import Engine
-from recipe.errors import writing
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
-from recipe.redaction import redacted
+from recipe.utils.errors import writing
+from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it

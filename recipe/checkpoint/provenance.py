@@ -10,13 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import recipe
-from recipe.config import ROOT, Config, DataConfig, data_sets
+from recipe.config import BLOCK, ROOT, Config, DataConfig, data_sets
 from recipe.data.shards import Manifest
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
-from recipe.errors import UserError
-from recipe.mixture import BLOCK
-from recipe.redaction import redact, redacted
+from recipe.utils.errors import UserError
+from recipe.utils.redaction import redact, redacted
 
 _FILES = 10  # of a local text's files, whose names are kept
 # Packages on whose versions a run's numbers may depend.

@@ -23,13 +23,12 @@ from recipe.checkpoint.format import (
     sweep,
     verify,
 )
-from recipe.config import OptimizerConfig
+from recipe.config import OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
-from recipe.errors import UserError, writing
-from recipe.files import fsync_directory, replace_file
-from recipe.mixture import counts_in
 from recipe.optim.schedule import lr_at
-from recipe.units import some
+from recipe.utils.errors import UserError, writing
+from recipe.utils.files import fsync_directory, replace_file
+from recipe.utils.units import some
 
 logger = logging.getLogger(__name__)
 

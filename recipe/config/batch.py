@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipe.config.fields import AUTO, Config
-from recipe.errors import UserError
-from recipe.units import plural
+from recipe.utils.errors import UserError
+from recipe.utils.units import plural
 
 
 @dataclass(frozen=True)

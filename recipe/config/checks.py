@@ -7,7 +7,7 @@ import re
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from recipe.config.fields import DEFAULTS, FIELDS, Config, DataConfig, ModelConfig, RunConfig, data_sets
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 def check(config: Config) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipe.catalog import DATASETS
-from recipe.errors import UserError
+from recipe.config.catalog import DATASETS
+from recipe.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.catalog import DATASETS, resolve, short_name
+from recipe.config.catalog import DATASETS, resolve, short_name
 from recipe.config.fields import BLOCK, DEFAULTS, OF_AN_ENTRY, OF_ONE_DATA_SET, ROOT, DataConfig, DataSet
 from recipe.config.values import converted
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 FORM = "write a mixture as [{name: A, weight: 0.7}, {name: B, weight: 0.3}]"
 

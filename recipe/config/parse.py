@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from recipe.catalog import is_on_hub
+from recipe.config.catalog import is_on_hub
 from recipe.config.checks import check
 from recipe.config.fields import (
     DEFAULT_RECIPE,
@@ -23,7 +23,7 @@ from recipe.config.fields import (
 )
 from recipe.config.mixture import FORM, data_config
 from recipe.config.values import converted, hint, metavar, names_elsewhere
-from recipe.errors import UserError, reading
+from recipe.utils.errors import UserError, reading
 
 
 def parse_config(argv: list[str] | None = None) -> Config:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from recipe.config.fields import FIELDS, PARTS, ROOT
-from recipe.errors import UserError
-from recipe.redaction import looks_secret
+from recipe.utils.errors import UserError
+from recipe.utils.redaction import looks_secret
 
 _MIGRATING = ROOT / "docs" / "migrating.md"
 

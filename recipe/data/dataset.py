@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe.data.shards import Shard, open_shard, read_shard
 from recipe.data.tokenizer import VOCAB_SIZE
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 # Shapes: N rows asked for, T sequence_length.
 

@@ -16,8 +16,8 @@ from huggingface_hub.errors import HFValidationError
 from recipe.config import DataConfig
 from recipe.data.prepare.documents import Document, text_chunks, text_of
 from recipe.data.shards import Manifest
-from recipe.errors import Unreachable, UserError
-from recipe.redaction import redact
+from recipe.utils.errors import Unreachable, UserError
+from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from recipe.config import DataSet
+from recipe.config import BLOCK, DataSet
 from recipe.data.dataset import TokenDataset, permutation
-from recipe.mixture import BLOCK
 
 # Shapes: N windows asked for, K data sets.
 

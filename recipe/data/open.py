@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from recipe.config import Batch, Config, DataConfig, DataSet, data_sets
+from recipe.config import BLOCK, Batch, Config, DataConfig, DataSet, data_sets
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
 from recipe.data.prepare.pipeline import must_prepare, prepare
@@ -17,8 +17,7 @@ from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, d
 from recipe.data.streaming.builder import Builder
 from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
-from recipe.errors import UserError
-from recipe.mixture import BLOCK
+from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 
 from recipe.config import Batch
 from recipe.data.mixed import Dataset
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 class Batches:

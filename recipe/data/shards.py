@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.catalog import is_text, unknown_data
+from recipe.config.catalog import is_text, unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
-from recipe.errors import UserError, reading, writing
-from recipe.files import fsync_directory, replace_file, sha256_of
+from recipe.utils.errors import UserError, reading, writing
+from recipe.utils.files import fsync_directory, replace_file, sha256_of
 
 MAGIC = 20240520
 VERSION = 1

@@ -20,8 +20,8 @@ import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-from recipe.download import on_this_disk
-from recipe.errors import UserError, first_line
+from recipe.utils.download import on_this_disk
+from recipe.utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import GPT2TokenizerFast, PreTrainedTokenizerBase

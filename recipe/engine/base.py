@@ -23,10 +23,10 @@ from recipe.config import Batch, OptimizerConfig
 from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.shutdown import Agreement, ReadAhead, StopSignal
-from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.optim import optimizer as optimizers
 from recipe.optim.spike_filter import SpikeFilter
+from recipe.utils.errors import UserError
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 

@@ -19,8 +19,8 @@ from recipe.config import ROOT, Batch
 from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine
 from recipe.engine.launch import wants_cpu
-from recipe.errors import UserError, reading
 from recipe.optim.optimizer import MOMENTS, MUON, state_names
+from recipe.utils.errors import UserError, reading
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THE_RECIPES = (

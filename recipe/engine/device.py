@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 @dataclass(frozen=True)

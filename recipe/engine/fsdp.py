@@ -15,8 +15,8 @@ from torch.distributed.tensor import distribute_tensor
 from recipe.config import Batch
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
-from recipe.errors import UserError
 from recipe.optim.optimizer import named_state
+from recipe.utils.errors import UserError
 
 # What a file may also ask for, by the variable that the launch makes of it, and what to do instead.
 _NOT_HERE = {

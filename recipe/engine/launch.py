@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from recipe.engine import device as hardware
-from recipe.errors import ExitCode, UserError
-from recipe.redaction import redact
+from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.redaction import redact
 
 _PATIENCE = 20  # seconds in which the process that reports an error must have ended; processes start at different times
 

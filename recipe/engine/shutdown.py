@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from recipe.errors import ExitCode
+from recipe.utils.errors import ExitCode
 
 logger = logging.getLogger(__name__)
 

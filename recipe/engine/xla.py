@@ -38,8 +38,8 @@ from recipe.config import Batch
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.engine.shutdown import Agreement
-from recipe.errors import UserError
 from recipe.optim.optimizer import state_names
+from recipe.utils.errors import UserError
 
 _FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
 _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"

@@ -13,7 +13,7 @@ import torch
 from recipe.config import parse_config
 from recipe.engine.device import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
-from recipe.units import plural, si
+from recipe.utils.units import plural, si
 
 
 class Speed(NamedTuple):

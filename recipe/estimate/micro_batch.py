@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 
 from recipe.checkpoint.format import checkpoints
-from recipe.cli import AUTO
-from recipe.config import Batch, Config, batch_arithmetic
+from recipe.config import AUTO, Batch, Config, batch_arithmetic
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
-from recipe.errors import UserError
 from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes, update_bytes
 from recipe.model.build import build_model
-from recipe.units import gb, plural
+from recipe.utils.errors import UserError
+from recipe.utils.units import gb, plural
 
 logger = logging.getLogger(__name__)
 

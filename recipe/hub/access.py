@@ -11,8 +11,8 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
 
-from recipe.errors import UserError
-from recipe.redaction import redact
+from recipe.utils.errors import UserError
+from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from recipe.checkpoint.format import checkpoints, model_only, newest_whole, step_of, verify
 from recipe.config import check_repo_name
-from recipe.errors import ExitCode, UserError
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Target, Uploads
-from recipe.log import set_up_logging
 from recipe.monitor.metrics import read_metrics
-from recipe.redaction import redact
+from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.log import set_up_logging
+from recipe.utils.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # __name__ is __main__ where this is the command
 

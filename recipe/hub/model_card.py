@@ -15,14 +15,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.published import HELLASWAG_ROWS, WAYS
 from eval.scores import all_scores, hellaswag_scores, score, table_row, text_dataset
-from recipe.catalog import DATASETS
 from recipe.config import ModelConfig, hyperparameters
+from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
-from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
 from recipe.monitor.metrics import read_metrics
-from recipe.redaction import redact, redacted
-from recipe.units import si
+from recipe.utils.errors import UserError
+from recipe.utils.redaction import redact, redacted
+from recipe.utils.units import si
 
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")

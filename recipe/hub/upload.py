@@ -31,10 +31,10 @@ from huggingface_hub.utils.logging import set_verbosity_error
 
 from recipe.checkpoint.format import checkpoints, model_only, step_of, verify
 from recipe.config import Config
-from recipe.errors import ExitCode
 from recipe.hub.access import check_access, check_card, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
-from recipe.units import some
+from recipe.utils.errors import ExitCode
+from recipe.utils.units import some
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from transformers import GPT2Config
 
 from recipe.config import Config, ModelConfig
 from recipe.data.tokenizer import open_tokenizer
-from recipe.download import on_this_disk
-from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
+from recipe.utils.download import on_this_disk
+from recipe.utils.errors import UserError
 
 _FILES = ["config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
 _NEEDED = "config.json and model.safetensors"

@@ -20,9 +20,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 from transformers.utils import cached_file
 
-from recipe.errors import UserError, reading
 from recipe.model.loss import next_token_loss
-from recipe.units import some
+from recipe.utils.errors import UserError, reading
+from recipe.utils.units import some
 
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")

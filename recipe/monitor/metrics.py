@@ -18,12 +18,12 @@ import torch
 from recipe.config import Config
 from recipe.data.prefetch import Batches
 from recipe.engine.base import Engine
-from recipe.errors import reading, writing
 from recipe.estimate.memory import flops_per_token
-from recipe.files import replace_file
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
+from recipe.utils.errors import reading, writing
+from recipe.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call

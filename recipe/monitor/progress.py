@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from recipe.units import duration, plural
+from recipe.utils.units import duration, plural
 
 logger = logging.getLogger(__name__)
 

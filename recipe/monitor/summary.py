@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.published import WAYS
-from recipe.config import ROOT, Batch, Config, OptimizerConfig, data_sets
+from recipe.config import BLOCK, ROOT, Batch, Config, OptimizerConfig, data_sets
 from recipe.data.mixed import Dataset
 from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
-from recipe.errors import ExitCode
 from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of, training_seconds
 from recipe.estimate.memory import (
     HEADROOM,
@@ -22,9 +21,9 @@ from recipe.estimate.memory import (
     parameter_count,
 )
 from recipe.estimate.micro_batch import engine_kind
-from recipe.mixture import BLOCK
 from recipe.monitor.metrics import read_metrics
-from recipe.units import duration, gb, plural, si
+from recipe.utils.errors import ExitCode
+from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
 

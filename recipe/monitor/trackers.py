@@ -16,8 +16,8 @@ from pathlib import Path
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from recipe.config import Config
-from recipe.errors import UserError, first_line
-from recipe.redaction import redact, redacted
+from recipe.utils.errors import UserError, first_line
+from recipe.utils.redaction import redact, redacted
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from recipe.config import OptimizerConfig
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 MAX_SKIPPED_STEPS = 20  # in a row, after which the run ends
 _WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import optimizers
-from recipe.errors import ExitCode
+from recipe.utils.errors import ExitCode
 from tests import processes as programs
 from tests.conftest import SHAKESPEARE, TINY, environment
 

@@ -13,7 +13,7 @@ from safetensors.torch import save as save_tensors
 from recipe.checkpoint import format as ckpt
 from recipe.checkpoint.__main__ import main
 from recipe.checkpoint.format import Retention, checkpoints, newest_whole, prune, verify
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 from tests.checkpoint import save
 
 

@@ -14,7 +14,7 @@ from recipe.checkpoint.format import newest_whole
 from recipe.checkpoint.run_dir import LOCK, OWNER, RunDirectory, check_same_run
 from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 from tests.checkpoint import save
 
 

@@ -9,13 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recipe.config import Batch, DataSet
+from recipe.config import Batch, DataSet, counts_of
 from recipe.data import dataset as dataset_module
 from recipe.data.dataset import TokenDataset, check_data, check_same_data, permutation
 from recipe.data.mixed import MixedDataset
 from recipe.data.shards import Shard
-from recipe.errors import UserError
-from recipe.mixture import counts_of
+from recipe.utils.errors import UserError
 from tests.data import write_shard
 
 T = 8

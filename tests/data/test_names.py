@@ -13,7 +13,7 @@ from recipe.data.open import open_datasets
 from recipe.data.prepare.pipeline import prepare
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import encode
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment, flags
 from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl

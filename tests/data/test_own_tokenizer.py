@@ -20,8 +20,8 @@ from eval.report import write_report
 from recipe.config import parse_config
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import open_tokenizer
-from recipe.errors import UserError
 from recipe.hub.model_card import model_card
+from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags
 from tests.data import TEXT, tokens_in

@@ -20,8 +20,8 @@ from recipe.data import shards
 from recipe.data.hub import Retries
 from recipe.data.prepare.pipeline import alone_in, main, must_prepare, prepare
 from recipe.data.shards import Manifest, find_shards
-from recipe.errors import UserError
-from recipe.log import set_up_logging
+from recipe.utils.errors import UserError
+from recipe.utils.log import set_up_logging
 from tests.conftest import ROOT
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl
 

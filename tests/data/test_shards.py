@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipe.data.shards import Manifest, Shard, find_shards, open_shard, read_shard, unigram_loss
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 from tests.data import write_shard
 
 

@@ -18,8 +18,8 @@ from recipe.data.streaming import stream as module
 from recipe.data.streaming.builder import Builder
 from recipe.data.streaming.status import STATUS, write_json
 from recipe.data.streaming.stream import BuilderProcess, Waiting
-from recipe.errors import UserError
-from recipe.log import set_up_logging
+from recipe.utils.errors import UserError
+from recipe.utils.log import set_up_logging
 from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming
 
 

@@ -113,7 +113,7 @@ import json, sys
 from pathlib import Path
 from recipe.config import DataConfig
 from recipe.data.streaming.builder import Builder
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 def refused(fields):
     Path(fields["dataset_name"]).mkdir()

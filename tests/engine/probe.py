@@ -18,9 +18,9 @@ from transformers import GPT2Config
 from recipe.config import Batch, OptimizerConfig
 from recipe.engine import device
 from recipe.engine.factory import open_engine
-from recipe.errors import UserError
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import MOMENTS, make_optimizer, steps_taken
+from recipe.utils.errors import UserError
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path

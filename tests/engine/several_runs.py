@@ -11,8 +11,8 @@ if __package__ in (None, ""):
 
 from recipe.config import parse_config
 from recipe.engine.factory import open_engine
-from recipe.log import set_up_logging
 from recipe.train import run
+from recipe.utils.log import set_up_logging
 
 directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipe.engine import device
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 
 @pytest.fixture

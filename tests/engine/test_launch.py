@@ -14,7 +14,7 @@ from eval import devices
 from recipe.engine import factory
 from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, fail
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 from tests.conftest import ROOT, launch, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"

@@ -16,7 +16,7 @@ from tests.conftest import environment
 PROGRAM = """
 import ctypes, os, signal, sys, time
 from recipe.engine import shutdown
-from recipe.log import set_up_logging
+from recipe.utils.log import set_up_logging
 set_up_logging()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 shutdown._LEAST_PATIENCE = {patience}

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_engine
-from recipe.errors import UserError
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import largest, micro_batch
+from recipe.utils.errors import UserError
 from tests import processes as programs
 from tests.conftest import TINY, by_step, environment, flags, launch, run_train
 

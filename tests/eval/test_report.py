@@ -12,8 +12,8 @@ import pytest
 from eval import common, curves, plots, report
 from eval.diagnosis import Finding, diagnose
 from eval.scores import score, text_dataset
-from recipe.catalog import DATASETS
 from recipe.config import FIELDS, parse_config
+from recipe.config.catalog import DATASETS
 from tests.conftest import SHAKESPEARE, metrics
 
 SHA256 = next(key for key, name in curves.DATASETS.items() if name == "tiny Shakespeare")

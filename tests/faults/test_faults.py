@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from recipe.checkpoint.format import checkpoints, step_of
 from recipe.data.dataset import TokenDataset, check_data
 from recipe.data.shards import find_shards
-from recipe.errors import ExitCode, UserError
+from recipe.utils.errors import ExitCode, UserError
 from tests.conftest import by_step
 from tests.faults.lab import HANG, WORLD, Lab, Run, curve, newest_step
 from tests.faults.plugin import POINTS

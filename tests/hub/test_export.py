@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from eval.scores import hellaswag_scores
 from recipe.config import parse_config
-from recipe.errors import UserError
 from recipe.hub import export
+from recipe.utils.errors import UserError
 
 FILES = {
     "README.md",

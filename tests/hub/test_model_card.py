@@ -15,8 +15,8 @@ from eval.scores import hellaswag_scores, score, text_dataset
 from recipe.config import DataConfig, parse_config
 from recipe.data.hub import HubText
 from recipe.data.tokenizer import GPT2
-from recipe.errors import UserError
 from recipe.hub.model_card import model_card
+from recipe.utils.errors import UserError
 from tests import canary
 from tests.conftest import ROOT, flags
 

@@ -16,9 +16,9 @@ from huggingface_hub import ModelCard
 from eval.scores import score, text_dataset
 from recipe.checkpoint.format import model_only
 from recipe.config import parse_config
-from recipe.errors import UserError
 from recipe.hub import access, export, upload
 from recipe.hub.upload import Target, Uploads, sync
+from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import TINY, by_step, environment, flags
 from tests.hub import REPO, TOKEN, Fault, Hub

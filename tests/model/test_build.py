@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import HfApi
 
 from recipe.config import parse_config
-from recipe.errors import UserError
 from recipe.model.build import build_model
+from recipe.utils.errors import UserError
 
 
 def test_init_from_without_a_network_fails_at_once_and_says_so(monkeypatch):

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.config import OptimizerConfig
-from recipe.errors import UserError
 from recipe.model.attention import block_attention
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import make_optimizer
+from recipe.utils.errors import UserError
 from tests.conftest import ASSETS
 
 # The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block

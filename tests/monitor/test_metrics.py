@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from recipe.config import parse_config
-from recipe.errors import UserError
 from recipe.estimate.memory import flops_per_token
 from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, RunningLoss, Throughput, read_metrics
+from recipe.utils.errors import UserError
 
 
 def steps_in(path) -> list[int]:

@@ -7,9 +7,9 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from recipe.log import set_up_logging
 from recipe.monitor import progress as module
 from recipe.monitor.progress import Progress
+from recipe.utils.log import set_up_logging
 
 RECORD = {
     "step": 500,

@@ -9,10 +9,10 @@ import torch
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_engine
-from recipe.errors import UserError
 from recipe.estimate import micro_batch
 from recipe.estimate.memory import HEADROOM, memory_estimate
 from recipe.monitor import summary
+from recipe.utils.errors import UserError
 from tests.conftest import ROOT
 
 A100 = "NVIDIA A100-SXM4-80GB"

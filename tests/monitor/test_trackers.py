@@ -16,9 +16,9 @@ from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from recipe.config import parse_config
-from recipe.errors import UserError
 from recipe.monitor import trackers
 from recipe.monitor.trackers import Tracker, check_tracker, metric_names
+from recipe.utils.errors import UserError
 from tests.conftest import TINY, flags, metrics
 
 SECRET = "hf_" + "Tracker012345678" * 2  # redaction recognizes it by its shape

@@ -9,8 +9,8 @@ import torch
 
 from recipe.config import OptimizerConfig
 from recipe.engine.base import Engine
-from recipe.errors import UserError
 from recipe.optim.spike_filter import SpikeFilter
+from recipe.utils.errors import UserError
 
 CPU = torch.device("cpu")
 

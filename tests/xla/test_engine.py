@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from recipe.config import Batch, OptimizerConfig
 from recipe.engine import device
-from recipe.errors import UserError
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
+from recipe.utils.errors import UserError
 from tests.xla.conftest import tensors, train_here
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.catalog import kinds_of_text, text_files, text_suffix, unknown_data
+from recipe.config.catalog import kinds_of_text, text_files, text_suffix, unknown_data
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import without_surrogates
-from recipe.errors import UserError
-from recipe.files import sha256_of
+from recipe.utils.errors import UserError
+from recipe.utils.files import sha256_of
 
 PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
 LONGEST_PIECE = 1 << 20

@@ -21,14 +21,14 @@ from pathlib import Path
 import filelock
 from tqdm import tqdm
 
-from recipe.catalog import TEXT_SUFFIXES, kinds_of_text
 from recipe.config import DataConfig, data_sets, parse_config
+from recipe.config.catalog import TEXT_SUFFIXES, kinds_of_text
 from recipe.data.prepare.documents import TextFiles
 from recipe.data.prepare.producer import TextProducer
 from recipe.data.shards import Manifest
-from recipe.errors import ExitCode, UserError
-from recipe.log import set_up_logging
-from recipe.redaction import redact
+from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.log import set_up_logging
+from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 

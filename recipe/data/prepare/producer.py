@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.catalog import text_suffix, unknown_data
 from recipe.config import DataConfig
+from recipe.config.catalog import text_suffix, unknown_data
 from recipe.data.hub import HubText
 from recipe.data.prepare.documents import TextFiles, in_pieces, open_files
 from recipe.data.prepare.tokenize import Piece, tokenized
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, Shard, of_tokenizer, open_shard
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
 START = {"document": 0, "tokens": 0, "stream": None}  # the position before the first document

@@ -23,8 +23,8 @@ from recipe.data.prepare.producer import TextProducer
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
 from recipe.data.streaming.download import HubProducer
 from recipe.data.streaming.status import POLL, STATUS, read_json, reader_path, write_json
-from recipe.errors import UserError
-from recipe.log import set_up_logging
+from recipe.utils.errors import UserError
+from recipe.utils.log import set_up_logging
 
 _AHEAD = 8  # shards, counted from the one that is read
 _BETWEEN_REPORTS = 0.5  # seconds

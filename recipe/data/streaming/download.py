@@ -13,7 +13,7 @@ from recipe.data.hub import HubRepository, Retries, user_error
 from recipe.data.prepare.producer import check_own_directory, continued
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest, move, of_tokenizer
 from recipe.data.tokenizer import open_tokenizer
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 _DOWNLOADS = ".download"  # beside the shards, where they lie until they are whole
 _URI = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/(.+)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.files import replace_file
-from recipe.redaction import redacted
+from recipe.utils.files import replace_file
+from recipe.utils.redaction import redacted
 
 STATUS = ".builder.json"  # {"state": what the builder is doing, "opened": readers can begin, "error": why it ended}
 POLL = 0.1  # seconds

@@ -19,7 +19,7 @@ from recipe.config import ROOT, DataConfig
 from recipe.data.dataset import TokenDataset, check_batch
 from recipe.data.shards import Manifest
 from recipe.data.streaming.status import POLL, STATUS, read_json, reader_path, write_json
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 

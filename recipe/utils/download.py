@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from recipe.errors import Unreachable, UserError, first_line
+from recipe.utils.errors import Unreachable, UserError, first_line
 
 _TIMEOUT = 5.0  # seconds for the Hub's first answer
 

@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from recipe.errors import UserError
+from recipe.utils.errors import UserError
 
 # name: (Hub data set, subset)
 DATASETS = {

@@ -12,7 +12,7 @@ import sys
 
 from tqdm import tqdm
 
-from recipe.redaction import redact
+from recipe.utils.redaction import redact
 
 
 class _AboveTheBar(logging.Handler):

@@ -1,5 +1,0 @@
-"""Names of recipe.config."""
-
-from recipe.config import AUTO
-
-__all__ = ["AUTO"]
