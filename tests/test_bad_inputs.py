@@ -200,6 +200,10 @@ TABLE = {
     ),
     "12 not UTF-8": (lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
     "12 streamed shards": (lambda at: at.train(streaming="true"), "streaming needs text, and dataset_name "),
+    "12 nested": (
+        lambda at: ["--config", at.file("my.yaml", "dataset_name: " + 50_000 * "[" + 50_000 * "]")],
+        "my.yaml: not valid YAML",
+    ),
     "12 key twice": (
         lambda at: ["--config", at.file("my.yaml", "seed: 1\nmax_steps: 5\nseed: 2\n")],
         "my.yaml, line 3: 'seed' is given twice; remove one",

@@ -153,7 +153,7 @@ def _load(text: str | bytes, origin: str, expected: str):
         return _Loader(text).get_single_data()
     except UserError as error:
         raise UserError(f"{origin}, {error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # whose own words quote the text
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose own words quote the text
         at = getattr(error, "problem_mark", None)
         where = f", line {at.line + 1}" if at else " in UTF-8"
         raise UserError(f"{origin}: not valid YAML{where}; {expected}") from None
