@@ -42,6 +42,7 @@ PROOF_PYTHON = $(firstword $(wildcard .venv/bin/python) $(PYTHON))
 PROOF_OUT = $(if $(filter-out file,$(origin OUT)),$(OUT),bench)
 PROOF_tests = gpu_tests --minutes 7.5
 PROOF_peers = peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
+PROOF_scoreboard = scoreboard --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
 PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
 
 # What tells in a minute whether a change has broken the core.
@@ -63,7 +64,7 @@ endef
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval bench-gpu gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -133,14 +134,11 @@ scoreboard: .venv/installed ## what each optimization brings here (ARGS=--quick)
 bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CONFIG)
 	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
-bench-gpu: .venv/installed ## full GPU benchmark, nine minutes
-	$(BIN)/python -m benchmarks all --minutes 8 --rounds 1 --seconds 1.5 $(BENCH_ARGS)
-
 # Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
-gpu-proof: ## tests, peers and optimizers on a GPU (PART, TEXT, OUT)
-	$(foreach part,$(or $(PART),tests peers optimizers),$(PROOF_PYTHON) -m benchmarks $(PROOF_$(part)) --out $(PROOF_OUT) $(ARGS);)
+gpu-proof: ## full GPU benchmark: tests, speed, optimizers (PART, TEXT)
+	$(foreach part,$(or $(PART),tests peers scoreboard optimizers),$(PROOF_PYTHON) -m benchmarks $(PROOF_$(part)) --out $(PROOF_OUT) $(ARGS);)
 
-bench-data: .venv/installed ## preparing and reading data vs. datasets.map
+bench-data: .venv/installed ## tokenizing vs. datasets.map (TEXT)
 	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)
 
 bench-eval: .venv/installed-eval ## HellaSwag vs. lm-evaluation-harness (MODEL)

@@ -1,11 +1,11 @@
 """Command: how fast the step is on this machine, what makes it so, and how fast others are.
 
-    python -m benchmarks scoreboard      one row an optimization
+    python -m benchmarks scoreboard      recipe/train.py, one row an optimization
     python -m benchmarks peers           transformers' Trainer and others beside recipe/train.py, in turns
     python -m benchmarks --help          the rest
 
 Without --config: the default recipe's model on a CPU, GPT-2 124M on an accelerator. One GPU is measured, also where
-there are more.
+there are more; the scoreboard's last row takes --processes of them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
 from importlib import import_module
 
-from torch.profiler import profile, supported_activities
-
-from benchmarks import peers, report, scaling
+from benchmarks import peers, report
 from benchmarks.bench_config import BenchConfig, say
 from benchmarks.interleaved import prepared
 from benchmarks.scoreboard import ladder, scoreboard
 from benchmarks.scoreboard import lines as scoreboard_lines
-from benchmarks.worker import make_step, synchronize
-from recipe.engine import device as hardware
 from recipe.utils.errors import UserError
 
 
@@ -35,8 +30,8 @@ def run_scoreboard(bench: BenchConfig) -> None:
         results["rows"] = scoreboard(*ladder(bench), directory, bench.timing, quick=bench.arguments.quick)
     peak = results["peak_flops"]
     for row in results["rows"]:
-        rate = row["tokens_per_second"]
-        row["mfu"] = rate * results["flops_per_token"] / peak if rate and peak else None
+        rate, devices = row["tokens_per_second"], 1 if bench.on_cpu else row.get("processes")
+        row["mfu"] = rate * results["flops_per_token"] / (peak * devices) if rate and peak else None
     say("\n" + "\n".join(scoreboard_lines(results["rows"])))
     report.write(results, bench.out / "scoreboard.json")
     report.scoreboard_chart(results, bench.out / "scoreboard.png")
@@ -45,7 +40,7 @@ def run_scoreboard(bench: BenchConfig) -> None:
 def run_peers(bench: BenchConfig) -> None:
     """transformers' Trainer and others, compared with recipe/train.py: a table, peers.json, peers.png."""
     results, timing = bench.introduce("peers"), bench.timing
-    ours = bench.ours()
+    ours = bench.ours
     others = peers.contenders(ours, bench.arguments.nanogpt, bench.device.type == "cuda")
     say(
         f"same       {ours.tokens:,} tokens a step, weights, {ours.precision}, AdamW, clipping; "
@@ -60,68 +55,26 @@ def run_peers(bench: BenchConfig) -> None:
     report.peers_chart(results, bench.out / "peers.png")
 
 
-def run_profile(bench: BenchConfig) -> None:
-    """Where the time of a step goes, by operator or kernel: torch.profiler's table."""
-    bench.introduce("profile")
-    ours = bench.ours()
-    as_the_engine = {"pad_vocab_to": hardware.pad_vocab_to(bench.device)}
-    if bench.on_cpu:
-        as_the_engine |= {"loss_by_rows": True, "attention": "blocks" if ours.precision == "bf16" else "sdpa"}
-    with prepared() as directory:
-        step = make_step(ours.but(kind="loop", **as_the_engine), f"{directory}/shards")
-        for _ in range(2):  # to warm up
-            step()
-        synchronize()
-        with profile(activities=supported_activities(), acc_events=True) as profiler:
-            for _ in range(3):
-                step()
-            synchronize()
-    by = "self_cpu_time_total" if bench.on_cpu else "self_device_time_total"
-    say(profiler.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60))
-
-
-def run_scaling(bench: BenchConfig) -> None:
-    """What communication costs DDP and ZeRO-1 on 8, 64 and 512 GPUs, predicted."""
-    say("\n".join(scaling.lines()))
-
-
-def run_all(bench: BenchConfig) -> None:
-    """The full benchmark of a device within --minutes: peers, scoreboard, profile."""
-    began, whole = time.monotonic(), bench.timing.left
-    for command, until in ((run_peers, 0.45), (run_scoreboard, 0.95), (run_profile, 1.0)):
-        say(f"\n=== {command.__doc__}")
-        bench.timing.ends = began + until * whole
-        try:
-            command(bench)
-        except Exception:  # the others are worth having without it
-            traceback.print_exc()
-
-
-COMMANDS = {
-    "scoreboard": run_scoreboard,
-    "peers": run_peers,
-    "profile": run_profile,
-    "scaling": run_scaling,
-    "all": run_all,
-}
-# Commands with arguments of their own, each a module with a `main(argv)`.
+COMMANDS = {"scoreboard": run_scoreboard, "peers": run_peers}
+# Commands with arguments of their own: a module's function, which takes them and returns the exit code.
 OTHERS = {
-    "data": "Preparing and reading data, compared with datasets.map",
-    "hellaswag": "HellaSwag, compared with lm-evaluation-harness",
-    "optimizers": "How many tokens Muon needs for AdamW's loss",
-    "gpu_tests": "The tests that need a GPU, for some minutes at a time",
-    "merge": "Results of several commands as one",
+    "data": ("libraries.tokenizing", "Tokenizing, compared with datasets.map"),
+    "hellaswag": ("libraries.hellaswag", "HellaSwag, compared with lm-evaluation-harness"),
+    "optimizers": ("optimizers.main", "How many tokens Muon needs for AdamW's loss"),
+    "gpu_tests": ("gpu_tests.main", "The tests that need a GPU, for some minutes at a time"),
+    "merge": ("report.main", "Results of several commands as one"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures as the command line says, and returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] and argv[0] in OTHERS:
-        return import_module(f"benchmarks.{argv[0]}").main(argv[1:])
-    arguments = _parser().parse_args(argv)
     started = time.monotonic()
     try:
+        if argv and argv[0] in OTHERS:
+            module, function = OTHERS[argv[0]][0].split(".")
+            return getattr(import_module(f"benchmarks.{module}"), function)(argv[1:])
+        arguments = _parser().parse_args(argv)
         COMMANDS[arguments.command](BenchConfig(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -132,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     commands = {name: function.__doc__.split(":")[0] for name, function in COMMANDS.items()}
-    commands |= {name: f"{text} (its own --help)" for name, text in OTHERS.items()}
+    commands |= {name: f"{text} (its own --help)" for name, (_, text) in OTHERS.items()}
     parser = argparse.ArgumentParser(
         description="How fast the step is.",
         allow_abbrev=False,
@@ -144,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the device's best)")
     parser.add_argument("--micro_batch_size", type=int, default=0, help="sequences at once (default: what fits, to 64)")
     parser.add_argument("--sequence_length", type=int, default=0, help="tokens a sequence (default: the recipe's)")
+    parser.add_argument("--processes", type=int, default=1, help="of the last row (scoreboard)")
     parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
     parser.add_argument("--minutes", type=float, default=1e4, help="skip what would begin later than this")

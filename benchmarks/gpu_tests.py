@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import report
 from recipe.config import ROOT
+from recipe.utils.errors import UserError
 
 
 class Record:
@@ -33,12 +34,9 @@ class Record:
         """Writes the outcome of a test, or of a fixture that failed."""
         if report.when == "call" or report.outcome != "passed":
             name = report.nodeid.partition("::")[2]
+            why = getattr(report.longrepr, "reprcrash", report.longrepr) or ""
             row = {"name": name, "outcome": report.outcome, "seconds": round(report.duration, 1)}
-            if report.skipped:
-                row["note"] = report.longrepr[2]
-            elif report.failed:
-                row["note"] = str(getattr(report.longrepr, "reprcrash", report.longrepr)).partition("\n")[0]
-            self.rows[name] = row
+            self.rows[name] = row | {"note": str(why).partition("\n")[0]}
             self._write()
         if time.monotonic() > self._ends:
             self._session.shouldstop = "the time is up; the same command goes on"
@@ -47,19 +45,16 @@ class Record:
         report.write(report.circumstances() | {"rows": list(self.rows.values())}, self._path)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the tests and returns pytest's exit code, or 2 without pytest."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gpu_tests", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+def main(argv: list[str]) -> int:
+    """Runs the tests and returns pytest's exit code. Raises UserError without pytest."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_tests", allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=8, help="start no test later than this")
     parser.add_argument("--out", default="bench", help="directory of the results")
     arguments, words = parser.parse_known_args(argv)
-    try:
-        import pytest
-    except ImportError:
-        print("error: pytest is not installed; make .venv/installed-dev installs it", file=sys.stderr)
-        return 2
+    if not find_spec("pytest"):
+        raise UserError("pytest is not installed; make .venv/installed-dev installs it")
+    import pytest
+
     record = Record(Path(arguments.out) / "gpu_tests.json", time.monotonic() + 60 * arguments.minutes)
     tests = str(ROOT / "tests/engine/test_gpu.py")
     code = pytest.main([tests, f"--rootdir={ROOT}", "-p", "no:cacheprovider", *words], plugins=[record])

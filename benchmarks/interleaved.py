@@ -7,7 +7,7 @@ import io
 import multiprocessing
 import os
 import random
-import re
+import socket
 import statistics
 import sys
 import tempfile
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
@@ -38,42 +39,61 @@ class Void(Exception):
 
 
 class Worker:
-    """A variant's process."""
+    """A variant's processes."""
 
     def __init__(self, variant: Variant, directory: Path):
         """`directory` is `prepared`."""
         self.variant = variant
         self.losses: list[float] = []
-        self.peak_memory = 0
-        self._log = directory / f"{re.sub('[^a-zA-Z0-9.-]+', '-', variant.name)}.log"
-        self._connection, theirs = _context().Pipe()
-        arguments = (variant, theirs, str(directory), str(self._log))
-        self._process = _context().Process(target=work, args=arguments, daemon=False)
-        self._process.start()
-        theirs.close()
+        self.peak_memory = 0  # bytes, of the process that takes the most
+        self._directory = Path(tempfile.mkdtemp(dir=directory))
+        self._connections, self._processes = [], []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(variant.processes):
+            connection, theirs = _context().Pipe()
+            process = _context().Process(target=work, args=(variant, rank, port, theirs, self._directory))
+            process.start()
+            theirs.close()
+            self._connections.append(connection)
+            self._processes.append(process)
 
     def turn(self, steps: int) -> float:
         """Takes a step to warm up and so many more, and returns the seconds of one of these. Raises Void."""
         try:
-            self._connection.send(steps)
-            if not self._connection.poll(_PATIENCE):
-                raise Void(f"it has not answered for {_PATIENCE} s")
-            reply = self._connection.recv()
+            for connection in self._connections:
+                connection.send(steps)
+            replies = self._replies()
         except (EOFError, OSError):
-            output = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+            log = self._directory / "log"
+            output = log.read_text(errors="replace").strip() if log.exists() else ""
             raise Void(f"the process died: {output.rpartition(chr(10))[2]}") from None
-        if "error" in reply:
-            raise Void(reply["error"])
-        self.losses += reply["losses"]
-        self.peak_memory = reply["peak_memory"]
-        return reply["seconds"]
+        # A process's loss is the mean over its own sequences, as many as every other one's.
+        self.losses += [statistics.fmean(step) for step in zip(*(r["losses"] for r in replies), strict=True)]
+        self.peak_memory = max(r["peak_memory"] for r in replies)
+        return max(r["seconds"] for r in replies)
+
+    def _replies(self) -> list[dict]:
+        waiting, replies = list(self._connections), []
+        while waiting:
+            if not (ready := wait(waiting, _PATIENCE)):
+                raise Void(f"it has not answered for {_PATIENCE} s")
+            for connection in ready:
+                replies.append(connection.recv())
+                waiting.remove(connection)
+                if "error" in replies[-1]:
+                    raise Void(replies[-1]["error"])
+        return replies
 
     def close(self) -> None:
-        """Ends the worker process, after a second by killing it."""
-        self._connection.close()
-        self._process.join(1)
-        self._process.kill()
-        self._process.join()
+        """Ends the processes, after a second by killing them."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(1)
+            process.kill()
+            process.join()
 
 
 @cache
@@ -112,15 +132,15 @@ class Paired:
         return statistics.median(pair[index] for pair in self.pairs)
 
 
-def steps_of(worker: Worker, timing: Timing) -> int:
-    """How many steps fill a turn. Raises Void."""
-    return max(1, round(timing.seconds / worker.turn(1)))
-
-
 def rate_of(worker: Worker, timing: Timing) -> float:
     """Tokens a second of a worker by itself, the median of turns. Raises Void."""
     steps = steps_of(worker, timing)
     return worker.variant.tokens / statistics.median(worker.turn(steps) for _ in range(2 * timing.rounds + 1))
+
+
+def steps_of(worker: Worker, timing: Timing) -> int:
+    """How many steps fill a turn. Raises Void."""
+    return max(1, round(timing.seconds / worker.turn(1)))
 
 
 def compare(a: Worker, b: Worker, timing: Timing) -> Paired:

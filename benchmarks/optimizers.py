@@ -20,44 +20,35 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from benchmarks import report
 from recipe.config import ROOT
-from recipe.engine import device as hardware
 from recipe.monitor.metrics import read_metrics
-from recipe.utils.errors import ExitCode
+from recipe.utils.errors import ExitCode, UserError
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, how long it trains, and what is tried: `rates` are learning_rate for adamw, muon_learning_rate for
-    muon."""
+    """A model and its data, how long it trains, and what is tried: `rates` are learning_rate for adamw,
+    muon_learning_rate for muon, beside which AdamW moves the embeddings at `beside_muon`."""
 
     recipe: dict
     steps: int
     warmup: dict[str, float]  # share of the steps
     rates: dict[str, tuple[float, ...]]
+    beside_muon: float
     seeds: tuple[int, ...]
 
 
 def _small(layers: int, width: int, steps: int) -> Size:
+    model = {"n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": 128}
+    batch = {"sequence_length": 128, "total_batch_tokens": 1024, "micro_batch_size": 8}
     return Size(
-        {
-            "n_layer": layers,
-            "n_head": width // 32,
-            "n_embd": width,
-            "n_positions": 128,
-            "sequence_length": 128,
-            "total_batch_tokens": 1024,
-            "micro_batch_size": 8,
-            "eval_tokens": 32768,
-            "precision": "fp32",
-        },
+        model | batch | {"eval_tokens": 32768, "precision": "fp32"},
         steps,
         # At these lengths AdamW alone needs a long warm-up (docs/log.md); beside Muon it moves only the embeddings.
         {"adamw": 1 / 3, "muon": 1 / 15},
         {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (0.01, 0.02, 0.04)},
+        3e-3,
         (1, 2),
     )
 
@@ -72,6 +63,7 @@ SIZES = {
         640,
         {"adamw": 0.1, "muon": 0.05},
         {"adamw": (6e-4, 1.8e-3), "muon": (0.02,)},
+        1.8e-3,
         (1,),
     ),
 }
@@ -79,7 +71,6 @@ OPTIMIZERS = {
     "adamw": {"optim": "adamw", "lr_scheduler_type": "cosine"},
     "muon": {"optim": "muon", "lr_scheduler_type": "wsd", "decay_fraction": 0.4},
 }
-BESIDE_MUON = {"gpt2": 1.8e-3}  # AdamW's rate for the embeddings; in the small sizes 3e-3
 
 
 class TimeUp(Exception):
@@ -98,31 +89,33 @@ class Runs:
         """Tokens -> validation loss of a run with this share of the steps. Raises TimeUp."""
         steps = round(share * self.size.steps)
         run = self.directory / f"{self.name}-{optimizer}-{rate:g}-seed{seed}-{steps}"
-        rates = {"learning_rate": rate}
+        fields = self.size.recipe | OPTIMIZERS[optimizer] | {"learning_rate": rate}
         if optimizer == "muon":
-            rates = {"muon_learning_rate": rate, "learning_rate": BESIDE_MUON.get(self.name, 3e-3)}
-        fields = {"save_total_limit": 1, "logging_steps": 40, "save_steps": 0, "eval_steps": steps // 12}
-        fields |= {"weight_decay": 0.1}
-        fields |= self.size.recipe | OPTIMIZERS[optimizer] | rates
-        fields |= {"seed": seed, "max_steps": steps, "warmup_steps": round(steps * self.size.warmup[optimizer])}
+            fields |= {"muon_learning_rate": rate, "learning_rate": self.size.beside_muon}
+        fields |= {"weight_decay": 0.1, "seed": seed}
+        fields |= {"max_steps": steps, "warmup_steps": round(steps * self.size.warmup[optimizer])}
+        fields |= {"save_total_limit": 1, "save_steps": 0, "eval_steps": steps // 12, "logging_steps": 40}
         fields |= {"dataset_name": self.dataset_name, "output_dir": run, "run_name": run.name}
         lines = read_metrics(run / "metrics.jsonl")
         if not lines or lines[-1]["step"] != steps or lines[-1].get("val_loss") is None:
-            if math.isfinite(self.ends):
-                if (left := self.ends - time.monotonic()) < 60:
-                    raise TimeUp
-                fields["max_hours"] = left / 3600
-            command = [sys.executable, ROOT / "recipe/train.py", *(f"--{k}={v}" for k, v in fields.items())]
-            code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-            if code == ExitCode.RUN_AGAIN:
-                raise TimeUp
-            if code:
-                raise RuntimeError(f"recipe/train.py ended with exit code {code}; see its message above")
+            self._train(fields)
             lines = read_metrics(run / "metrics.jsonl")
         found = {line["tokens"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
         length = f"{max(found):>11,} tokens"
         print(f"{self.name:<6} {optimizer:<6} {rate:<7g} seed {seed}  {length}  {final(found):.4f}", flush=True)
         return found
+
+    def _train(self, fields: dict) -> None:
+        if math.isfinite(self.ends):
+            if (left := self.ends - time.monotonic()) < 60:
+                raise TimeUp
+            fields = fields | {"max_hours": left / 3600}
+        command = [sys.executable, ROOT / "recipe/train.py", *(f"--{k}={v}" for k, v in fields.items())]
+        code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+        if code == ExitCode.RUN_AGAIN:
+            raise TimeUp
+        if code:
+            raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
 
 
 def final(curve: dict[int, float]) -> float:
@@ -178,31 +171,24 @@ def compare(runs: Runs) -> dict:
     }
 
 
-def lines(results: list[dict]) -> list[str]:
-    """The table, as Markdown."""
-    out = [
-        "| model | AdamW: best rate, loss | Muon: best rate, loss | Muon, half the tokens | share of AdamW's tokens at "
-        "which Muon has its loss |",
-        "|---|---|---|---|---|",
-    ]
-    for r in results:
-        ends = {name: " and ".join(f"{loss:.3f}" for loss in found) for name, found in r["final"].items()}
-        shares = [s for s in r["share_of_tokens"] if s]
-        whole = len(shares) == len(r["share_of_tokens"])
-        share = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})" if whole else "not reached"
-        a, m = r["best"]["adamw"], r["best"]["muon"]
-        out.append(f"| {r['size']} | {a:g}: {ends['adamw']} | {m:g}: {ends['muon']} | {ends['muon, half']} | {share} |")
-    return out
+def line(r: dict) -> str:
+    """A size's result."""
+    ends = {name: " and ".join(f"{loss:.3f}" for loss in found) for name, found in r["final"].items()}
+    best = ", ".join(f"{name} at {rate:g}: {ends[name]}" for name, rate in r["best"].items())
+    shares = r["share_of_tokens"]
+    share = "not reached" if None in shares else f"{statistics.median(shares):.2f} of its tokens"
+    return f"{r['size']:<6} {best}, with half the tokens {ends['muon, half']}; Muon has AdamW's loss at {share}"
 
 
-def picture(results: list[dict], path: Path) -> None:
+def picture(results: dict, path: Path) -> None:
     """Validation loss against tokens, one panel a size; a line a seed."""
     if not (plt := report.pyplot()):
         return
-    figure, panels = plt.subplots(1, len(results), figsize=(5 * len(results), 4), dpi=150, squeeze=False)
+    sizes = results["sizes"]
+    figure, panels = plt.subplots(1, len(sizes), figsize=(5 * len(sizes), 4), dpi=150, squeeze=False)
     colors = {"adamw": "#8a99a5", "muon": "#2f6f9f", "muon, half": "#d98032"}
     names = {"adamw": "AdamW, cosine", "muon": "Muon, wsd", "muon, half": "Muon, wsd, half the tokens"}
-    for axes, r in zip(panels[0], results, strict=True):
+    for axes, r in zip(panels[0], sizes, strict=True):
         for name, found in r["curves"].items():
             for at, curve in enumerate(found):
                 tokens, losses = zip(*curve, strict=True)
@@ -218,11 +204,9 @@ def picture(results: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Trains every size with each optimizer, and writes optimizers.json and optimizers.png; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks optimizers", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizers", allow_abbrev=False)
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
     parser.add_argument(
         "--sizes", nargs="+", choices=SIZES, default=["2x32", "2x64"], help="layers x width; gpt2: 124M"
@@ -231,19 +215,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
     parser.add_argument("--out", default="bench", help="directory of the results")
     arguments = parser.parse_args(argv)
-    out, results, ends = Path(arguments.out), [], time.monotonic() + 60 * arguments.minutes
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else hardware.processor()
+    out, ends = Path(arguments.out), time.monotonic() + 60 * arguments.minutes
+    results = report.circumstances() | {"sizes": []}
     for size in arguments.sizes:
         try:
-            results.append(compare(Runs(size, arguments.dataset_name, Path(arguments.runs), ends)))
+            results["sizes"].append(compare(Runs(size, arguments.dataset_name, Path(arguments.runs), ends)))
         except TimeUp:
             print(f"the time is up; the same command goes on with what is in {arguments.runs}")
             return ExitCode.RUN_AGAIN
-        report.write({"device": device, "torch": torch.__version__, "sizes": results}, out / "optimizers.json")
+        report.write(results, out / "optimizers.json")
         picture(results, out / "optimizers.png")
-    print("\n" + "\n".join(lines(results)))
+    print("\n" + "\n".join(map(line, results["sizes"])))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

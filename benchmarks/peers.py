@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
@@ -45,23 +46,24 @@ def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) ->
     has the reason.
     """
     environments = (("as shipped", False), ("our allocator", True)) if bench.on_cpu else (("", True),)
-    mine = Worker(bench.ours(), directory)
-    try:
+    with closing(Worker(bench.ours, directory)) as mine:
         for peer, (environment, tuned) in product(others, environments):
             name = ", ".join(filter(None, (peer.name, environment)))
             if not re.search(bench.arguments.only, name):
                 continue
-            result = {"name": peer.name, "environment": environment, "void": NO_TIME, "ratio": None}
-            if bench.timing.left < 0:
-                yield result
+            result = {"name": peer.name, "environment": environment, "void": "", "ratio": None}
+            if bench.timing.up:
+                yield result | {"void": NO_TIME}
                 continue
             say(f"...        {name}")
-            worker = Worker(peer.but(tuned=tuned), directory)
-            try:
-                found = compare(mine, worker, bench.timing)
+            with closing(Worker(peer.but(tuned=tuned), directory)) as worker:
+                try:
+                    found = compare(mine, worker, bench.timing)
+                except Void as void:
+                    yield result | {"void": str(void)}
+                    continue
                 low, high = found.interval()
-                result |= {
-                    "void": "",
+                yield result | {
                     "ratio": found.ratio,
                     "low": low,
                     "high": high,
@@ -70,13 +72,6 @@ def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) ->
                     "losses_apart": found.losses_apart,
                     "pairs": found.pairs,
                 }
-            except Void as void:
-                result["void"] = str(void)
-            finally:
-                worker.close()
-            yield result
-    finally:
-        mine.close()
 
 
 def lines(results: list[dict]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The scoreboard: one row an optimization, each on top of those before it that are kept."""
+"""The scoreboard: recipe/train.py with one flag after the other, each on top of those before it that are kept."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bench_config import BenchConfig, Timing, say
@@ -20,91 +20,61 @@ class Row:
     """
 
     name: str
-    changes: dict | None = None
+    changes: dict = field(default_factory=dict)
     kept: bool = True
     cannot: str = ""
 
 
 def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
-    """What the rows start from, and the rows. Every one takes the same steps, of `bench.micro` sequences: in
-    micro-batches of a part of them until the row that raises them to all."""
-    on_cpu, large, T = bench.on_cpu, bench.micro, bench.T
+    """What the rows start from, and the rows. Every one takes the same steps, of `ours.micro_batch` sequences for each
+    process of the last row: in micro-batches of a part of them until the row that raises them to all."""
+    on_cpu, ours, processes = bench.on_cpu, bench.ours, bench.arguments.processes
+    large = ours.micro_batch
     small = max(1, large // (2 if on_cpu else 8))
-    first = Variant(
-        "fp32, nothing else",
-        "loop",
-        bench.config.model,
-        T,
-        small,
-        large // small,
-        tuned=not on_cpu,
-        fused=False,
-        attention="plain",
-    )
+    first = Variant("fp32", "recipe", ours.model, ours.sequence_length, large * processes, small)
     half = hardware.resolve_precision("auto", cpu=on_cpu)
+    no_tf32, no_half = "", "" if half != "fp32" else "this device does not multiply bf16 natively"
     try:
         hardware.resolve_precision("tf32", cpu=on_cpu)
-        has_tf32 = True
     except UserError:
-        has_tf32 = False
-
-    def where(possible: bool, name: str, changes: dict, cannot: str, kept: bool = True) -> Row:
-        return Row(name, changes, kept) if possible else Row(name, cannot=cannot)
-
+        no_tf32 = "needs an NVIDIA GPU from Ampere on"
     return first, [
-        Row(first.name, {}),
-        where(on_cpu, "allocator", {"tuned": True}, "for CPUs; a GPU's memory has an allocator of its own"),
-        where(has_tf32, "tf32", {"precision": "tf32"}, "needs an NVIDIA GPU from Ampere on"),
-        where(
-            half in ("bf16", "fp16"),
-            half if half != "fp32" else "bf16",
-            {"precision": half},
-            "this device does not multiply bf16 natively",
+        Row(first.name),
+        Row("tf32", {"precision": "tf32"}, cannot=no_tf32),
+        Row("bf16" if no_half else half, {"precision": half}, cannot=no_half),
+        Row(
+            f"micro-batch {large}",
+            {"micro_batch": large},
+            cannot="" if large > small else f"{small} are the whole step here",
         ),
-        Row("SDPA", {"attention": "sdpa"}),
-        where(on_cpu and half == "bf16", "attention in blocks", {"attention": "blocks"}, "for CPUs with bf16"),
-        where(on_cpu, "loss by rows", {"loss_by_rows": True}, "for CPUs, whose caches hold some rows of logits"),
-        Row("vocabulary padded to 128", {"pad_vocab_to": 128}, kept=not on_cpu),
-        Row("loss in chunks", {"loss_chunk_size": max(128, small * T // 8)}, kept=False),
         Row("compile", {"compile": bench.config.run.torch_compile_mode}),
-        Row("fused AdamW", {"fused": True}),
-        where(large > small, f"micro-batch {large}", {"micro_batch": large}, f"{small} are the whole step here"),
-        where(not on_cpu, "fused loss", {"fused_loss": True}, "a kernel for GPUs", kept=False),
+        Row("fused loss", {"fused_loss": True}, kept=False, cannot="a kernel for GPUs" if on_cpu else ""),
+        Row("loss in chunks", {"loss_chunk_size": max(128, large * ours.sequence_length // 8)}, kept=False),
         Row("gradient checkpointing", {"gradient_checkpointing": True}, kept=False),
-        Row("recipe/train.py", {"kind": "recipe"}),
+        Row(f"{processes} processes", {"processes": processes}, cannot="" if processes > 1 else "with --processes"),
     ]
-
-
-def applied(now: Variant, row: Row, sequences: int) -> Variant:
-    """`now` with the row's changes, and as many micro-steps as make `sequences` a step."""
-    variant = now.but(name=row.name, **row.changes)
-    return variant.but(accumulation=sequences // variant.micro_batch)
 
 
 def scoreboard(now: Variant, rows: list[Row], directory: Path, timing: Timing, quick: bool = False) -> list[dict]:
     """Measures the rows, from `now` on, each against the last one kept, in turns; with `quick` only those to keep.
 
-    Returns a dict a row; null where `note` has the reason: speedup [ratio, low, high] over the last row kept; total,
+    Returns a dict a row; null where `void` has the reason: speedup [ratio, low, high] over the last row kept; total,
     over the first row, which is the product of these ratios; tokens_per_second, the first row's times `total`, so that
-    a drift of the machine is in none of them; peak_memory_bytes.
+    a drift of the machine is in none of them; peak_memory_bytes of a process; and what it ran with.
     """
-    results, base, sequences = [], None, now.sequences
-    total, first_rate = 1.0, 0.0
+    results, base, total, first_rate = [], None, 1.0, 0.0
     try:
         for row in rows:
-            result = dict.fromkeys(("tokens_per_second", "speedup", "total", "peak_memory_bytes"))
-            result = {"name": row.name, "kept": row.kept, "note": row.cannot} | result
+            void = row.cannot or ("skipped by --quick" if quick and not row.kept else "")
+            void = void or (NO_TIME if timing.up else "")
+            result = {"name": row.name, "kept": row.kept and not void, "void": void}
+            result |= dict.fromkeys(("tokens_per_second", "speedup", "total", "peak_memory_bytes"))
             results.append(result)
-            if row.changes is None:
-                continue
-            if quick and not row.kept:
-                result["note"] = "skipped by --quick"
-                continue
-            if timing.left < 0:
-                result |= {"note": NO_TIME, "kept": False}
+            if void:
                 continue
             say(f"...        {row.name}")
-            variant = applied(now, row, sequences)
+            variant = now.but(name=row.name, **row.changes)
+            result |= {k: getattr(variant, k) for k in ("precision", "micro_batch", "processes", "compile")}
             worker = Worker(variant, directory)
             try:
                 if base is None:
@@ -115,8 +85,8 @@ def scoreboard(now: Variant, rows: list[Row], directory: Path, timing: Timing, q
                 result["total"] = total * (result["speedup"] or [1.0])[0]
                 result["tokens_per_second"] = first_rate * result["total"]
                 result["peak_memory_bytes"] = worker.peak_memory
-            except Void as void:
-                result |= {"note": str(void), "kept": False}
+            except Void as reason:
+                result |= {"void": str(reason), "kept": False}
             if result["kept"]:
                 base, worker, now, total = worker, base, variant, result["total"]
             if worker:
@@ -132,7 +102,7 @@ def lines(results: list[dict]) -> list[str]:
     out = [f"{'optimization':<26} {'tokens/s':>10} {'x last row kept':>22} {'x first':>8} {'MFU':>7} {'memory':>9}"]
     for r in results:
         if r["tokens_per_second"] is None:
-            out.append(f"{r['name']:<26} {'-':>10} {r['note']}")
+            out.append(f"{r['name']:<26} {'-':>10} {r['void']}")
             continue
         speedup = "{:.2f} ({:.2f} to {:.2f})".format(*r["speedup"]) if r["speedup"] else ""
         mfu = f"{100 * r['mfu']:.1f} %" if r["mfu"] is not None else ""

@@ -8,33 +8,24 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.variants import (
-    LEARNING_RATE,
-    OPTIMIZER,
-    SEED,
-    Variant,
-    loss_of,
-    nanogpt_model,
-    our_model,
-    transformers_model,
-)
+from benchmarks.variants import OPTIMIZER, SEED, Variant, loss_of, nanogpt_model, transformers_model
 from recipe.data.dataset import TokenDataset
 from recipe.data.prefetch import Batches
 from recipe.data.shards import find_shards
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
-from recipe.model import loss
-from recipe.optim import optimizer as optim
+from recipe.optim.optimizer import make_optimizer
 
 
 class Gate:
@@ -60,11 +51,11 @@ class Gate:
         while True:
             steps = self._wait_for_parent()
             yield
-            synchronize()
+            _synchronize()
             begin = time.perf_counter()
             for _ in range(steps):
                 yield
-            synchronize()
+            _synchronize()
             seconds = (time.perf_counter() - begin) / steps
             losses = [loss.item() for loss in self._losses]
             peak = hardware.peak_memory(_device())
@@ -84,26 +75,24 @@ def _device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def synchronize() -> None:
-    """Waits until the accelerator, if there is one, has finished its queue."""
+def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-def work(variant: Variant, connection: Connection, directory: str, log: str) -> None:
-    """Takes the variant's steps until the parent hangs up. `directory` holds the shards and takes what is written; what
-    the variant and its libraries print goes into the file `log`."""
-    # One GPU: transformers' Trainer would use all of them.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    tempfile.tempdir = directory  # this process ends without cleaning up
+def work(variant: Variant, rank: int, port: int, connection: Connection, directory: Path) -> None:
+    """Takes the variant's steps, as process `rank` of its processes, until the parent hangs up. `directory`, beside the
+    shards, takes what is written, also what the variant and its libraries print."""
+    _set_environment(rank, variant.processes, port)
+    tempfile.tempdir = str(directory)  # this process ends without cleaning up
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which would be left behind
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
         torch.manual_seed(SEED)
         kinds = {"recipe": _recipe, "hf-trainer": _trainer}
-        kinds.get(variant.kind, _loop)(variant, f"{directory}/shards", Gate(connection))
+        kinds.get(variant.kind, _loop)(variant, directory, Gate(connection))
         raise RuntimeError("the variant ended by itself")
     except BaseException as error:
         traceback.print_exc()
@@ -112,48 +101,51 @@ def work(variant: Variant, connection: Connection, directory: str, log: str) -> 
         connection.send({"error": why})
 
 
-def _source_of(variant: Variant, shards: str) -> TokenDataset:
-    return TokenDataset(find_shards(shards, "train"), variant.sequence_length, variant.sequences, SEED)
+def _set_environment(rank: int, processes: int, port: int) -> None:
+    """Sets the environment as torchrun does; as many GPUs as processes, since transformers' Trainer would use all."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(processes)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[:processes])
+    if processes > 1:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if not torch.accelerator.is_available():
+            shared["ACCELERATE_USE_CPU"] = "true"
+        os.environ |= {name: str(value) for name, value in (ranks | shared).items()}
 
 
-def _recipe(variant: Variant, shards: str, gate: Gate) -> None:
-    """recipe/train.py as a user starts it, held up before each step."""
+def _source_of(variant: Variant, directory: Path) -> TokenDataset:
+    return TokenDataset(
+        find_shards(directory.parent / "shards", "train"), variant.sequence_length, variant.sequences, SEED
+    )
+
+
+def _recipe(variant: Variant, directory: Path, gate: Gate) -> None:
+    """recipe/train.py as a user starts it, with the gate before each step."""
     from recipe.train import main
 
     gate_batches(gate, variant.accumulation)
-    with tempfile.TemporaryDirectory() as directory:
-        m = variant.model
-        fields = {
-            "n_layer": m.n_layer,
-            "n_head": m.n_head,
-            "n_embd": m.n_embd,
-            "n_positions": m.n_positions,
-            "dataset_name": shards,
-            "train_text": "",
-            "sequence_length": variant.sequence_length,
-            "micro_batch_size": variant.micro_batch,
-            "total_batch_tokens": variant.tokens,
-            "optim": "adamw",
-            "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "cosine",
-            "min_lr_fraction": 1,
-            "weight_decay": OPTIMIZER.weight_decay,
-            "warmup_steps": 0,
-            "max_steps": OPTIMIZER.max_steps,
-            "precision": variant.precision,
-            "torch_compile": bool(variant.compile),
-            "torch_compile_mode": variant.compile or "default",
-            "gradient_checkpointing": variant.gradient_checkpointing,
-            "loss_chunk_size": variant.loss_chunk_size,
-            "fused_loss": variant.fused_loss,
-            "seed": SEED,
-            "logging_steps": OPTIMIZER.max_steps,
-            "eval_steps": 0,
-            "save_steps": 0,
-            "output_dir": Path(directory) / "run",
-        }
-        code = main([f"--{k}={v}" for k, v in fields.items()])
-        raise RuntimeError(f"recipe/train.py ended with exit code {code}; see the log")
+    fields = asdict(variant.model) | asdict(OPTIMIZER)
+    fields |= {
+        "dataset_name": directory.parent / "shards",
+        "train_text": "",
+        "sequence_length": variant.sequence_length,
+        "micro_batch_size": variant.micro_batch,
+        "total_batch_tokens": variant.tokens,
+        "precision": variant.precision,
+        "torch_compile": bool(variant.compile),
+        "torch_compile_mode": variant.compile or "default",
+        "gradient_checkpointing": variant.gradient_checkpointing,
+        "loss_chunk_size": variant.loss_chunk_size,
+        "fused_loss": variant.fused_loss,
+        "seed": SEED,
+        "logging_steps": OPTIMIZER.max_steps,
+        "eval_steps": 0,
+        "save_steps": 0,
+        "output_dir": directory / "run",
+    }
+    code = main([f"--{k}={v}" for k, v in fields.items()])
+    output = (directory / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+    raise RuntimeError(f"recipe/train.py ended with exit code {code}: {output}")
 
 
 def gate_batches(gate: Gate, accumulation: int) -> None:
@@ -176,54 +168,41 @@ def gate_batches(gate: Gate, accumulation: int) -> None:
     Batches.__next__, Engine.backward = gated, recorded
 
 
-def _loop(variant: Variant, shards: str, gate: Gate) -> None:
-    step = make_step(variant, shards)
-    while True:
-        gate.step_begins()
-        gate.record(step())
-
-
-def make_step(variant: Variant, shards: str) -> Callable[[], torch.Tensor]:
-    """The least that trains: a function that takes a step (batches, forward, backward, clip, AdamW) and returns its
-    mean loss on the device."""
+def _loop(variant: Variant, directory: Path, gate: Gate) -> None:
+    """The least that trains a peer's model: batches, forward, backward, clip, AdamW."""
     on = _device()
     _tune(variant)
-    loss._by_rows = lambda hidden: variant.loss_by_rows
-    make = {"loop": our_model, "hf-loop": transformers_model, "nanogpt": nanogpt_model}[variant.kind]
-    model = make(variant).to(on).train()
     if variant.kind == "nanogpt":
+        model = nanogpt_model(variant).to(on)
         betas = OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2
-        optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, LEARNING_RATE, betas, on.type)
+        optimizer = model.configure_optimizers(OPTIMIZER.weight_decay, OPTIMIZER.learning_rate, betas, on.type)
     else:
-        optimizer = optim.make_optimizer(model, OPTIMIZER, **({"fused": True} if variant.fused else {}))
+        model = transformers_model(variant).to(on)
+        optimizer = make_optimizer(model, OPTIMIZER, fused=True)
     parameters = list(model.parameters())
     if variant.compile:
         hardware.compile_model(model, variant.compile)
     loss_function = loss_of(variant, model)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(variant.precision)
     scaler = torch.amp.GradScaler(on.type, enabled=variant.precision == "fp16")
-    rows = _rows(variant, _source_of(variant, shards), on)
-
-    def step() -> torch.Tensor:
-        total = torch.zeros((), device=on)
+    rows = _rows(variant, _source_of(variant, directory), on)
+    while True:
+        gate.step_begins()
         for _ in range(variant.accumulation):
             x = next(rows)
             with torch.autocast(on.type, half) if half else nullcontext():
-                share = loss_function(x[:, :-1], x[:, 1:]) / variant.accumulation
-            scaler.scale(share).backward()
-            total += share.detach()
+                loss = loss_function(x[:, :-1], x[:, 1:]) / variant.accumulation
+            scaler.scale(loss).backward()
+            gate.record(loss)
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return total
-
-    return step
 
 
 def _tune(variant: Variant) -> None:
-    """What the recipe sets for the whole process."""
+    """Sets for a peer what the recipe sets for the whole process."""
     if variant.tuned and _device().type == "cpu":
         hardware.tune_cpu(local_world=1)
     torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
@@ -252,12 +231,10 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 
 
-def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
+def _trainer(variant: Variant, directory: Path, gate: Gate) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
-    from transformers import Trainer, TrainerCallback
-
     _tune(variant)
-    source = _source_of(variant, shards)
+    source = _source_of(variant, directory)
     epoch = max(1, source.windows // variant.sequences)  # steps
     windows = torch.cat([torch.from_numpy(source.rows(step, 0, variant.sequences)) for step in range(epoch)])
 
@@ -276,28 +253,20 @@ def _trainer(variant: Variant, shards: str, gate: Gate) -> None:
         def _get_train_sampler(self, *_, **__):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = _training_arguments(variant, directory)
-        model = transformers_model(variant)
-        Recorded(model, arguments, train_dataset=Rows(windows), callbacks=[Gated()]).train()
+    arguments = _training_arguments(variant, directory)
+    Recorded(transformers_model(variant), arguments, train_dataset=Rows(windows), callbacks=[Gated()]).train()
 
 
-def _training_arguments(variant: Variant, directory: str):
-    from transformers import TrainingArguments
-
+def _training_arguments(variant: Variant, directory: Path) -> TrainingArguments:
     on_cpu = _device().type == "cpu"
+    same = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
     return TrainingArguments(
-        output_dir=directory,
+        output_dir=str(directory),
         max_steps=10**6,
         per_device_train_batch_size=variant.micro_batch,
         gradient_accumulation_steps=variant.accumulation,
-        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
-        warmup_steps=0,
-        weight_decay=OPTIMIZER.weight_decay,
-        adam_beta1=OPTIMIZER.adam_beta1,
-        adam_beta2=OPTIMIZER.adam_beta2,
-        max_grad_norm=OPTIMIZER.max_grad_norm,
+        **{name: getattr(OPTIMIZER, name) for name in same},
         optim="adamw_torch_fused",
         bf16=variant.precision == "bf16",
         fp16=variant.precision == "fp16",

@@ -41,7 +41,7 @@ SHORTER = {
     "eval/harness.py": ["--limit", "4", "--rows", "texts.jsonl", "--text", "recipe/data/tiny_shakespeare.txt"],
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
-    "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1", "--steps", "2"],
+    "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1"],
     "benchmarks": ["--help"],  # tests/benchmarks runs the others
 }
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import hellaswag as bench
+from benchmarks import libraries
 from eval import common, harness, hellaswag
 from recipe.hub.model_card import model_card
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
 
 @pytest.mark.slow
 def test_speed_beside_the_harness(tiny_gpt2):
-    """One turn each on the same rows: both find the same; only our copy has the fused GELU."""
+    """On the same rows both find the same."""
     needs_lm_eval()
     loaded = tiny_gpt2()
     config = type(loaded.model.config).from_dict(
@@ -134,29 +134,17 @@ def test_speed_beside_the_harness(tiny_gpt2):
     fused = type(loaded.model)(config).eval()
     fused.load_state_dict(loaded.model.state_dict())
     loaded = dataclasses.replace(loaded, model=fused)
-    plain, rows = bench.as_transformers_builds_it(loaded), hellaswag.load_rows()[::5000]
-    kinds = [
-        {type(module).__name__ for module in x.model.modules() if "GELU" in type(module).__name__}
-        for x in (loaded, plain)
-    ]
-    assert kinds == [{"GELUTanh"}, {"NewGELUActivation"}]
-    variants = {
-        bench.OURS_BOTH: lambda: bench.ours(loaded, rows, 4, ("llmc", "lmeval")),
-        bench.OURS: lambda: bench.ours(loaded, rows, 4, ("lmeval",)),
-        bench.THEIRS: lambda: bench.theirs(plain, rows, 16),
-    }
-    seconds, found = bench.measure(variants, rounds=1)
-    assert [len(turns) for turns in seconds.values()] == [2, 2, 2]
-    assert found[bench.OURS_BOTH].keys() == {"rows", "llmc", "lmeval"}
-    for ours in (found[bench.OURS_BOTH], found[bench.OURS]):
-        assert {name: ours["lmeval"][name] for name in ("acc", "acc_norm")} == pytest.approx(
-            found[bench.THEIRS]["lmeval"]
-        )
+    rows = hellaswag.load_rows()[::5000]
+    ours_both, ours, theirs = libraries.compare(
+        libraries.hellaswag_ways(loaded, rows, 4), 1, len(rows), "rows"
+    ).values()
+    for accuracies in (ours_both, ours):
+        assert {name: accuracies[name] for name in ("acc", "acc_norm")} == pytest.approx(theirs)
 
 
-def test_speed_is_told_as_ratios_of_neighbouring_turns():
-    seconds = {bench.OURS_BOTH: [2.0, 4.0], bench.OURS: [1.0, 2.0], bench.THEIRS: [4.0, 6.0]}
-    lines = [line.split() for line in bench.report(seconds, rows=30).splitlines()]
-    assert lines[1][-5:] == ["10.00", "1.75", "(1.50", "to", "2.00)"]
-    assert lines[2][-5:] == ["20.00", "3.50", "(3.00", "to", "4.00)"]
-    assert lines[3][-2:] == ["6.00", "1.00"]
+def test_speed_is_told_as_ratios_of_neighboring_turns(capsys):
+    turns = {"ours": iter([0.0, 2.0, 4.0]), "theirs": iter([0.0, 4.0, 6.0])}  # the first is not timed
+    libraries.compare({name: lambda its=its: (next(its), None) for name, its in turns.items()}, 1, 30, "rows")
+    ours, theirs = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert ours[1:] == ["10.00", "rows/s", "1.75", "times", "(1.50", "to", "2.00)"]
+    assert theirs[1:] == ["6.00", "rows/s"]
