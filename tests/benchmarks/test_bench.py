@@ -170,15 +170,15 @@ def test_every_row_takes_the_same_steps_with_one_flag_more(on_cpu, monkeypatch):
 
 
 class Stopwatch:
-    """A worker that takes no steps: its variant's speed is `dropout`, in tokens a second."""
+    """A worker that takes no steps: its variant's speed is `loss_chunk_size`, in tokens a second."""
 
     def __init__(self, variant, directory):
         self.variant, self.peak_memory = variant, 10**9
 
     def rate(self, timing) -> float:
-        if self.variant.model.n_head == 3:
+        if self.variant.checkout:
             raise Void("it failed")
-        return self.variant.model.dropout or 1.0
+        return self.variant.loss_chunk_size or 1.0
 
     def over(self, other, timing) -> Paired:
         return Paired([(1 / self.rate(timing), 1 / other.rate(timing))])
@@ -198,16 +198,13 @@ def stopwatch(monkeypatch):
 def test_the_scoreboard_builds_on_what_is_kept(stopwatch, tmp_path):
     """A row that cannot be run, one that fails and one that is not kept do not end the table, nor change its base."""
 
-    def model(**fields) -> dict:
-        return {"model": replace(TINY.model, **fields)}
-
     rows = [
-        Row("first", model(dropout=100.0)),
+        Row("first", {"loss_chunk_size": 100}),
         Row("cannot", cannot="not here"),
-        Row("fails", model(n_head=3)),
-        Row("aside", model(dropout=50.0), kept=False),
-        Row("kept", model(dropout=200.0)),
-        Row("last", model(dropout=300.0)),
+        Row("fails", {"checkout": "none"}),
+        Row("aside", {"loss_chunk_size": 50}, kept=False),
+        Row("kept", {"loss_chunk_size": 200}),
+        Row("last", {"loss_chunk_size": 300}),
     ]
     results = scoreboard(TINY, rows, tmp_path, QUICK)
     assert [r["tokens_per_second"] for r in results] == [100, None, None, 50, 200, 300]
