@@ -124,7 +124,7 @@ def _recipe(variant: Variant, directory: Path, gate: Gate) -> None:
     from recipe.train import main
 
     gate_batches(gate, variant.accumulation)
-    fields = asdict(variant.model) | asdict(OPTIMIZER)
+    fields = {k: v for k, v in asdict(variant.model).items() if k != "vocab_size"} | asdict(OPTIMIZER)
     fields |= {
         "dataset_name": directory.parent / "shards",
         "train_text": "",
