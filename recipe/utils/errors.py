@@ -22,9 +22,7 @@ class ExitCode(IntEnum):
     DONE = 0
     USER_ERROR = 2
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
-    RUN_AGAIN = (
-        75  # EX_TEMPFAIL: stopped by a signal or a lost process, or not all uploaded; the same command continues
-    )
+    RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process, or not all is uploaded; the same command continues
     LEFT_AT_ONCE = 130  # a second Ctrl-C
 
 
