@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.variants import Variant
-from recipe.config import Batch, parse_config
+from recipe.config import BatchPlan, parse_config
 from recipe.engine import device as hardware
 from recipe.estimate.cost import cpu_flops
 from recipe.estimate.memory import flops_per_token, memory_estimate, parameter_count
@@ -72,7 +72,7 @@ class BenchConfig:
             return 2 if self.arguments.quick else min(8, self.config.optimizer.micro_batch_size or 8)
 
         def estimated(micro: int) -> int:
-            return memory_estimate(self.config, Batch(micro, 1, micro, 1), precision=precision)
+            return memory_estimate(self.config, BatchPlan(micro, 1, micro, 1), precision=precision)
 
         return next((micro for micro in (64, 32, 16, 8, 4, 2) if estimated(micro) < 0.85 * memory), 1)
 

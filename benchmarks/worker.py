@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.variants import OPTIMIZER, SEED, Variant, loss_of, nanogpt_model, transformers_model
 from recipe.data.dataset import TokenDataset
-from recipe.data.prefetch import Batches
+from recipe.data.prefetch import BatchLoader
 from recipe.data.shards import find_shards
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
@@ -154,9 +154,9 @@ def gate_batches(gate: Gate, accumulation: int) -> None:
     Nothing else of the trainer knows of it: its batches wait, and what goes into backward is recorded.
     """
     taken = count()
-    next_batch, backward = Batches.__next__, Engine.backward
+    next_batch, backward = BatchLoader.__next__, Engine.backward
 
-    def gated(batches: Batches) -> torch.Tensor:
+    def gated(batches: BatchLoader) -> torch.Tensor:
         if next(taken) % accumulation == 0:
             gate.step_begins()
         return next_batch(batches)
@@ -165,7 +165,7 @@ def gate_batches(gate: Gate, accumulation: int) -> None:
         gate.record(loss)
         backward(engine, loss)
 
-    Batches.__next__, Engine.backward = gated, recorded
+    BatchLoader.__next__, Engine.backward = gated, recorded
 
 
 def _loop(variant: Variant, directory: Path, gate: Gate) -> None:
@@ -204,7 +204,7 @@ def _loop(variant: Variant, directory: Path, gate: Gate) -> None:
 def _tune(variant: Variant) -> None:
     """Sets for a peer what the recipe sets for the whole process."""
     if variant.tuned and _device().type == "cpu":
-        hardware.tune_cpu(local_world=1)
+        hardware.tune_cpu(local_world_size=1)
     torch.set_float32_matmul_precision("highest" if variant.precision == "fp32" else "high")
 
 

@@ -89,7 +89,7 @@ def score_rows(
 
 
 def count_correct(
-    model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world: int = 1
+    model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world_size: int = 1
 ) -> dict[str, int]:
     """How many rows of this rank's share are right, to be summed over ranks: {"rows": n, "llmc_acc": ...,
     "llmc_acc_norm": ..., "lmeval_acc": ..., "lmeval_acc_norm": ...}. For a trainer's live module.
@@ -97,7 +97,7 @@ def count_correct(
     Every rank calls the model equally often, because a forward pass of sharded weights is collective.
     """
     counts = {"rows": 0} | {f"{way}_{kind}": 0 for way in WAYS for kind in ("acc", "acc_norm")}
-    mine, share = share_of(rows, rank, world)
+    mine, share = share_of(rows, rank, world_size)
     for i, scores in zip(mine, score_rows(model, share, batch_size=batch_size), strict=True):
         if i < len(rows):
             counts["rows"] += 1
@@ -107,10 +107,10 @@ def count_correct(
     return counts
 
 
-def share_of(rows: list[dict], rank: int, world: int) -> tuple[range, list[dict]]:
-    """The rows of one of `world` processes, as many for each, and their numbers; a number that is not below len(rows)
-    stands for a row that only fills the share up."""
-    mine = range(rank, rank + world * -(-len(rows) // world), world)
+def share_of(rows: list[dict], rank: int, world_size: int) -> tuple[range, list[dict]]:
+    """The rows of one of `world_size` processes, as many for each, and their numbers; a number that is not below
+    len(rows) stands for a row that only fills the share up."""
+    mine = range(rank, rank + world_size * -(-len(rows) // world_size), world_size)
     return mine, [rows[i % len(rows)] for i in mine]
 
 

@@ -14,11 +14,11 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, set_aside
-from recipe.config import ROOT, Batch, Config, counts_in, data_sets
+from recipe.config import ROOT, BatchPlan, Config, counts_in, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
 from recipe.data.open import check_dataset, open_datasets
-from recipe.data.prefetch import Batches
+from recipe.data.prefetch import BatchLoader
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import restarts
@@ -61,7 +61,7 @@ class Components:
     optimizer: torch.optim.Optimizer
     train_data: Dataset
     val_data: Dataset
-    batches: Batches
+    batches: BatchLoader
     metrics: Metrics
     evaluator: Evaluator
     checkpoints: CheckpointManager
@@ -79,7 +79,7 @@ class Components:
 
 @contextmanager
 def open_components(
-    config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None, uploads: Uploads
+    config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None, uploads: Uploads
 ) -> Iterator[Components]:
     """Builds everything from the configuration, or restores it from `checkpoint`. A collective call. Raises
     UserError."""
@@ -89,7 +89,7 @@ def open_components(
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
         raw_model, model, optimizer = _model_and_optimizer(config, batch, engine, checkpoint)
-        batches = Batches(
+        batches = BatchLoader(
             train_data,
             batch,
             engine.rank,
@@ -109,7 +109,7 @@ def open_components(
             metrics.load_state_dict(state["metrics"])
         checkpoints = CheckpointManager(config, engine, (raw_model, optimizer), metrics, others, checkpoint)
         closing.enter_context(checkpoints)
-        if engine.world > 1:
+        if engine.world_size > 1:
             engine.stop.begin()  # from here on a process that hears a signal tells the others
         engine.stop.before_leaving = partial(checkpoints.join, 60)
         yield Components(
@@ -128,7 +128,7 @@ def open_components(
 
 
 def _model_and_optimizer(
-    config: Config, batch: Batch, engine: Engine, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None
 ) -> tuple[GPT2LMHeadModel, torch.nn.Module, torch.optim.Optimizer]:
     """The model, the prepared model and its prepared optimizer. The weights are loaded before `prepare` and the
     optimizer state after it, so that every engine and number of processes can take them."""
@@ -163,7 +163,7 @@ def _open_outputs(config: Config, engine: Engine, checkpoint: Checkpoint | None,
     return Outputs(log, progress, tracker)
 
 
-def check_inputs(config: Config, batch: Batch, engine: Engine) -> None:
+def check_inputs(config: Config, batch: BatchPlan, engine: Engine) -> None:
     """For a plan: raises UserError, on all processes, where the run could not open its data or `init_from`; what only
     the Hub knows is not checked without a network. A collective call."""
     checks = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
@@ -186,7 +186,7 @@ def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | 
             if engine.is_main:
                 closing.enter_context(RunDirectory(run_dir, fresh=config.run.fresh))
                 chosen, rewound = continue_from(run_dir, flat)
-        chosen, rewound = engine.from_main((chosen, rewound))
+        chosen, rewound = engine.broadcast_object((chosen, rewound))
         if chosen is None:
             yield None
             return
@@ -206,7 +206,7 @@ def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -
         return False
     lines = read_metrics(Path(config.run.output_dir) / "metrics.jsonl")
     evaluated = bool(lines) and lines[-1]["step"] == checkpoint.step and lines[-1].get("val_loss") is not None
-    complete = checkpoint.step > config.optimizer.max_steps or engine.from_main(evaluated)
+    complete = checkpoint.step > config.optimizer.max_steps or engine.broadcast_object(evaluated)
     if complete:
         path = checkpoint.path
         logger.info("complete   %s holds the whole run; --max_steps trains longer, --fresh starts over", path)
@@ -216,7 +216,7 @@ def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -
 def with_vocabulary(config: Config, engine: Engine) -> Config:
     """The configuration with the vocabulary of its tokenizer, which each node's first process loads first. A collective
     call. Raises UserError, on all processes."""
-    with engine.shared_error("the tokenizer cannot be loaded"), engine.main_first():
+    with engine.shared_error("the tokenizer cannot be loaded"), engine.main_process_first():
         found = open_tokenizer(config.data.tokenizer)
     return replace(config, model=replace(config.model, vocab_size=found.vocab_size))
 
@@ -241,7 +241,7 @@ def check_same_launch(config: Config, engine: Engine) -> None:
     mine = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
     mine["dataset_name's weights"] = counts_in(config.data.dataset_name)
     mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
-    theirs = engine.from_main(mine)
+    theirs = engine.broadcast_object(mine)
     differing = [f"{k} {mine[k]!r} here, {theirs.get(k)!r} on rank 0" for k in mine if mine[k] != theirs.get(k)]
     with engine.shared_error("the configuration is not the same"):
         if differing:

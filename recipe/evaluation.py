@@ -10,7 +10,7 @@ import torch
 
 from eval.hellaswag import count_correct, load_rows
 from eval.loglikelihood import LanguageModel
-from recipe.config import Batch, Config
+from recipe.config import BatchPlan, Config
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import Dataset
 from recipe.data.tokenizer import open_tokenizer
@@ -35,7 +35,7 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
-        batch: Batch,
+        batch: BatchPlan,
         engine: Engine,
         raw_model: GPT2LMHeadModel,
         data: Dataset,
@@ -72,13 +72,13 @@ class Evaluator:
     ) -> float:
         """Mean loss in nats a token over the first `windows` of a data set. A collective call."""
         engine, micro, length = self.engine, self.batch.micro, self.config.data.sequence_length
-        batches = -(-windows // (micro * engine.world))
+        batches = -(-windows // (micro * engine.world_size))
         total = torch.zeros(2, device=engine.device)  # sum of losses, number of sequences
         engine.flush()  # so that a lazy device does not compile the zeros into the first batch's program
         for number in range(batches):
             tick(number, batches)
             engine.check_stop()
-            rows, targets = self._validation_batch(data, number * engine.world + engine.rank, windows)
+            rows, targets = self._validation_batch(data, number * engine.world_size + engine.rank, windows)
             weight = ((targets != IGNORE_INDEX).sum().view(1) / length).to(engine.device)  # (1,) sequences
             loss = model(engine.to_device(rows), engine.to_device(targets))
             total += torch.stack((loss.float(), torch.ones_like(total[0]))) * weight
@@ -102,7 +102,7 @@ class Evaluator:
         """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies, as columns of
         metrics.jsonl."""
         engine, rows, done = self.engine, load_rows(self.config.run.hellaswag_limit), count()
-        batches = -(-len(rows) // (engine.world * HELLASWAG_BATCH))
+        batches = -(-len(rows) // (engine.world_size * HELLASWAG_BATCH))
         with (
             self.metrics.paused("HellaSwag") as tick,
             whole_model(engine, self.raw_model) as live,
@@ -123,7 +123,9 @@ class Evaluator:
                 multiples=engine.eval_multiples,
                 place=engine.to_device,
             )
-            counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=engine.rank, world=engine.world)
+            counts = count_correct(
+                model, rows, batch_size=HELLASWAG_BATCH, rank=engine.rank, world_size=engine.world_size
+            )
         n_rows, *correct = engine.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
         scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
         shown = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
@@ -168,7 +170,7 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Iterator[GPT2LMHeadModel]:
     """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
     collective call."""
-    weights = engine.whole_weights(model)
+    weights = engine.full_state_dict(model)
     if weights is None:
         live = model
     else:

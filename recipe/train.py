@@ -22,14 +22,14 @@ from recipe.components import (
     open_run_directory,
     with_vocabulary,
 )
-from recipe.config import Batch, Config, batch_arithmetic, due_at, parse_config
+from recipe.config import BatchPlan, Config, batch_arithmetic, due_at, parse_config
 from recipe.engine.base import Engine
 from recipe.engine.factory import open_engine
-from recipe.engine.launch import fail, speaks
+from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.shutdown import Interrupted
 from recipe.estimate.micro_batch import micro_batch
 from recipe.hub.upload import open_uploads
-from recipe.monitor.summary import Result, announce, conclude
+from recipe.monitor.summary import Result, announce, summarize
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import ExitCode, UserError
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, OSError, RuntimeError) as error:  # the last where another process is gone
         return fail(error)
     except KeyboardInterrupt:
-        if speaks():
+        if is_local_main_process():
             print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)
         return ExitCode.RUN_AGAIN
 
@@ -59,7 +59,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
     check_same_launch(config, engine)
     config = with_vocabulary(config, engine)
     config, found = micro_batch(config, engine)
-    batch = batch_arithmetic(config, engine.world, engine.devices)
+    batch = batch_arithmetic(config, engine.world_size, engine.devices)
     announce(config, batch, engine, found)
     if config.run.dry_run:
         check_inputs(config, batch, engine)
@@ -71,14 +71,14 @@ def run(config: Config, engine: Engine) -> ExitCode:
         if not is_complete(config, engine, checkpoint):
             with open_components(config, batch, engine, checkpoint, uploads) as parts:
                 result = train(config, batch, parts)
-            code = conclude(config, batch, engine, result, parts.train_data, parts.val_data)
+            code = summarize(config, batch, engine, result, parts.train_data, parts.val_data)
         if code == ExitCode.DONE:
             engine.stop.begin()  # from now on Ctrl-C leaves the uploads for later
             code = uploads.wait(stopped=lambda: engine.stop.requested)
     return code
 
 
-def train(config: Config, batch: Batch, parts: Components) -> Result:
+def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
     """Trains to max_steps, or until all processes have agreed to stop."""
     engine, model, optimizer, metrics = parts.engine, parts.model, parts.optimizer, parts.metrics
     step, stopping = parts.first_step, False
@@ -130,7 +130,7 @@ def train(config: Config, batch: Batch, parts: Components) -> Result:
 
     if stopping:
         parts.checkpoints.save(step, record)  # a resumed run does what else is due at this step
-    saved = parts.checkpoints.conclude()
+    saved = parts.checkpoints.finish()
     parts.check_data_errors(saved)
     val_loss = None if stopping else record["val_loss"]
     return Result(val_loss, saved, metrics.throughput.seconds, metrics.throughput.pauses)

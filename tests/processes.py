@@ -96,12 +96,17 @@ def run(
 class Ranks:
     """The processes of one run, which find each other as torchrun's do; `alone`: one that is told nothing of ranks."""
 
-    def __init__(self, world: int, *argv, env: dict[str, str], cwd: Path = ROOT, alone: bool = False):
+    def __init__(self, world_size: int, *argv, env: dict[str, str], cwd: Path = ROOT, alone: bool = False):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        own = [{} if alone else shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+        shared = {
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        own = [{} if alone else shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world_size)]
         self.args = argv
         self.ranks = [start(*argv, env=env | {k: str(v) for k, v in o.items()}, cwd=cwd) for o in own]
 
@@ -148,10 +153,10 @@ class Ranks:
 
 
 def run_ranks(
-    world: int, *argv, env: dict[str, str], cwd: Path = ROOT, timeout: float = 600
+    world_size: int, *argv, env: dict[str, str], cwd: Path = ROOT, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """Runs a program in `world` processes as torchrun does; the output is that of all, in the order of their ranks."""
-    ranks = Ranks(world, *argv, env=env, cwd=cwd)
+    """Runs a program in processes as torchrun does; the output is that of all, in the order of their ranks."""
+    ranks = Ranks(world_size, *argv, env=env, cwd=cwd)
     code = ranks.wait(timeout)
     return subprocess.CompletedProcess(argv, code, ranks.stdout, ranks.stderr)
 

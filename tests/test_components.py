@@ -18,7 +18,7 @@ class Node(Engine):
     def __init__(self, main: dict | None = None, *, precision: str = "fp32", others_differ: bool = False):
         self.device, self.main, self.precision, self.others_differ = torch.device("cpu"), main, precision, others_differ
 
-    def from_main(self, mine: dict) -> dict:
+    def broadcast_object(self, mine: dict) -> dict:
         self.main = self.main or mine
         return self.main
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import GPT2Config
 
-from recipe.config import FIELDS, Batch, batch_arithmetic, due_at, parse_config
+from recipe.config import FIELDS, BatchPlan, batch_arithmetic, due_at, parse_config
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
@@ -151,16 +151,18 @@ def test_a_repository_is_org_and_name(name):
 
 def test_batch_arithmetic():
     config = parse_config(["--config=gpt2", "--micro_batch_size", "32"])
-    assert batch_arithmetic(config, 8) == Batch(sequences=512, world=8, micro=32, accumulation=2)
+    assert batch_arithmetic(config, 8) == BatchPlan(sequences=512, world_size=8, micro=32, accumulation=2)
     assert batch_arithmetic(config, 1).accumulation == 16
-    assert batch_arithmetic(config, 64) == Batch(sequences=512, world=64, micro=8, accumulation=1)  # its whole share
+    assert batch_arithmetic(config, 64) == BatchPlan(
+        sequences=512, world_size=64, micro=8, accumulation=1
+    )  # its whole share
     with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; nearest valid: 393216, 491520"):
         batch_arithmetic(config, 3)
     with pytest.raises(UserError, match="nearest valid: 516096, 524288, 532480"):
         batch_arithmetic(parse_config(["--config=gpt2", "--micro_batch_size=8", "--total_batch_tokens=524289"]), 1)
-    for world, micro in [(1, 8), (2, 4), (4, 1)]:
-        batch = Batch(32, world, micro, 32 // (world * micro))
-        taken = [i for m in range(batch.accumulation) for r in range(world) for i in range(*batch.slice(m, r))]
+    for world_size, micro in [(1, 8), (2, 4), (4, 1)]:
+        batch = BatchPlan(32, world_size, micro, 32 // (world_size * micro))
+        taken = [i for m in range(batch.accumulation) for r in range(world_size) for i in range(*batch.slice(m, r))]
         assert taken == list(range(32))
 
 

@@ -53,7 +53,7 @@ def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(tiny_g
     graphs = torch._dynamo.utils.counters["stats"]
     own(torch.zeros(1, 8, dtype=torch.long))
     before = graphs["unique_graphs"]
-    with evaluation.whole_model(SimpleNamespace(whole_weights=lambda model: None), own) as model:
+    with evaluation.whole_model(SimpleNamespace(full_state_dict=lambda model: None), own) as model:
         for length in (5, 6, 7):
             model.transformer(torch.zeros(1, length, dtype=torch.long))
     assert graphs["unique_graphs"] == before

@@ -135,7 +135,7 @@ class CheckpointManager:
         with self._metrics.paused("saving"):
             self.join()
 
-    def conclude(self) -> bool:
+    def finish(self) -> bool:
         """Whether the run's last checkpoint is committed; where it is not, tries again for a minute, or once where the
         run was told to stop. Prunes once more, now that all evaluations are known. A collective call."""
         stop = self._engine.stop
@@ -153,7 +153,7 @@ class CheckpointManager:
                 self.join()
             if self._committed is not None:
                 self._prune(self._committed)
-            return self._engine.from_main(not self._failed)
+            return self._engine.broadcast_object(not self._failed)
 
     def join(self, seconds: float | None = None) -> None:
         """Waits for the save under way, so many seconds at most."""

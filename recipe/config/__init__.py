@@ -1,6 +1,6 @@
 """The configuration of a run: fields, their limits, a recipe's YAML and the command line, and batch arithmetic."""
 
-from recipe.config.batch import Batch, Due, batch_arithmetic, due_at
+from recipe.config.batch import BatchPlan, Due, batch_arithmetic, due_at
 from recipe.config.checks import check_repo_name
 from recipe.config.fields import (
     AUTO,

@@ -10,32 +10,32 @@ from recipe.utils.units import plural
 
 
 @dataclass(frozen=True)
-class Batch:
-    """How an optimizer step's sequences are divided: sequences = world x accumulation x micro.
+class BatchPlan:
+    """How an optimizer step's sequences are divided: sequences = world_size x accumulation x micro.
 
     `micro` is what a process takes at once; it divides that evenly over its `devices`.
     """
 
     sequences: int
-    world: int
+    world_size: int
     micro: int
     accumulation: int
     devices: int = 1
 
     def slice(self, micro_step: int, rank: int) -> tuple[int, int]:
         """[lo, hi) of the step's sequences that `rank` takes in `micro_step`."""
-        lo = (micro_step * self.world + rank) * self.micro
+        lo = (micro_step * self.world_size + rank) * self.micro
         return lo, lo + self.micro
 
 
-def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
-    """Derives accumulation for `world` processes that feed `devices` devices each; the only place that does.
+def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> BatchPlan:
+    """Derives accumulation for `world_size` processes that feed `devices` devices each; the only place that does.
 
     A device whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
     with the nearest valid batches, where the step does not divide.
     """
     tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
-    sequences, replicas = tokens // length, world * devices
+    sequences, replicas = tokens // length, world_size * devices
     micro = _micro(config, sequences, replicas)
     accumulation, rest = divmod(tokens, replicas * micro * length)
     if rest:
@@ -44,7 +44,7 @@ def batch_arithmetic(config: Config, world: int, devices: int = 1) -> Batch:
             f"total_batch_tokens {tokens} is not a multiple of {owners} x micro_batch_size {micro} x sequence_length "
             f"{length} = {replicas * micro * length}; nearest valid: {_nearest(config, replicas)}"
         )
-    return Batch(sequences, world, micro * devices, accumulation, devices)
+    return BatchPlan(sequences, world_size, micro * devices, accumulation, devices)
 
 
 def _wanted(config: Config) -> int:

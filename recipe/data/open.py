@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from recipe.config import BLOCK, Batch, Config, DataConfig, DataSet, data_sets
+from recipe.config import BLOCK, BatchPlan, Config, DataConfig, DataSet, data_sets
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
 from recipe.data.prepare.pipeline import must_prepare, prepare
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_datasets(
-    config: Config, batch: Batch, engine, step: int = 0, state: dict | None = None
+    config: Config, batch: BatchPlan, engine, step: int = 0, state: dict | None = None
 ) -> Iterator[tuple[Dataset, Dataset]]:
     """The training and validation data. A collective call: local text is prepared by the main process first.
 
-    `engine` has rank information, main_first(), from_main() and shared_error(). The run continues at `step`, and
-    `state` is what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
+    `engine` has rank information, main_process_first(), broadcast_object() and shared_error(). The run continues at
+    `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
     """
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     streamed = [_is_streamed(one.data) for one in sets]
@@ -54,7 +54,7 @@ def open_datasets(
         yield tuple(MixedDataset(sets, these, batch.sequences, run.seed) for these in (trains, validations))
 
 
-def check_dataset(one: DataSet, batch: Batch) -> None:
+def check_dataset(one: DataSet, batch: BatchPlan) -> None:
     """For a plan: logs what a data set of the run is, and prepares and downloads nothing. Raises UserError where it
     cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
     data = one.data
@@ -85,7 +85,7 @@ def _is_streamed(data: DataConfig) -> bool:
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
     """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
     if not data.train_text.startswith("hf://"):
-        with engine.shared_error("the data cannot be prepared"), engine.main_first():
+        with engine.shared_error("the data cannot be prepared"), engine.main_process_first():
             if must_prepare(data):
                 prepare(data)
     train, val = _prepared_shards(data, *shape[:2])
@@ -124,7 +124,7 @@ def _open_stream(
     waiting, commit = Waiting(out), None
 
     def start(commit: str | None) -> str | None:
-        builder = BuilderProcess(data, engine.local_world, commit, (state or {}).get("manifest"))
+        builder = BuilderProcess(data, engine.local_world_size, commit, (state or {}).get("manifest"))
         closing.callback(builder.close)
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
@@ -136,7 +136,7 @@ def _open_stream(
     with engine.shared_error("the stream did not start"):
         if engine.is_main:
             commit = start(None)
-    commit = engine.from_main(commit)
+    commit = engine.broadcast_object(commit)
     with engine.shared_error("the stream did not start"):
         if engine.local_rank == 0 and not engine.is_main:
             start(commit)

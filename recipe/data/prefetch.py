@@ -8,12 +8,12 @@ from itertools import islice
 
 import torch
 
-from recipe.config import Batch
+from recipe.config import BatchPlan
 from recipe.data.mixed import Dataset
 from recipe.utils.errors import UserError
 
 
-class Batches:
+class BatchLoader:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
     One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory are hidden behind the
@@ -24,7 +24,7 @@ class Batches:
     def __init__(
         self,
         dataset: Dataset,
-        batch: Batch,
+        batch: BatchPlan,
         rank: int,
         start: int,
         stop: int,

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
-from recipe.config import Batch, OptimizerConfig
+from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.shutdown import Agreement, ReadAhead, StopSignal
@@ -36,8 +36,8 @@ class Engine:
 
     Attributes:
         device: of this process.
-        rank, world: this process among all of them; `is_main` is the one that writes.
-        local_rank, local_world: this process among those of its node.
+        rank, world_size: this process among all of them; `is_main` is the one that writes.
+        local_rank, local_world_size: this process among those of its node.
         devices: how many this process drives: 1, except for the TPU cores behind one process.
         precision: resolved: fp32, tf32, bf16 or fp16.
         peak_flops: peak of this process's devices together in FLOP/s; None where it is not known.
@@ -61,14 +61,14 @@ class Engine:
         self.precision = self._resolve_precision(precision)
         self.accelerator = Accelerator(mixed_precision=self._mixed_precision(), kwargs_handlers=self._kwargs_handlers())
         acc = self.accelerator
-        self.device, self.rank, self.world = acc.device, acc.process_index, acc.num_processes
+        self.device, self.rank, self.world_size = acc.device, acc.process_index, acc.num_processes
         self.is_main = acc.is_main_process
-        self.local_rank, self.local_world = (
+        self.local_rank, self.local_world_size = (
             int(os.environ.get(f"LOCAL_{n}", d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
         )
         check_accelerator(acc, self.supported, self.precision)
         self.peak_flops, self.pad_vocab_to = hardware.peak_of(self.device), hardware.pad_vocab_to(self.device)
-        self.idle_gpus = hardware.idle_gpus(self.device, self.local_world)
+        self.idle_gpus = hardware.idle_gpus(self.device, self.local_world_size)
         if self.device.type in ("mps", "xla"):
             self.sum_dtype = torch.float32
         if self.device.type != "xla":
@@ -76,10 +76,10 @@ class Engine:
         if self.device.type == "cuda":
             self.eval_multiples = (1, 64, 1)  # few lengths: cuDNN plans attention with a mask for each of them
         if self.device.type == "cpu":
-            hardware.tune_cpu(local_world=self.local_world)
+            hardware.tune_cpu(local_world_size=self.local_world_size)
             self.attention = block_attention if self.precision == "bf16" else None
         # A group of the hosts: what they agree on must not wait for the devices.
-        self._hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if self.world > 1 else None
+        self._hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if self.world_size > 1 else None
         self.stop = StopSignal()
         self._agreement = Agreement(self.stop, self._hosts)
 
@@ -100,7 +100,7 @@ class Engine:
     @property
     def name(self) -> str:
         """The device and how processes share the work, for the run's summary."""
-        return self._device_name() + ("" if self.world == 1 else f", DDP over {self.world} processes")
+        return self._device_name() + ("" if self.world_size == 1 else f", DDP over {self.world_size} processes")
 
     def _device_name(self) -> str:
         if self.device.type == "cuda":
@@ -125,7 +125,7 @@ class Engine:
         """Arguments of make_optimizer: how AdamW and Muon do their work here."""
         half = self.precision == "bf16" and self.device.type != "cpu"  # a CPU's small products in bf16 are slow
         dtype = torch.bfloat16 if half else torch.float32
-        return {"muon": {"dtype": dtype, "rank": self.rank, "world": self.world}, **self.adamw_options}
+        return {"muon": {"dtype": dtype, "rank": self.rank, "world_size": self.world_size}, **self.adamw_options}
 
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the most a CUDA device's allocator has held, elsewhere (CPU,
@@ -142,17 +142,17 @@ class Engine:
             hardware.compile_model(model, compile)
 
     def prepare(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, config: OptimizerConfig
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan, config: OptimizerConfig
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """The wrapped (model, optimizer) to train with; from now on `spike_filter` is there. A collective call. Raises
         UserError where several processes would train without a wrapper that connects them."""
         self.max_grad_norm, self.spike_filter = config.max_grad_norm, SpikeFilter(self.device, config)
         return self._prepare(model, optimizer, batch)
 
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         prepared, optimizer = self.accelerator.prepare(model, optimizer)
-        if self.world > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
-            raise UserError(f"{self.world} processes without DDP; launch with accelerate_configs/ddp.yaml")
+        if self.world_size > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
+            raise UserError(f"{self.world_size} processes without DDP; launch with accelerate_configs/ddp.yaml")
         return prepared, optimizer
 
     def micro_step(self, model: torch.nn.Module, *, last: bool):
@@ -244,7 +244,7 @@ class Engine:
         """Sets the optimizer state of a snapshot, as after `steps` optimizer steps; call it after `prepare`."""
         optimizers.load_named_state(model, optimizer, tensors, steps)
 
-    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    def full_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         """All weights, on every process, where the live model is sharded; else None. A collective call."""
         return None
 
@@ -280,7 +280,7 @@ class Engine:
         """Sum over processes. A collective call."""
         return self.accelerator.reduce(value, reduction="sum")
 
-    def from_main(self, value):
+    def broadcast_object(self, value):
         """The main process's `value` (any small picklable object) on every process. A collective call."""
         values = [value]
         if self._hosts is not None:
@@ -304,7 +304,7 @@ class Engine:
             raise UserError(error or f"{what} on another process; its error message has the cause")
 
     @contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Context: the main process goes first, then one process of each other node, which may or may not share its
         disk, then the rest. A collective call."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2

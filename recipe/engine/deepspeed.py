@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from recipe.config import ROOT, Batch
+from recipe.config import ROOT, BatchPlan
 from recipe.engine import device as hardware
 from recipe.engine.base import TIMEOUT, Engine
 from recipe.engine.launch import wants_cpu
@@ -93,10 +93,10 @@ class ZeroEngine(Engine):
     @property
     def name(self) -> str:
         """As Engine's, with the ZeRO stage."""
-        processes = f"{self.world} process{'es' if self.world > 1 else ''}"
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
 
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         if self.spike_filter.limits:
             raise UserError(
                 f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, "
@@ -191,7 +191,7 @@ class ZeroEngine(Engine):
                 for key in names[name]:
                     self._zero.set(p, tensors[f"{key}.{name}"], key)
 
-    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    def full_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         """As Engine's: gathered under ZeRO-3, else None. A collective call."""
         if self.zero_stage < 3:
             return None

@@ -255,8 +255,8 @@ def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
         model.compile(dynamic=False)
 
 
-def tune_cpu(local_world: int) -> None:
-    """Sets threads and allocator for training on a CPU, `local_world` processes on this node.
+def tune_cpu(local_world_size: int) -> None:
+    """Sets threads and allocator for training on a CPU, `local_world_size` processes on this node.
 
     `accelerate launch` and torchrun set OMP_NUM_THREADS=1 where it is not set, which would leave all cores but one
     idle; the user's own value stands. glibc returns large blocks to the kernel on every free and takes fresh, zeroed
@@ -267,7 +267,7 @@ def tune_cpu(local_world: int) -> None:
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = min(cores, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(max(1, cores // local_world))
+        torch.set_num_threads(max(1, cores // local_world_size))
     if platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h
         mallopt = ctypes.CDLL(None).mallopt

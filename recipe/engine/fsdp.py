@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from recipe.config import Batch
+from recipe.config import BatchPlan
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.optim.optimizer import named_state
@@ -47,7 +47,7 @@ class FsdpEngine(Engine):
     @property
     def name(self) -> str:
         """As Engine's, with FSDP."""
-        return f"{self._device_name()}, FSDP over {self.world} process{'es' if self.world > 1 else ''}"
+        return f"{self._device_name()}, FSDP over {self.world_size} process{'es' if self.world_size > 1 else ''}"
 
     def place(self, model: torch.nn.Module, *, compile: str) -> None:
         """As Engine's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since weights
@@ -57,12 +57,12 @@ class FsdpEngine(Engine):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None, reduce_dtype=torch.float32
         )
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         # The rest, which is embeddings and the last layer norm, is the root's: the head, too, reads the embedding.
         for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.sharding == "fsdp")
 
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         return model, self.accelerator.prepare(optimizer)
 
     def micro_step(self, model: torch.nn.Module, *, last: bool):
@@ -91,7 +91,7 @@ class FsdpEngine(Engine):
         super().load_optimizer_state(model, optimizer, parts, steps)
 
     @torch.no_grad()
-    def whole_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def full_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """As Engine's. A collective call."""
         return {name: p.full_tensor() for name, p in _shards(model).items()}
 

@@ -51,7 +51,7 @@ def wants_xla() -> bool:
     return find_spec("torch_xla") is not None and _is_on("USE_TORCH_XLA", "1")
 
 
-def speaks() -> bool:
+def is_local_main_process() -> bool:
     """Whether this process reports errors: one does on each node, because an error may concern that node only."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -76,7 +76,7 @@ def fail(error: Exception) -> int:
         if not (several and how):  # with one process it is a connection to something else
             raise error
         message, code = _lost(how["gloo"] or how["nccl"]), ExitCode.RUN_AGAIN
-    if several and not speaks():
+    if several and not is_local_main_process():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(_PATIENCE)
     print(redact(message), file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ class PlannedEngine(Engine):
         count, kind = hardware.named_devices(devices)
         its, is_tpu = hardware.DEVICES[kind], kind.startswith("TPU")
         self._kind, self._memory = kind, its.memory
-        self.world, self.devices = (1, count) if is_tpu else (count, 1)
+        self.world_size, self.devices = (1, count) if is_tpu else (count, 1)
         self.sharding = "" if is_tpu else _sharding()
         self.precision = (
             hardware.tpu_precision(precision) if is_tpu else hardware.gpu_precision(precision, kind, its.bf16)
@@ -35,7 +35,7 @@ class PlannedEngine(Engine):
         self.optimizers = ("adamw",) if self.sharding == "zero3" else None
         self.device, self.peak_flops = torch.device("meta"), its.peak * self.devices
         self.rank = self.local_rank = int(os.environ.get("RANK", 0))
-        self.local_world, self.is_main, self.idle_gpus = min(self.world, 8), self.rank == 0, 0
+        self.local_world_size, self.is_main, self.idle_gpus = min(self.world_size, 8), self.rank == 0, 0
         self.stop, self._hosts = StopSignal(), None
         self._agreement = Agreement(self.stop, None)
 
@@ -45,7 +45,7 @@ class PlannedEngine(Engine):
         if self.devices > 1:
             return f"{self._kind}, {self.devices} devices behind one process"
         how = {"z": f"ZeRO-{self.sharding[-1:]}", "f": "FSDP"}.get(self.sharding[:1], "DDP")
-        return self._kind if self.world == 1 else f"{self._kind}, {how} over {self.world} processes"
+        return self._kind if self.world_size == 1 else f"{self._kind}, {how} over {self.world_size} processes"
 
     @property
     def memory(self) -> int | None:

@@ -34,7 +34,7 @@ from torch_xla.debug import metrics as xla_metrics
 from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
-from recipe.config import Batch
+from recipe.config import BatchPlan
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.engine.shutdown import Agreement
@@ -48,7 +48,7 @@ _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a 
 class XlaEngine(Engine):
     """TPU cores, or the CPU as XLA's devices, behind one process; on a pod one process a host, with the same rows.
 
-    `world` is 1 whatever the number of hosts: each runs the same program on the same global batch.
+    `world_size` is 1 whatever the number of hosts: each runs the same program on the same global batch.
     """
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
@@ -77,7 +77,7 @@ class XlaEngine(Engine):
             self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
         elif self.generation in _FLASH:
             self.note = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
-        self.local_rank, self.local_world = 0, 1  # one process a host
+        self.local_rank, self.local_world_size = 0, 1  # one process a host
         self._pod = xr.process_count() > 1
         if self._pod:  # not tested: no pod was at hand
             torch.distributed.init_process_group("gloo", init_method="xla://")
@@ -118,7 +118,7 @@ class XlaEngine(Engine):
         assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"
         self._replicate(model.parameters())
 
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch):
+    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         """Creates the optimizer's state and, for accumulation, the gradients, so that all steps are one program."""
         if self.precision == "bf16":
             model.forward = self.autocast()(model.forward)
@@ -192,7 +192,7 @@ class XlaEngine(Engine):
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
         self.flush()
 
-    # Batches
+    # BatchLoader
 
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
         """(micro, ...) with its rows divided over the devices."""

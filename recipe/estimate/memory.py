@@ -1,6 +1,6 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
-from recipe.config import Batch, Config, ModelConfig
+from recipe.config import BatchPlan, Config, ModelConfig
 from recipe.optim.muon import share_of
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
@@ -24,7 +24,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * N + 12 * model.n_layer * model.n_embd * sequence_length
 
 
-def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: str = "bf16") -> int:
+def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precision: str = "bf16") -> int:
     """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
     20 N. Muon has one moment instead of two for the matrices that it moves.
 
@@ -40,9 +40,9 @@ def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: s
     if sharding.startswith("fsdp"):
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
         gathered = N if sharding == "fsdp_gathered" else root + 2 * block
-        return (16 * N - 4 * _moved_by_muon(config)) // world + (2 if precision == "bf16" else 4) * gathered
+        return (16 * N - 4 * _moved_by_muon(config)) // world_size + (2 if precision == "bf16" else 4) * gathered
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
-        return (16 if world == 1 else 20) * N - 4 * _moved_by_muon(config)
+        return (16 if world_size == 1 else 20) * N - 4 * _moved_by_muon(config)
     w = 2 if precision == "fp16" else 4
     whole = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
     if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
@@ -51,7 +51,7 @@ def state_bytes(config: Config, world: int = 1, sharding: str = "", precision: s
         )
     else:  # two for each type
         beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
-    return whole + ((2 * w + 12) * N - 4 * _moved_by_muon(config) - whole) // world + beside
+    return whole + ((2 * w + 12) * N - 4 * _moved_by_muon(config) - whole) // world_size + beside
 
 
 def _moved_by_muon(config: Config) -> int:
@@ -59,21 +59,23 @@ def _moved_by_muon(config: Config) -> int:
     return config.optimizer.optim == "muon" and 12 * config.model.n_layer * config.model.n_embd**2
 
 
-def update_bytes(config: Config, world: int = 1, precision: str = "bf16") -> int:
+def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -> int:
     """Bytes that the optimizer's update takes for a moment beside `state_bytes`: AdamW's none, Muon's those of the
     matrices that it orthogonalizes at once."""
     D, most = config.model.n_embd, 0
     if not _moved_by_muon(config):
         return 0
     for cols, count in ((D, 4 * config.model.n_layer), (4 * D, 2 * config.model.n_layer)):
-        share = share_of(count, D * cols, world)
+        share = share_of(count, D * cols, world_size)
         iteration = share * (3 * D * cols + 2 * D * D)  # what goes in, X before and after, X X^T and its polynomial
-        gathered = share * (world + 1) * D * cols if world > 1 else 0
+        gathered = share * (world_size + 1) * D * cols if world_size > 1 else 0
         most = max(most, iteration, gathered)
     return (2 if precision == "bf16" else 4) * most
 
 
-def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: str = "", compiled: bool = False) -> int:
+def memory_estimate(
+    config: Config, batch: BatchPlan, *, precision: str, sharding: str = "", compiled: bool = False
+) -> int:
     """Bytes that the allocator of a device holds at the peak of a step, to within a tenth.
 
     The largest of three moments, each beside `state_bytes` (n tokens, D wide, V the vocabulary, w bytes a number):
@@ -126,16 +128,16 @@ def memory_estimate(config: Config, batch: Batch, *, precision: str, sharding: s
     in_block = 18 * n * D * w // 2 + (block + casts // L if run.gradient_checkpointing else 0)
     backward = held_casts + in_block + 4 * V * D
     end = (4 + (w if compiled else 4)) * V * D + in_block - kept
-    if compiled and (batch.world == 1 or sharding):
+    if compiled and (batch.world_size == 1 or sharding):
         end += (2 if native else 4) * N
 
-    state = state_bytes(config, batch.world, sharding, precision)
-    if batch.world == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
+    state = state_bytes(config, batch.world_size, sharding, precision)
+    if batch.world_size == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
         loss, backward = loss - 4 * N, backward - 4 * N
         end -= 4 * V * D + 4 * N * compiled
     evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
-    whole = 4 * (N - N // batch.world) if evaluates else 0  # the weights, while there are no gradients
-    return state + max(kept + max(loss, backward, end), whole, update_bytes(config, batch.world, precision))
+    whole = 4 * (N - N // batch.world_size) if evaluates else 0  # the weights, while there are no gradients
+    return state + max(kept + max(loss, backward, end), whole, update_bytes(config, batch.world_size, precision))
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from recipe.checkpoint.format import checkpoints
-from recipe.config import AUTO, Batch, Config, batch_arithmetic
+from recipe.config import AUTO, BatchPlan, Config, batch_arithmetic
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes, update_bytes
@@ -61,12 +61,12 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if given != AUTO and switch != "auto":
         return config, ""
-    batch = batch_arithmetic(config, engine.world, engine.devices)
-    ones = batch_arithmetic(_with(config, AUTO, switch), engine.world, engine.devices)
+    batch = batch_arithmetic(config, engine.world_size, engine.devices)
+    ones = batch_arithmetic(_with(config, AUTO, switch), engine.world_size, engine.devices)
     share = ones.accumulation  # sequences a device and step
     sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [batch.micro // engine.devices]
     known = engine.memory is not None and (hardware.free_memory(engine.device) or config.run.dry_run)
-    earlier = engine.from_main(_of_checkpoint(config, engine) if engine.is_main else None)
+    earlier = engine.broadcast_object(_of_checkpoint(config, engine) if engine.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
     elif not known:
@@ -86,7 +86,7 @@ def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
     )
 
 
-def _chosen(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> tuple[int, bool, str]:
+def _chosen(config: Config, engine: Engine, ones: BatchPlan, sizes: list[int]) -> tuple[int, bool, str]:
     """One of `sizes`, whether with gradient checkpointing, and how both were found. Raises UserError."""
     given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if switch == "auto":
@@ -102,7 +102,9 @@ def _chosen(config: Config, engine: Engine, ones: Batch, sizes: list[int]) -> tu
     return size, bool(switch), why
 
 
-def _fitting(config: Config, engine: Engine, ones: Batch, sizes: list[int], *, likely: bool = False) -> tuple[int, str]:
+def _fitting(
+    config: Config, engine: Engine, ones: BatchPlan, sizes: list[int], *, likely: bool = False
+) -> tuple[int, str]:
     """The largest of `sizes` that fits the devices of all processes, 0 where none does, and how it was found; `ones` is
     the batch of a micro-batch of 1. With `likely` only those are tried that may fit by the estimate."""
     total, free, kind = engine.memory, hardware.free_memory(engine.device), engine_kind(config, engine)
@@ -151,9 +153,9 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         model.train()
         # The trial holds whole fp32 weights and gradients: add what else the run will hold, or subtract what it shards.
-        later = state_bytes(config, engine.world, engine.sharding, engine.precision)
+        later = state_bytes(config, engine.world_size, engine.sharding, engine.precision)
         whole = 2 * sum(p.nbytes for p in model.parameters())
-        update = whole + update_bytes(config, engine.world, engine.precision)
+        update = whole + update_bytes(config, engine.world_size, engine.precision)
 
         def step(micro: int) -> None:
             shape = (micro, config.data.sequence_length + 1)
@@ -177,7 +179,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
             hardware.reset_peak_memory(engine.device)
 
 
-def _of_size(ones: Batch, size: int) -> Batch:
+def _of_size(ones: BatchPlan, size: int) -> BatchPlan:
     """The batch with micro-batches of `size` a device, from that of 1."""
     return dataclasses.replace(ones, micro=size * ones.devices, accumulation=ones.accumulation // max(1, size))
 

@@ -234,7 +234,7 @@ def _history(parts: list[dict], value_of: Callable[[dict], str | None]) -> str:
 
 
 def _hardware(part: dict) -> str:
-    device, engine, nodes = part["device"], part["engine"], part["machines"]
+    device, engine, nodes = part["device"], part["engine"], part["nodes"]
     if not engine.startswith(device):  # a processor, whose engine is only "CPU"
         engine = f"{device}, {engine}"
     return engine + (f", on {nodes} nodes" if nodes > 1 else "")

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from recipe.config import Config
-from recipe.data.prefetch import Batches
+from recipe.data.prefetch import BatchLoader
 from recipe.engine.base import Engine
 from recipe.estimate.memory import flops_per_token
 from recipe.monitor.progress import Progress
@@ -52,7 +52,13 @@ class Metrics:
     """
 
     def __init__(
-        self, config: Config, engine: Engine, batches: Batches, outputs: Outputs, first_step: int, record: dict | None
+        self,
+        config: Config,
+        engine: Engine,
+        batches: BatchLoader,
+        outputs: Outputs,
+        first_step: int,
+        record: dict | None,
     ):
         """Of a run that continues at `first_step`, where an earlier process has measured `record`."""
         self._config, self._engine, self._batches, self._outputs = config, engine, batches, outputs
@@ -85,7 +91,9 @@ class Metrics:
             "learning_rate": lr_at(step - 1, self._config.optimizer),
             "tokens_per_second": rate,
             "data_wait": self._batches.waited() / seconds,
-            "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.world) if engine.peak_flops else None,
+            "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.world_size)
+            if engine.peak_flops
+            else None,
             "skipped_steps": engine.spike_filter.check(step),
         }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.published import WAYS
-from recipe.config import BLOCK, ROOT, Batch, Config, OptimizerConfig, data_sets
+from recipe.config import BLOCK, ROOT, BatchPlan, Config, OptimizerConfig, data_sets
 from recipe.data.mixed import Dataset
 from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
@@ -45,7 +45,7 @@ class Result:
     pauses: float
 
 
-def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
+def announce(config: Config, batch: BatchPlan, engine: Engine, found: str) -> None:
     """Logs the opening panel; `found` is the line about an automatic micro-batch, or empty."""
     logger.info("run        %s (%s)", config.run.run_name, config.run.config)
     sets = data_sets(config.data)
@@ -62,15 +62,15 @@ def announce(config: Config, batch: Batch, engine: Engine, found: str) -> None:
         logger.info("note       %s", engine.note)
 
 
-def describe(config: Config, batch: Batch, engine: Engine, found: str = "") -> list[str]:
+def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") -> list[str]:
     """The lines of the opening panel on this engine; `found` as for `announce`."""
     model, opt, run = config.model, config.optimizer, config.run
     flops = flops_per_token(model, config.data.sequence_length)
     devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
-    shares = f"{plural(batch.world, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
+    shares = f"{plural(batch.world_size, 'process', 'es')} x {plural(batch.accumulation, 'micro-step')} x {devices}"
     shares += plural(batch.micro // batch.devices, "sequence")
     device, _, how = engine.name.partition(", ")
-    where = f" on {plural(-(-engine.world // engine.local_world), 'node')}" if batch.world > 1 else ""
+    where = f" on {plural(-(-engine.world_size // engine.local_world_size), 'node')}" if batch.world_size > 1 else ""
     kind = engine_kind(config, engine)
     compiled = f", compiled ({run.torch_compile_mode})" if kind["compiled"] else ""
     return [
@@ -99,7 +99,7 @@ def _optimizer(opt: OptimizerConfig) -> str:
     )
 
 
-def _memory(config: Config, batch: Batch, there_is: int | None, kind: dict) -> list[str]:
+def _memory(config: Config, batch: BatchPlan, there_is: int | None, kind: dict) -> list[str]:
     needed = memory_estimate(config, batch, **kind)
     lines = [f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"]
     if there_is and needed > HEADROOM * there_is:
@@ -126,18 +126,18 @@ def _disk(config: Config) -> str:
     )
 
 
-def _forecast(config: Config, batch: Batch, engine: Engine) -> str:
+def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
     """How long the whole run takes."""
-    run, opt, devices = config.run, config.optimizer, batch.world * batch.devices
+    run, opt, devices = config.run, config.optimizer, batch.world_size * batch.devices
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
     # The peaks of GPUs are those of half precision; another precision, unless it is the best the device has, has
     # another peak, which is not known.
     if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
-        peak = engine.peak_flops * batch.world
+        peak = engine.peak_flops * batch.world_size
         mfu, basis = mfu_of(engine.name.partition(", ")[0], devices, parameter_count(config.model))
         basis = f"at {basis}"
     elif engine.device.type == "cpu":
-        peak, mfu = cpu_flops(engine.precision) * batch.world, ASSUMED_MFU
+        peak, mfu = cpu_flops(engine.precision) * batch.world_size, ASSUMED_MFU
         basis = f"if a step reaches {100 * mfu:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
     else:
         why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
@@ -145,7 +145,9 @@ def _forecast(config: Config, batch: Batch, engine: Engine) -> str:
     return f"time       about {duration(training_seconds(flops, peak, mfu))} {basis}"
 
 
-def conclude(config: Config, batch: Batch, engine: Engine, result: Result, train: Dataset, val: Dataset) -> ExitCode:
+def summarize(
+    config: Config, batch: BatchPlan, engine: Engine, result: Result, train: Dataset, val: Dataset
+) -> ExitCode:
     """Logs how the run has ended, with commands to copy, and returns the exit code that says so too."""
     run_dir = Path(config.run.output_dir)
     if not result.saved:
@@ -174,7 +176,7 @@ def conclude(config: Config, batch: Batch, engine: Engine, result: Result, train
 
 
 def outcome(
-    config: Config, batch: Batch, result: Result, baseline: float, lines: Sequence[dict], peak_flops: float | None
+    config: Config, batch: BatchPlan, result: Result, baseline: float, lines: Sequence[dict], peak_flops: float | None
 ) -> list[str]:
     """The results of the run; `lines` are those of metrics.jsonl, `peak_flops` is that of a process."""
     opt, run = config.optimizer, config.run
@@ -193,7 +195,7 @@ def outcome(
         panel.append(f"HellaSwag  acc_norm {found} at step {n['step']:,}, {of}")
     rate = tokens / max(result.seconds, 1e-9)
     flops = flops_per_token(config.model, config.data.sequence_length)
-    mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world):.1f} %" if peak_flops else ""
+    mfu = f", MFU {100 * rate * flops / (peak_flops * batch.world_size):.1f} %" if peak_flops else ""
     pauses = f"; {duration(result.pauses)} more for validation, saving and the like" if result.pauses >= 1 else ""
     panel.append(f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{mfu}{pauses}")
     return panel

@@ -66,18 +66,18 @@ class Muon(torch.optim.AdamW):
 
     Args:
         dtype: of the orthogonalization, and of what processes send each other for it.
-        rank, world: this process among those that train together. Each orthogonalizes its share of the matrices and
-            gathers the others', which makes step() a collective call.
+        rank, world_size: this process among those that train together. Each orthogonalizes its share of the matrices
+            and gathers the others', which makes step() a collective call.
     """
 
     def __init__(
-        self, groups: list[dict], *, dtype: torch.dtype = torch.float32, rank: int = 0, world: int = 1, **adam
+        self, groups: list[dict], *, dtype: torch.dtype = torch.float32, rank: int = 0, world_size: int = 1, **adam
     ):
         super().__init__([{"muon": False} | group for group in groups], **adam)
-        self._dtype, self._rank, self._world = dtype, rank, world
+        self._dtype, self._rank, self._world_size = dtype, rank, world_size
 
     def step(self, closure=None):
-        """Updates the matrices with Muon and the rest with AdamW. A collective call where world > 1."""
+        """Updates the matrices with Muon and the rest with AdamW. A collective call where world_size > 1."""
         groups = self.param_groups
         self._step_matrices([group for group in groups if group["muon"]])
         try:  # AdamW's own step must not see the others
@@ -92,7 +92,7 @@ class Muon(torch.optim.AdamW):
         for piece in (piece for group in groups for piece in self._pieces(group)):
             alike[tuple(sorted((piece.shape[0], piece.shape[1] // piece.parts)))].append(piece)
         for (rows, cols), pieces in alike.items():
-            most = self._world * share_of(sum(piece.parts for piece in pieces), rows * cols, self._world)
+            most = self._world_size * share_of(sum(piece.parts for piece in pieces), rows * cols, self._world_size)
             for some in _slices(pieces, most):
                 self._step_slice(some, rows, cols)
 
@@ -110,7 +110,7 @@ class Muon(torch.optim.AdamW):
                     yield _Piece(*(t.narrow(0, offset, length) for t in flat), shape, start, True, group)
             else:  # FSDP divides the rows as torch.chunk does
                 rows, cols = p.shape
-                start = min(self._rank * -(-rows // self._world), rows) * cols if sharded else 0
+                start = min(self._rank * -(-rows // self._world_size), rows) * cols if sharded else 0
                 yield _Piece(*flat, (rows, cols), start, sharded, group)
 
     def _update_momentum(self, grad: torch.Tensor, old: torch.Tensor, momentum: float) -> None:
@@ -125,11 +125,13 @@ class Muon(torch.optim.AdamW):
     def _step_slice(self, pieces: list[_Piece], rows: int, cols: int) -> None:
         """Updates parameters whose matrices have these sizes; each process orthogonalizes its share of them."""
         count = sum(piece.parts for piece in pieces)
-        share = -(-count // self._world)  # the last processes may have fewer; the rest of `updates` is padding
+        share = -(-count // self._world_size)  # the last processes may have fewer; the rest of `updates` is padding
         mine = range(self._rank * share, min((self._rank + 1) * share, count))
         sharded = pieces[0].sharded
         held = range(count) if sharded else mine  # the matrices of which this process has something to send or to do
-        updates = pieces[0].weight.new_zeros(share * (self._world if sharded else 1), rows, cols, dtype=self._dtype)
+        updates = pieces[0].weight.new_zeros(
+            share * (self._world_size if sharded else 1), rows, cols, dtype=self._dtype
+        )
         index = 0
         for piece in pieces:
             indices = range(index, index := index + piece.parts)
@@ -143,8 +145,8 @@ class Muon(torch.optim.AdamW):
             dist.reduce_scatter_tensor(updates, sent)
         if mine:
             updates[: len(mine)] = orthogonalize(updates[: len(mine)])
-        if self._world > 1:
-            own, updates = updates, updates.new_empty(share * self._world, rows, cols)
+        if self._world_size > 1:
+            own, updates = updates, updates.new_empty(share * self._world_size, rows, cols)
             dist.all_gather_into_tensor(updates, own)
         done = iter(updates)
         for piece in pieces:
@@ -172,10 +174,10 @@ def _slices(pieces: list[_Piece], most: int) -> Iterator[list[_Piece]]:
     yield some
 
 
-def share_of(count: int, size: int, world: int) -> int:
+def share_of(count: int, size: int, world_size: int) -> int:
     """How many of `count` matrices of `size` numbers a process orthogonalizes at once: as many as keep those of all
-    `world` processes together within SLICE, but at least one."""
-    return max(1, min(-(-count // world), SLICE // (size * world)))
+    `world_size` processes together within SLICE, but at least one."""
+    return max(1, min(-(-count // world_size), SLICE // (size * world_size)))
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ def make_optimizer(
     """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest.
 
     Weight decay is on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3). `adam` chooses
-    an implementation of AdamW's update (fused or capturable), `muon` how Muon's work is done (dtype, rank, world).
+    an implementation of AdamW's update (fused or capturable), `muon` how Muon's work is done (dtype, rank, world_size).
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in params.items() if config.optim == "muon" and _is_matrix(name)}

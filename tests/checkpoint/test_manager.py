@@ -26,8 +26,8 @@ class Run:
         engine = SimpleNamespace(
             device=torch.device("cpu"), name="CPU", precision="fp32", no_compile="", stop=self.stop
         )
-        engine.is_main, engine.world, engine.local_world = True, 1, 1
-        engine.from_main, engine.snapshot = lambda value: value, self._snapshot
+        engine.is_main, engine.world_size, engine.local_world_size = True, 1, 1
+        engine.broadcast_object, engine.snapshot = lambda value: value, self._snapshot
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
@@ -95,7 +95,7 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
     commit = module.save_checkpoint
     monkeypatch.setattr(module, "save_checkpoint", lambda *a: run.synced and commit(*a))
     run.save(1)
-    assert run.manager.conclude()
+    assert run.manager.finish()
     assert run.steps == [1]
 
 
@@ -107,7 +107,7 @@ def test_a_failed_save_is_reported_and_the_next_one_is_the_next_attempt(run, mon
     assert "step 2: NOT SAVED: No space left on device" in caplog.text
     assert "step_00000001 is the newest checkpoint" in caplog.text
     run.save(3)
-    assert run.manager.conclude()
+    assert run.manager.finish()
     assert (run.metrics.warning, run.steps) == ("", [3])
 
 
@@ -118,7 +118,7 @@ def test_the_last_save_is_tried_again_for_a_while_and_once_in_a_hurry(run, monke
     run.stop.requested = hurry
     failing(monkeypatch, failures)
     run.save(5)
-    assert run.manager.conclude() is saved
+    assert run.manager.finish() is saved
     assert run.steps == [5] * saved
 
 
@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_fo
     run.save(1)
     run.value = float("inf")
     run.save(2)
-    assert not run.manager.conclude()  # and at once: they stay what they are
+    assert not run.manager.finish()  # and at once: they stay what they are
     assert run.steps == [1]
     assert "step 2: NOT SAVED: a holds inf or NaN; lower learning_rate" in caplog.text
 
@@ -136,5 +136,5 @@ def test_the_best_one_is_kept_and_at_the_end_not_twice(run):
         run.saved(step)
         run.metrics.val_losses[step] = loss
     assert run.steps == [2, 3]
-    assert run.manager.conclude()
+    assert run.manager.finish()
     assert run.steps == [3]

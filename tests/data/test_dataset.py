@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recipe.config import Batch, DataSet, counts_of
+from recipe.config import BatchPlan, DataSet, counts_of
 from recipe.data import dataset as dataset_module
 from recipe.data.dataset import TokenDataset, check_data, check_same_data, permutation
 from recipe.data.mixed import MixedDataset
@@ -61,14 +61,14 @@ def test_each_epoch_has_every_window_once_in_its_own_order(three):
     assert other.rows(0, 0, B).tolist() != stream[:B]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2, 4, 8])
-def test_rows_do_not_depend_on_who_asks(three, world, micro):
+def test_rows_do_not_depend_on_who_asks(three, world_size, micro):
     B = 32  # more than an epoch in one step
     for step in (0, 1, 7):
         whole = TokenDataset(three, T, B, seed=3).rows(step, 0, B)
-        each = [TokenDataset(three, T, B, seed=3) for _ in range(world)]
-        parts = [each[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
+        each = [TokenDataset(three, T, B, seed=3) for _ in range(world_size)]
+        parts = [each[(lo // micro) % world_size].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
         assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -128,12 +128,12 @@ def test_the_documented_rule_is_the_order(three, tmp_path, seed):
     (tmp_path / "other").mkdir()
     other = make_shards(tmp_path / "other", 70, start=1000)
     files = [[shard.path for shard in shards] for shards in (three, other)]
-    B, world, micro = 12, 2, 3
+    B, world_size, micro = 12, 2, 3
     for step in (0, 1, 17, 4321):
         alone = TokenDataset(three, T, B, seed)
-        for rank, k in itertools.product(range(world), range(2)):
-            lo, hi = Batch(B, world, micro, accumulation=2).slice(k, rank)
-            taken = range((k * world + rank) * micro, (k * world + rank) * micro + micro)
+        for rank, k in itertools.product(range(world_size), range(2)):
+            lo, hi = BatchPlan(B, world_size, micro, accumulation=2).slice(k, rank)
+            taken = range((k * world_size + rank) * micro, (k * world_size + rank) * micro + micro)
             expected = [documented_sequence(files[0], seed, step * B + j) for j in taken]
             assert alone.rows(step, lo, hi).tolist() == expected
         sets = [DataSet("a", 667, None), DataSet("b", 333, None)]  # of weights 2 and 1

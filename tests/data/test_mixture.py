@@ -64,14 +64,14 @@ def test_the_order_is_mixed_and_this_one_for_ever():
     assert 14 < hundreds.min() < hundreds.max() < 46
 
 
-@pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 2), (4, 8)])
-def test_rows_do_not_depend_on_who_reads_them(datasets, world, micro):
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 8), (2, 2), (4, 8)])
+def test_rows_do_not_depend_on_who_reads_them(datasets, world_size, micro):
     """Each data set's own, in its own epochs: its windows of the run are those that it would give alone."""
     alone, given = datasets(), [0, 0, 0]
-    readers = [mixed(datasets()) for _ in range(world)]
+    readers = [mixed(datasets()) for _ in range(world_size)]
     for step in range(40):  # 1,280 sequences: beyond the first thousand, and epochs of all three
         rows = np.concatenate(
-            [readers[(lo // micro) % world].rows(step, lo, lo + micro) for lo in range(0, BATCH, micro)]
+            [readers[(lo // micro) % world_size].rows(step, lo, lo + micro) for lo in range(0, BATCH, micro)]
         )
         for row in rows:
             k = int(row[0]) // 1000

@@ -35,15 +35,15 @@ SMALL = flags(
 class Engine:
     """One process."""
 
-    is_main, local_rank, local_world = True, 0, 1
+    is_main, local_rank, local_world_size = True, 0, 1
 
-    def main_first(self):
+    def main_process_first(self):
         return nullcontext()
 
     def shared_error(self, what):
         return nullcontext()
 
-    def from_main(self, value):
+    def broadcast_object(self, value):
         return value
 
 

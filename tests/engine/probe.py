@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config
 
-from recipe.config import Batch, OptimizerConfig
+from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import device
 from recipe.engine.factory import open_engine
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -40,7 +40,7 @@ model = GPT2LMHeadModel(
 initial = {k: v.clone() for k, v in model.state_dict().items()}
 engine.place(model, compile="default" if mode == "compile" else "")
 optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
-batch = Batch(sequences=4 * engine.world, world=engine.world, micro=2, accumulation=2)
+batch = BatchPlan(sequences=4 * engine.world_size, world_size=engine.world_size, micro=2, accumulation=2)
 refused = ""
 if engine.sharding.startswith("zero"):
     try:

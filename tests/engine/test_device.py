@@ -166,5 +166,5 @@ def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_env
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     else:
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    device.tune_cpu(local_world=1)
+    device.tune_cpu(local_world_size=1)
     assert (found or [1]) == [threads]

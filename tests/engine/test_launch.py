@@ -59,15 +59,15 @@ def test_restarts_that_are_left_are_named(monkeypatch, capsys, used, message):
 
 
 @pytest.mark.parametrize(
-    ("world", "message"),
+    ("world_size", "message"),
     [
         ("1", "Connection reset by peer"),  # a download's
         ("2", "CUDA out of memory. Tried to allocate 2.00 GiB"),
         ("2", "Gloo connectFullMesh failed with [/x/gloo/transport/tcp/pair.cc:152] timed out: Connection refused"),
     ],
 )
-def test_any_other_error_keeps_its_traceback(monkeypatch, world, message):
-    monkeypatch.setenv("WORLD_SIZE", world)
+def test_any_other_error_keeps_its_traceback(monkeypatch, world_size, message):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(RuntimeError, match=r"^(Connection reset|CUDA out|Gloo connect)"):
         fail(RuntimeError(message))
 
@@ -132,7 +132,7 @@ def test_a_tpus_file_without_torch_xla_does_not_train_on_the_cpu():
 
 def test_a_model_without_its_wrapper_is_refused():
     engine = Engine.__new__(Engine)
-    engine.world = 2
+    engine.world_size = 2
     engine.accelerator = SimpleNamespace(prepare=lambda *objects: objects)
     with pytest.raises(UserError, match="without DDP; launch with accelerate_configs/ddp"):
         engine._prepare(None, None, None)

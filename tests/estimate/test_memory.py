@@ -66,7 +66,7 @@ XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--samp
 
 
 @pytest.mark.parametrize(
-    ("sharding", "world", "precision", "fits"),
+    ("sharding", "world_size", "precision", "fits"),
     [
         ("", 8, "bf16", False),
         ("zero1", 64, "bf16", False),
@@ -79,9 +79,9 @@ XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--samp
         ("zero1", 4, "fp16", True),  # DeepSpeed's own fp16 halves weights and gradients
     ],
 )
-def test_what_xl_takes_on_16_gb(sharding, world, precision, fits):
+def test_what_xl_takes_on_16_gb(sharding, world_size, precision, fits):
     config = parse_config([*XL, "--torch_compile=false"])
-    needed = memory_estimate(config, batch_arithmetic(config, world), precision=precision, sharding=sharding)
+    needed = memory_estimate(config, batch_arithmetic(config, world_size), precision=precision, sharding=sharding)
     assert (needed <= HEADROOM * 16e9) == fits
 
 
@@ -92,8 +92,8 @@ def test_samples_hold_whole_weights_under_fsdp():
         assert (needed <= HEADROOM * 16e9) == fits
 
 
-@pytest.mark.parametrize("world", [1, 8])
-def test_xl_fits_an_80_gb_gpu_as_shipped(world):
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_xl_fits_an_80_gb_gpu_as_shipped(world_size):
     config = parse_config(["--config=gpt2-xl", "--micro_batch_size=4"])
-    needed = memory_estimate(config, batch_arithmetic(config, world), precision="bf16", compiled=True)
+    needed = memory_estimate(config, batch_arithmetic(config, world_size), precision="bf16", compiled=True)
     assert 25e9 < needed < HEADROOM * 80e9

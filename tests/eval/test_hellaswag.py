@@ -162,10 +162,10 @@ def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
         calls.append(inputs)
         return model.body(*inputs)
 
-    def run(rank, world):
+    def run(rank, world_size):
         calls.clear()
         counted = dataclasses.replace(model, body=body)
-        return hellaswag.count_correct(counted, rows, batch_size=2, rank=rank, world=world), len(calls)
+        return hellaswag.count_correct(counted, rows, batch_size=2, rank=rank, world_size=world_size), len(calls)
 
     result = hellaswag.accuracies(hellaswag.score_rows(model, rows, batch_size=5), rows)
     counts, n_calls = zip(*(run(rank, 3) for rank in range(3)), strict=True)

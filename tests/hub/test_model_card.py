@@ -28,7 +28,7 @@ PART = {
     "device": "NVIDIA A100-SXM4-80GB",
     "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
     "processes": 8,
-    "machines": 2,
+    "nodes": 2,
     "precision": "bf16",
     "compiled": True,
     "python": "3.11.7",
@@ -188,7 +188,7 @@ def test_model_index_has_whole_evaluations_only(card):
 
 FINEWEB = ["HuggingFaceFW/fineweb-edu"]
 ON_SHARDS = {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2@v1/*.bin", "commit": "abc"}
-AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "machines": 1}
+AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
 
 
 @pytest.mark.parametrize(

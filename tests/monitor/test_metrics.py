@@ -91,7 +91,9 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     tokens, now = config.optimizer.total_batch_tokens, [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     stop = SimpleNamespace(patient=nullcontext)
-    engine = SimpleNamespace(device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6, world=1, stop=stop)
+    engine = SimpleNamespace(
+        device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6, world_size=1, stop=stop
+    )
     engine.mean, engine.counters = lambda t: t, lambda: {"peak_memory_bytes": 7}
     engine.spike_filter, batches = SimpleNamespace(check=lambda step: 2), SimpleNamespace(waited=lambda: 0.5)
     lines, warnings = [], []

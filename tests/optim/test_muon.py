@@ -98,13 +98,13 @@ import sys, torch
 from recipe.optim.optimizer import make_optimizer
 from tests.optim.test_muon import MUON, model_with_gradients
 torch.distributed.init_process_group("gloo")
-rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 model = model_with_gradients()
 done = []
 from recipe.optim import muon
 whole = muon.orthogonalize
 muon.orthogonalize = lambda matrices: done.append(len(matrices)) or whole(matrices)
-make_optimizer(model, MUON, muon={"rank": rank, "world": world}).step()
+make_optimizer(model, MUON, muon={"rank": rank, "world_size": world_size}).step()
 torch.save([p.detach() for p in model.parameters()] + [torch.tensor(sum(done))], f"{sys.argv[1]}/{rank}.pt")
 """
 

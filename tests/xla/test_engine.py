@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe.config import Batch, OptimizerConfig
+from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import device
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
@@ -34,7 +34,7 @@ def steps(engine, module, config, rows, *, accumulation, count, each=lambda step
     """Trains for `count` steps as the loop does."""
     engine.place(module, compile=False)
     optimizer = make_optimizer(module, config, **engine.optimizer_options)
-    batch = Batch(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
+    batch = BatchPlan(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
     module, optimizer = engine.prepare(module, optimizer, batch, config)
     engine.spike_filter = spike_filter or engine.spike_filter
     for step in range(count):
@@ -205,7 +205,7 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
 def test_what_the_engine_says_of_itself(engine):
     from torch_xla.utils.checkpoint import checkpoint
 
-    assert (engine.world, engine.devices, engine.is_main) == (1, 4, True)
+    assert (engine.world_size, engine.devices, engine.is_main) == (1, 4, True)
     assert engine.name == "XLA's CPU client, 4 devices behind one process"
     assert engine.checkpoint is checkpoint
     assert engine.attention is None
