@@ -1,23 +1,27 @@
 """Command: how many tokens Muon needs for AdamW's validation loss, with plain GPT-2.
 
-    python -m benchmarks optimizers --dataset_name 'books/*.jsonl'
+    python -m benchmarks optimizers --dataset_name 'books/*.jsonl' --tokenizer own-tokenizer
 
-AdamW has a cosine, as published; Muon has wsd. Both learning rates are swept with one seed, on until the best is not
-the lowest or the highest that was tried; the best runs again with the other seeds, and that of Muon also with half the
-steps. Each run is recipe/train.py itself in a directory of its own under --runs, so that a command that was interrupted
-goes on where it was. Writes optimizers.json and optimizers.png.
+Both optimizers have the same schedule, and both are tuned: from the size's start each field of its search moves by one
+step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. The two best
+are trained with every seed, and Muon's also with fewer steps, until AdamW's loss lies between two lengths. `--vary
+adam_beta1=0.9` tries a change of Muon's best.
+
+Each run is recipe/train.py itself. OUT/optimizers.json holds all that are finished, and no run is made twice: a command
+that was interrupted goes on where it was. Also writes optimizers.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import report
@@ -25,52 +29,66 @@ from recipe.config import ROOT
 from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
+SAME = 0.005  # nats a token: what tells no two runs apart, half of what two seeds differ by
+LENGTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18)  # of Muon's runs, as shares of AdamW's steps
+Fields = dict[str, float]
+Curve = dict[int, float]  # tokens -> validation loss
+
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its data, how long it trains, and what is tried: `rates` are learning_rate for adamw,
-    muon_learning_rate for muon, beside which AdamW moves the embeddings at `beside_muon`."""
+    """A model, how long it trains, and how its optimizers are tuned.
+
+    Attributes:
+        recipe: the run's fields.
+        steps: of a whole run.
+        start: optimizer -> the fields with which tuning starts; "warmup" is a share of the steps.
+        search: optimizer -> the fields that are tuned, each with its values in order; none for steps of factor two.
+        seeds: of the best; the first is that of the search.
+    """
 
     recipe: dict
     steps: int
-    warmup: dict[str, float]  # share of the steps
-    rates: dict[str, tuple[float, ...]]
-    beside_muon: float
-    seeds: tuple[int, ...]
+    start: dict[str, Fields]
+    search: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (1, 2)
 
 
 def _small(layers: int, width: int, steps: int) -> Size:
-    model = {"n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": 128}
-    batch = {"sequence_length": 128, "total_batch_tokens": 1024, "micro_batch_size": 8}
-    return Size(
-        model | batch | {"eval_tokens": 32768, "precision": "fp32"},
-        steps,
-        # At these lengths AdamW alone needs a long warm-up (docs/log.md); beside Muon it moves only the embeddings.
-        {"adamw": 1 / 3, "muon": 1 / 15},
-        {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (0.01, 0.02, 0.04)},
-        3e-3,
-        (1, 2),
-    )
+    model = {"n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": 128, "sequence_length": 128}
+    batch = {"total_batch_tokens": 4096, "micro_batch_size": 8, "eval_tokens": 131072, "precision": "fp32"}
+    start = {
+        "adamw": {"learning_rate": 6e-3, "warmup": 0.2, "adam_beta2": 0.99, "weight_decay": 0.1},
+        "muon": {"muon_learning_rate": 0.02, "learning_rate": 6e-3, "adam_beta1": 0.8, "warmup": 0.05},
+    }
+    search: dict[str, dict[str, tuple[float, ...]]] = {
+        "adamw": {
+            "learning_rate": (),
+            "warmup": (0.1, 0.2, 0.4),
+            "adam_beta2": (0.95, 0.99),
+            "weight_decay": (0.01, 0.1),
+        },
+        "muon": {"muon_learning_rate": (), "learning_rate": (), "adam_beta1": (0.8, 0.9)},
+    }
+    return Size(model | batch | {"torch_compile": False}, steps, start, search)
 
 
 SIZES = {
-    "2x32": _small(2, 32, 480),
-    "2x64": _small(2, 64, 480),
-    "4x128": _small(4, 128, 960),
-    # For a GPU: 42 M tokens a run. The rates are llm.c's and modded-nanogpt's.
+    "2x64": _small(2, 64, 1000),
+    "4x128": _small(4, 128, 1000),
+    "6x192": _small(6, 192, 1000),
+    # For a GPU: 42 M tokens a run, not tuned. The rates are modded-nanogpt's.
     "gpt2": Size(
-        {"config": "gpt2", "total_batch_tokens": 65536, "eval_tokens": 327680, "milestone_steps": 0},
+        {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
         640,
-        {"adamw": 0.1, "muon": 0.05},
-        {"adamw": (6e-4, 1.8e-3), "muon": (0.02,)},
-        1.8e-3,
-        (1,),
+        {
+            "adamw": {"learning_rate": 1.8e-3, "warmup": 0.2},
+            "muon": {"muon_learning_rate": 0.02, "learning_rate": 1.8e-3, "warmup": 0.05},
+        },
+        seeds=(1,),
     ),
 }
-OPTIMIZERS = {
-    "adamw": {"optim": "adamw", "lr_scheduler_type": "cosine"},
-    "muon": {"optim": "muon", "lr_scheduler_type": "wsd", "decay_fraction": 0.4},
-}
+SCHEDULE = {"lr_scheduler_type": "wsd", "decay_fraction": 0.7, "weight_decay": 0.1}
 
 
 class TimeUp(Exception):
@@ -78,39 +96,43 @@ class TimeUp(Exception):
 
 
 class Runs:
-    """Runs of one size on one data set; each is made once, and read back afterwards."""
+    """Runs of one size, each made once and kept in `results`, which is written to `path` after each."""
 
-    def __init__(self, size: str, dataset_name: str, directory: Path, ends: float = math.inf):
-        """`ends`: when the runs should stop, by time.monotonic()."""
-        self.name, self.size, self.dataset_name, self.directory = size, SIZES[size], dataset_name, directory
-        self.ends = ends
+    def __init__(self, name: str, data: dict[str, str], directory: Path, results: dict, path: Path):
+        self.name, self.size, self.data, self.directory = name, SIZES[name], data, directory
+        self.results, self.path = results, path
+        self.ends = math.inf  # by time.monotonic()
 
-    def curve(self, optimizer: str, rate: float, seed: int, share: float = 1.0) -> dict[int, float]:
-        """Tokens -> validation loss of a run with this share of the steps. Raises TimeUp."""
+    def curve(self, optimizer: str, fields: Fields, seed: int, share: float = 1.0) -> Curve:
+        """Validation losses of a run of this share of the steps. Raises TimeUp."""
         steps = round(share * self.size.steps)
-        run = self.directory / f"{self.name}-{optimizer}-{rate:g}-seed{seed}-{steps}"
-        fields = self.size.recipe | OPTIMIZERS[optimizer] | {"learning_rate": rate}
-        if optimizer == "muon":
-            fields |= {"muon_learning_rate": rate, "learning_rate": self.size.beside_muon}
-        fields |= {"weight_decay": 0.1, "seed": seed}
-        fields |= {"max_steps": steps, "warmup_steps": round(steps * self.size.warmup[optimizer])}
-        fields |= {"save_total_limit": 1, "save_steps": 0, "eval_steps": steps // 12, "logging_steps": 40}
-        fields |= {"dataset_name": self.dataset_name, "output_dir": run, "run_name": run.name}
-        lines = read_metrics(run / "metrics.jsonl")
-        if not lines or lines[-1]["step"] != steps or lines[-1].get("val_loss") is None:
-            self._train(fields)
-            lines = read_metrics(run / "metrics.jsonl")
-        found = {line["tokens"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
-        length = f"{max(found):>11,} tokens"
-        print(f"{self.name:<6} {optimizer:<6} {rate:<7g} seed {seed}  {length}  {final(found):.4f}", flush=True)
-        return found
+        values = "-".join(f"{name}={value:g}" for name, value in fields.items())
+        name = f"{self.name}-{optimizer}-{values}-seed={seed}-steps={steps}"
+        if name not in self.results["runs"]:
+            directory = self.directory / name
+            self._train(optimizer, fields, {"seed": seed, "max_steps": steps, "output_dir": directory})
+            lines = read_metrics(directory / "metrics.jsonl")
+            losses = [(line["tokens"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+            self.results["runs"][name] = losses
+            report.write(self.results, self.path)
+            print(f"{name}: {losses[-1][1]:.4f} after {losses[-1][0]:,} tokens", flush=True)
+        return dict(self.results["runs"][name])
 
-    def _train(self, fields: dict) -> None:
+    def final(self, optimizer: str, fields: Fields) -> float:
+        """The last loss of the first seed's whole run."""
+        return last(self.curve(optimizer, fields, self.size.seeds[0]))
+
+    def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
+        steps, others = run["max_steps"], {name: value for name, value in fields.items() if name != "warmup"}
+        every = {"config": "recipe/configs/gpt2.yaml", "optim": optimizer, "streaming": False} | self.data
+        every |= {"save_total_limit": 1, "milestone_steps": 0, "hellaswag_steps": 0, "sample_steps": 0}
+        every |= {"save_steps": steps // 5, "eval_steps": steps // 5, "warmup_steps": round(steps * fields["warmup"])}
         if math.isfinite(self.ends):
             if (left := self.ends - time.monotonic()) < 60:
                 raise TimeUp
-            fields = fields | {"max_hours": left / 3600}
-        command = [sys.executable, ROOT / "recipe/train.py", *(f"--{k}={v}" for k, v in fields.items())]
+            every["max_hours"] = left / 3600
+        flags = self.size.recipe | SCHEDULE | every | others | run
+        command = [sys.executable, ROOT / "recipe/train.py", *(f"--{name}={value}" for name, value in flags.items())]
         code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         if code == ExitCode.RUN_AGAIN:
             raise TimeUp
@@ -118,66 +140,97 @@ class Runs:
             raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
 
 
-def final(curve: dict[int, float]) -> float:
-    """The loss of a curve {step: loss} at its last step."""
+def last(curve: Curve) -> float:
+    """The loss at the end of a run."""
     return curve[max(curve)]
 
 
-def tokens_to_reach(curve: dict[int, float], loss: float) -> float | None:
-    """Tokens after which the validation loss was this for the first time, between two validations by a straight line;
-    None where it never was. A run that ended there would have decayed by then, so it would need fewer."""
-    for (t0, l0), (t1, l1) in itertools.pairwise(sorted(curve.items())):
-        if l1 <= loss:
-            return t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
+def tune(runs: Runs, optimizer: str) -> Fields:
+    """The fields from which no step in the size's search lowers the loss by more than SAME."""
+    best = runs.size.start[optimizer]
+    moved = True
+    while moved:
+        moved = False
+        for name, values in runs.size.search.get(optimizer, {}).items():
+            for step in (1, -1):
+                while (value := neighbor(best[name], values, step)) is not None:
+                    if runs.final(optimizer, best | {name: value}) > runs.final(optimizer, best) - SAME:
+                        break
+                    best, moved = best | {name: value}, True
+    return best
+
+
+def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None:
+    """The value one step (1 or -1) beside this one, by a factor of two where there are no `values`; None at the end."""
+    if not values:
+        return value * 2.0**step
+    index = values.index(value) + step
+    return values[index] if 0 <= index < len(values) else None
+
+
+def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
+    """The share of the tokens that reaches this loss, where `ends` are losses by share: between the two lengths around
+    it by a straight line over the logarithm of the length. None where it lies outside them."""
+    for (few, high), (many, low) in itertools.pairwise(sorted(ends.items())):
+        if low <= loss <= high:
+            return few * (many / few) ** ((high - loss) / (high - low))
     return None
 
 
-def sweep(runs: Runs, optimizer: str) -> dict[float, dict[int, float]]:
-    """Learning rate -> curve with the first seed: of the size's rates and, where those are three or more, of twice the
-    highest or half the lowest one as long as that is the best."""
-    rates, seed = runs.size.rates[optimizer], runs.size.seeds[0]
-    tried = {rate: runs.curve(optimizer, rate, seed) for rate in rates}
-    while len(rates) > 2:
-        best = min(tried, key=lambda rate: final(tried[rate]))
-        if min(tried) < best < max(tried):
+def compare(runs: Runs, vary: list[str]) -> dict:
+    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and tries the changes of Muon's best."""
+    seeds = runs.size.seeds
+    best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
+    curves = {optimizer: [runs.curve(optimizer, best[optimizer], seed) for seed in seeds] for optimizer in best}
+    adamw = _mean(curves["adamw"])
+    ends = {1.0: _mean(curves["muon"])}
+    for share in LENGTHS[1:]:
+        if min(ends.values()) > adamw or ends[min(ends)] > adamw:
             break
-        further = best * 2 if best == max(tried) else best / 2
-        tried[further] = runs.curve(optimizer, further, seed)
-    return dict(sorted(tried.items()))
-
-
-def compare(runs: Runs) -> dict:
-    """Sweeps both learning rates, repeats the best with every seed, and compares each pair of seeds."""
-    seeds, best, swept, curves = runs.size.seeds, {}, [], {}
-    for optimizer in runs.size.rates:
-        tried = sweep(runs, optimizer)
-        ends = {rate: final(curve) for rate, curve in tried.items()}
-        best[optimizer] = min(ends, key=ends.get)
-        swept += [{"optimizer": optimizer, "learning_rate": rate, "val_loss": end} for rate, end in ends.items()]
-        again = [runs.curve(optimizer, best[optimizer], seed) for seed in seeds[1:]]
-        curves[optimizer] = [tried[best[optimizer]], *again]
-    curves["muon, half"] = [runs.curve("muon", best["muon"], seed, 0.5) for seed in seeds]
-    shares = []
-    for baseline, muon in itertools.product(curves["adamw"], curves["muon"]):
-        reached = tokens_to_reach(muon, final(baseline))
-        shares.append(reached and reached / max(baseline))
-    return {
+        shorter = [runs.curve("muon", best["muon"], seed, share) for seed in seeds]
+        curves[f"muon, {share:g} of the tokens"], ends[share] = shorter, _mean(shorter)
+    result = {
         "size": runs.name,
-        "sweep": swept,
         "best": best,
         "curves": {name: [list(curve.items()) for curve in found] for name, found in curves.items()},
-        "final": {name: [final(curve) for curve in found] for name, found in curves.items()},
-        "share_of_tokens": shares,
+        "share_of_tokens": share_of_tokens(ends, adamw),
+        "seed_noise": _noise(list(curves.values())),
+        "varied": {},
     }
+    for change in vary:
+        name, _, value = change.partition("=")
+        found = [runs.curve("muon", best["muon"] | {name: float(value)}, seed) for seed in seeds]
+        result["varied"][change] = {"final": list(map(last, found)), "gain": ends[1.0] - _mean(found)}
+    return result
 
 
-def line(r: dict) -> str:
-    """A size's result."""
-    ends = {name: " and ".join(f"{loss:.3f}" for loss in found) for name, found in r["final"].items()}
-    best = ", ".join(f"{name} at {rate:g}: {ends[name]}" for name, rate in r["best"].items())
-    shares = r["share_of_tokens"]
-    share = "not reached" if None in shares else f"{statistics.median(shares):.2f} of its tokens"
-    return f"{r['size']:<6} {best}, with half the tokens {ends['muon, half']}; Muon has AdamW's loss at {share}"
+def _mean(curves: list[Curve]) -> float:
+    return statistics.mean(map(last, curves))
+
+
+def _noise(repeated: list[list[Curve]]) -> float | None:
+    """The standard deviation of a run's last loss over the seeds, from all runs that were repeated."""
+    if len(repeated[0]) < 2:
+        return None
+    return math.sqrt(statistics.mean(statistics.variance(map(last, curves)) for curves in repeated))
+
+
+def lines(r: dict) -> list[str]:
+    """A size's result, in words."""
+    out = []
+    for name, found in r["curves"].items():
+        values = ", ".join(f"{k} {v:g}" for k, v in r["best"][name].items()) if name in r["best"] else ""
+        out.append(f"{r['size']:<6} {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}  {values}")
+    share, noise = r["share_of_tokens"], r["seed_noise"]
+    out.append(
+        f"{r['size']:<6} Muon has AdamW's loss at {f'{share:.2f}' if share else 'none of these shares'} of its tokens"
+    )
+    for name, found in r["varied"].items():
+        # Twice the standard error of the difference of two means.
+        counts = "" if noise is None else f" (counts from {2 * noise * math.sqrt(2 / len(found['final'])):.3f} on)"
+        ends = " and ".join(f"{loss:.3f}" for loss in found["final"])
+        out.append(f"{r['size']:<6} Muon with {name}: {ends}, {found['gain']:+.3f} better{counts}")
+    return out
 
 
 def picture(results: dict, path: Path) -> None:
@@ -185,16 +238,17 @@ def picture(results: dict, path: Path) -> None:
     if not (plt := report.pyplot()):
         return
     sizes = results["sizes"]
-    figure, panels = plt.subplots(1, len(sizes), figsize=(5 * len(sizes), 4), dpi=150, squeeze=False)
-    colors = {"adamw": "#8a99a5", "muon": "#2f6f9f", "muon, half": "#d98032"}
-    names = {"adamw": "AdamW, cosine", "muon": "Muon, wsd", "muon, half": "Muon, wsd, half the tokens"}
+    figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4), dpi=150, squeeze=False)
     for axes, r in zip(panels[0], sizes, strict=True):
+        shorter = iter(plt.get_cmap("autumn")([0.2, 0.4, 0.55, 0.7, 0.85]))
         for name, found in r["curves"].items():
+            color = {"adamw": "#8a99a5", "muon": "#2f6f9f"}.get(name)
+            color = next(shorter) if color is None else color
             for at, curve in enumerate(found):
-                tokens, losses = zip(*curve, strict=True)
-                axes.plot([t / 1e6 for t in tokens], losses, color=colors[name], label=names[name] if not at else None)
-        low = min(loss for found in r["final"].values() for loss in found)
-        axes.set_ylim(low - 0.1, low + 1.5)
+                tokens, losses = zip(*curve[1:], strict=True)
+                label = None if at else name.replace("muon", "Muon").replace("adamw", "AdamW")
+                axes.plot([t / 1e6 for t in tokens], losses, color=color, marker=".", label=label)
+        axes.axhline(statistics.mean(curve[-1][1] for curve in r["curves"]["adamw"]), color="#8a99a5", lw=0.8, ls=":")
         axes.set_title(f"GPT-2, {r['size'].replace('x', ' layers x ')}", loc="left", fontsize=11)
         axes.set_xlabel("million tokens", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
@@ -205,25 +259,30 @@ def picture(results: dict, path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Trains every size with each optimizer, and writes optimizers.json and optimizers.png; returns the exit code."""
+    """Tunes and compares the optimizers at every size, and writes optimizers.json and optimizers.png; returns the exit
+    code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks optimizers", allow_abbrev=False)
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
-    parser.add_argument(
-        "--sizes", nargs="+", choices=SIZES, default=["2x32", "2x64"], help="layers x width; gpt2: 124M"
-    )
+    parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")
+    parser.add_argument("--vary", nargs="+", default=[], metavar="FIELD=VALUE", help="changes of Muon's best to try")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command goes on")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
-    parser.add_argument("--out", default="bench", help="directory of the results")
+    parser.add_argument("--out", default="bench", help="directory of the results, and of those to go on from")
     arguments = parser.parse_args(argv)
-    out, ends = Path(arguments.out), time.monotonic() + 60 * arguments.minutes
-    results = report.circumstances() | {"sizes": []}
+    path = Path(arguments.out) / "optimizers.json"
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else {}
+    results = report.circumstances() | {"sizes": [], "runs": earlier}
+    data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
     for size in arguments.sizes:
+        runs = Runs(size, data, Path(arguments.runs), results, path)
+        runs.ends = time.monotonic() + 60 * arguments.minutes
         try:
-            results["sizes"].append(compare(Runs(size, arguments.dataset_name, Path(arguments.runs), ends)))
+            results["sizes"].append(compare(runs, arguments.vary))
         except TimeUp:
-            print(f"the time is up; the same command goes on with what is in {arguments.runs}")
+            print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN
-        report.write(results, out / "optimizers.json")
-        picture(results, out / "optimizers.png")
-    print("\n" + "\n".join(map(line, results["sizes"])))
+        report.write(results, path)
+        picture(results, path.with_suffix(".png"))
+    print("\n" + "\n".join(line for r in results["sizes"] for line in lines(r)))
     return 0
