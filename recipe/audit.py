@@ -68,7 +68,8 @@ def replay(interval: Interval, directory: Path, launch: str) -> Checkpoint:
     the checkpoint. Raises UserError where the trainer ends before."""
     recorded = json.loads((interval.end / "trainer_state.json").read_text())
     config = {name: value for name, value in recorded["config"].items() if name in FIELDS} | QUIET
-    config |= {"save_steps": recorded["step"], "eval_tokens": config["sequence_length"], "output_dir": str(directory / "run")}
+    config |= {"save_steps": recorded["step"], "eval_tokens": config["sequence_length"]}
+    config["output_dir"] = str(directory / "run")
     for name in ("config", "dry_run"):
         config.pop(name)
     recipe = directory / "recipe.yaml"
@@ -83,8 +84,9 @@ def replay(interval: Interval, directory: Path, launch: str) -> Checkpoint:
             time.sleep(0.2)
         _stop(trainer)
     if not reached.exists():
-        end = (directory / "log").read_text().strip().splitlines()[-1:]
-        raise UserError(f"{interval}: the replay ended with exit code {trainer.returncode}: {' '.join(end)}")
+        lines = (directory / "log").read_text().splitlines()
+        why = next((line for line in reversed(lines) if line.startswith("error:")), "it printed no error")
+        raise UserError(f"{interval}: the replay ended with exit code {trainer.returncode}; {why}")
     return load_checkpoint(reached)
 
 
