@@ -64,7 +64,7 @@ endef
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report audit export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -108,6 +108,9 @@ chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
 
 report: .venv/installed ## curves of RUN as a page; does its loss look right?
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+
+audit: .venv/installed ## replay the last steps of RUN; are they what it says?
+	$(BIN)/python -m recipe.audit $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(ARGS)
 
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
 	$(BIN)/python eval/perplexity.py $(MODEL) $(ARGS)

@@ -17,7 +17,7 @@ class Unreachable(UserError):
 
 class ExitCode(IntEnum):
     """Exit codes of every command; those above 2 are sysexits.h's, and 130 is a shell's for Ctrl-C. `recipe.checkpoint`
-    also returns 1: a checkpoint is damaged."""
+    also returns 1, for a damaged checkpoint, and `recipe.audit`, for a replay that differs."""
 
     DONE = 0
     USER_ERROR = 2
