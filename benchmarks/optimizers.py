@@ -178,7 +178,7 @@ def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
 
 
 def compare(runs: Runs, vary: list[str]) -> dict:
-    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and tries the changes of Muon's best."""
+    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and varies the best of Muon."""
     seeds = runs.size.seeds
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
     curves = {optimizer: [runs.curve(optimizer, best[optimizer], seed) for seed in seeds] for optimizer in best}

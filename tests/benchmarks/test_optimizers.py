@@ -1,6 +1,5 @@
-"""AdamW beside Muon: the share of tokens beside a value computed by hand, and the command on tiny runs."""
+"""AdamW beside Muon: tuning and shares beside values computed by hand, and the command on tiny runs."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -12,49 +11,49 @@ from tests import processes as programs
 from tests.conftest import SHAKESPEARE, TINY, environment
 
 
-def test_the_tokens_to_reach_a_loss_lie_between_two_validations():
-    curve = {0: 10.0, 100: 6.0, 200: 5.0, 300: 4.0}
-    assert optimizers.tokens_to_reach(curve, 5.5) == pytest.approx(150)
-    assert optimizers.tokens_to_reach(curve, 3.9) is None
+def test_tuning_ends_where_no_neighbor_is_better():
+    def final(optimizer: str, fields: dict) -> float:
+        return abs(fields["learning_rate"] - 0.04) + abs(fields["warmup"] - 0.1) + 1
+
+    search = {"adamw": {"learning_rate": (), "warmup": (0.1, 0.2, 0.4)}}
+    size = SimpleNamespace(start={"adamw": {"learning_rate": 0.01, "warmup": 0.4}}, search=search)
+    found = optimizers.tune(SimpleNamespace(size=size, final=final), "adamw")
+    assert found == {"learning_rate": 0.04, "warmup": 0.1}
 
 
-def test_a_sweep_goes_on_until_the_best_rate_is_not_at_its_edge():
-    def curve(optimizer: str, rate: float, seed: int) -> dict[int, float]:
-        return {100: abs(rate - 0.04)}
-
-    swept = {"adamw": (0.005, 0.01, 0.02), "muon": (0.1, 0.2, 0.4)}
-    runs = SimpleNamespace(size=SimpleNamespace(rates=swept, seeds=(1,)), curve=curve)
-    assert list(optimizers.sweep(runs, "adamw")) == [0.005, 0.01, 0.02, 0.04, 0.08]
-    assert list(optimizers.sweep(runs, "muon")) == [0.025, 0.05, 0.1, 0.2, 0.4]
+def test_the_share_of_tokens_lies_between_two_lengths():
+    ends = {1.0: 4.0, 0.5: 4.5, 0.25: 5.5}
+    assert optimizers.share_of_tokens(ends, 4.5) == pytest.approx(0.5)
+    assert optimizers.share_of_tokens(ends, 5.0) == pytest.approx(0.25 * 2**0.5)
+    assert optimizers.share_of_tokens(ends, 6.0) is None
+    assert optimizers.share_of_tokens(ends, 3.9) is None
 
 
 @pytest.mark.slow
 def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
-    size = dataclasses.replace(optimizers.SIZES["2x32"], steps=24, seeds=(1,))
     recipe = {k: v for k, v in TINY.items() if k.startswith(("n_", "total", "micro", "sequence", "eval_tok", "prec"))}
-    monkeypatch.setitem(
-        optimizers.SIZES, "tiny", dataclasses.replace(size, recipe=recipe, rates={"adamw": (1e-3,), "muon": (0.02,)})
-    )
-    arguments = [
-        "--dataset_name",
-        str(SHAKESPEARE),
-        "--sizes",
-        "tiny",
-        f"--runs={tmp_path / 'runs'}",
-        f"--out={tmp_path}",
-    ]
+    start = {
+        "adamw": {"learning_rate": 1e-3, "warmup": 0.3},
+        "muon": {"muon_learning_rate": 0.02, "learning_rate": 1e-2, "warmup": 0.1},
+    }
+    monkeypatch.setitem(optimizers.SIZES, "tiny", optimizers.Size(recipe, 25, start))
+    arguments = ["--dataset_name", str(SHAKESPEARE), "--sizes", "tiny", "--vary", "muon_learning_rate=0.04"]
+    arguments += [f"--runs={tmp_path / 'runs'}", f"--out={tmp_path}"]
     monkeypatch.chdir(tmp_path)
     forked = SimpleNamespace(run=lambda command, **_: programs.run(*command[1:], env=environment()), DEVNULL=None)
     monkeypatch.setattr(optimizers, "subprocess", forked)
     assert optimizers.main(arguments) == 0
-    (result,) = json.loads((tmp_path / "optimizers.json").read_text())["sizes"]
-    assert result["final"]["muon"][0] < result["final"]["adamw"][0]
-    assert len(result["curves"]["muon, half"][0]) == 13
+    result = json.loads((tmp_path / "optimizers.json").read_text())
+    (found,) = result["sizes"]
+    adamw, muon = ([curve[-1][1] for curve in found["curves"][name]] for name in ("adamw", "muon"))
+    assert max(muon) < min(adamw)
+    assert found["varied"]["muon_learning_rate=0.04"]["final"] != muon
+    assert len(result["runs"]) == 4 + 2 + 2 * (len(found["curves"]) - 2)
     assert (tmp_path / "optimizers.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().out.split("\n\n")[-1]
     monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time
     assert optimizers.main(arguments) == 0
-    assert capsys.readouterr().out == printed
+    assert capsys.readouterr().out.strip() == printed.strip()
 
 
 def test_without_time_left_the_command_asks_to_be_run_again(tmp_path, capsys):
