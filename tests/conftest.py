@@ -109,14 +109,6 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update_golden", action="store_true", help="write this machine's losses to tests/golden_loss.json"
     )
-    parser.addoption("--whole_table", action="store_true", help="inject every fault of tests/faults, not a sample")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--whole_table"):
-        beyond = [item for item in items if item.get_closest_marker("whole_table")]
-        config.hook.pytest_deselected(items=beyond)
-        items[:] = [item for item in items if not item.get_closest_marker("whole_table")]
 
 
 def flags(**fields) -> list[str]:
@@ -129,7 +121,7 @@ def environment(changes: dict | None = None) -> dict:
     if variables["ACCELERATE_USE_CPU"] == "true":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.pop("PYTHONPATH", None)
-    if "RECIPE_FAULT" in variables:  # for tests/faults/plugin.py in new interpreters
+    if variables.get("RECIPE_FAULT"):  # for tests/faults/plugin.py in new interpreters
         variables["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "faults" / "load"), str(ROOT)))
     return variables
 
