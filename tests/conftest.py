@@ -1,4 +1,4 @@
-"""Helpers of the tests. Real data that does not ship is looked for beside the checkout; its tests skip without it."""
+"""Helpers of the tests."""
 
 import fcntl
 import json
@@ -15,7 +15,6 @@ import pytest
 from tests import processes as programs
 
 ROOT = Path(__file__).resolve().parents[1]
-ASSETS = ROOT.parent / "shared" / "assets"
 
 # Tests must not depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
