@@ -139,21 +139,9 @@ def launch(
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
     variables = environment(env)
     if real or path is config:
-        launcher = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--quiet",
-            "--config_file",
-            path,
-            "--num_processes",
-            str(processes),
-            "--main_process_port",
-            "0",
-        ]
-        return subprocess.run(
-            [*launcher, *command], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
-        )
+        options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
+        words = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
+        return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
     if path.stem.startswith("zero"):
         variables |= {
             "ACCELERATE_USE_DEEPSPEED": "true",
