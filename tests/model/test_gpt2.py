@@ -16,9 +16,6 @@ from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
 from tests.model.loss_probe import relative
 
-# The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block
-# are what differs between the sizes, their number is not.
-SIZES = {"gpt2": (768, 12), "gpt2-medium": (1024, 16), "gpt2-large": (1280, 20), "gpt2-xl": (1600, 25)}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -44,10 +41,12 @@ def pair(config: GPT2Config) -> tuple[GPT2LMHeadModel, transformers.GPT2LMHeadMo
 
 
 @pytest.mark.parametrize(
-    "size", ["gpt2", *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size != "gpt2")]
+    ("n_embd", "n_head"),
+    [(768, 12), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1024, 16), (1280, 20), (1600, 25)))],
 )
-def test_equal_to_transformers(size, tmp_path):
-    config = config_of(*SIZES[size], vocab_size=5003)
+def test_equal_to_transformers(n_embd, n_head, tmp_path):
+    """The four sizes' widths and heads, which make the shapes of a block, at two layers."""
+    config = config_of(n_embd, n_head, vocab_size=5003)
     ours, theirs = pair(config)
     reference = theirs.state_dict()
     del reference["lm_head.weight"]
@@ -160,7 +159,7 @@ def test_init_from_without_a_network_fails_at_once_and_says_so(monkeypatch):
         build_model(parse_config(["--init_from=openai-community/gpt2", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
 
 
-@pytest.mark.parametrize("rows", [1024, 2048, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1024, pytest.param(8192, marks=pytest.mark.slow)])
 def test_every_gradient_in_bf16_is_near_that_in_fp32(rows):
     """At the initial weights within 3 % (2 % was measured at 8,192 rows; of a trained model 3.5 % in one layer norm):
     the product's rounding. With torch's own layer norm it is 14 % at 1,024 rows and 36 % at 8,192."""
