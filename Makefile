@@ -162,13 +162,14 @@ test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in 
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
 test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
-	$(BIN)/python -m pytest --whole_table $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
+	$(BIN)/python -m pytest -m '' $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
-lint: .venv/installed-dev ## check style, format, import layers and spelling
+lint: .venv/installed-dev ## check style, format, import layers, links, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
 	git ls-files -z | xargs -0 $(BIN)/codespell
+	$(BIN)/python -m pytest -p no:cacheprovider tests/test_links.py
 
 format: .venv/installed-dev ## apply style and format
 	$(BIN)/ruff check --fix .

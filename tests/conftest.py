@@ -1,4 +1,4 @@
-"""Helpers of the tests. Real data that does not ship is looked for beside the checkout; its tests skip without it."""
+"""Helpers of the tests."""
 
 import fcntl
 import json
@@ -15,7 +15,6 @@ import pytest
 from tests import processes as programs
 
 ROOT = Path(__file__).resolve().parents[1]
-ASSETS = ROOT.parent / "shared" / "assets"
 
 # Tests must not depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -109,14 +108,6 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update_golden", action="store_true", help="write this machine's losses to tests/golden_loss.json"
     )
-    parser.addoption("--whole_table", action="store_true", help="inject every fault of tests/faults, not a sample")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--whole_table"):
-        beyond = [item for item in items if item.get_closest_marker("whole_table")]
-        config.hook.pytest_deselected(items=beyond)
-        items[:] = [item for item in items if not item.get_closest_marker("whole_table")]
 
 
 def flags(**fields) -> list[str]:
@@ -129,7 +120,7 @@ def environment(changes: dict | None = None) -> dict:
     if variables["ACCELERATE_USE_CPU"] == "true":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.pop("PYTHONPATH", None)
-    if "RECIPE_FAULT" in variables:  # for tests/faults/plugin.py in new interpreters
+    if variables.get("RECIPE_FAULT"):  # for tests/faults/plugin.py in new interpreters
         variables["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "faults" / "load"), str(ROOT)))
     return variables
 
@@ -148,21 +139,9 @@ def launch(
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
     variables = environment(env)
     if real or path is config:
-        launcher = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--quiet",
-            "--config_file",
-            path,
-            "--num_processes",
-            str(processes),
-            "--main_process_port",
-            "0",
-        ]
-        return subprocess.run(
-            [*launcher, *command], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
-        )
+        options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
+        words = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
+        return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
     if path.stem.startswith("zero"):
         variables |= {
             "ACCELERATE_USE_DEEPSPEED": "true",

@@ -51,17 +51,12 @@ def call(copy, shards, tmp_path):
     return run
 
 
-def test_the_guide_has_the_four_and_each_is_short(copy):
-    assert list(SECTIONS) == ["A model size", "A data set", "An optimizer", "An engine"]
+def test_what_the_guide_adds_is_python_and_short(copy):
+    assert len(SECTIONS) == 4
     for title, (diffs, _) in SECTIONS.items():
-        text = re.search(rf"^## {title}\n(.*?)```", GUIDE, re.DOTALL | re.MULTILINE)[1].strip()
-        assert len(text.splitlines()) < 10, title
-        added = [line for line in "".join(diffs).splitlines() if re.match(r"\+(?!\+\+ )", line)]
-        assert 0 < len(added) < 20, title
+        assert 0 < len(re.findall(r"^\+(?!\+\+ )", "".join(diffs), re.MULTILINE)) < 20, title
         for file in re.findall(r"^\+\+\+ b/(\S+\.py)$", "".join(diffs), re.MULTILINE):
             compile((copy / file).read_text(), file, "exec")
-    for path in re.findall(r"`((?:recipe|eval|tests)/[\w./-]*)`", GUIDE):
-        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.slow

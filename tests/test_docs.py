@@ -152,29 +152,22 @@ def test_all_other_commands_run(clone, started):
 @pytest.mark.slow
 def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
     arguments = flags(**(TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5}))
-    bin = Path(sys.executable).parent
-    result = subprocess.run(
-        ["make", "train", "-o", ".venv/installed", f"BIN={bin}", f"ARGS={' '.join(arguments)}"],
-        cwd=ROOT,
-        env=by_hand(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    words = [
+        "make",
+        "train",
+        "-o",
+        ".venv/installed",
+        f"BIN={Path(sys.executable).parent}",
+        f"ARGS={' '.join(arguments)}",
+    ]
+    result = subprocess.run(words, cwd=ROOT, env=by_hand(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step_00000005: 1,635,744 parameters" in result.stdout  # the sampler's first line
-    assert result.stdout.endswith("step_00000005/results.json\n")
 
 
 def test_every_target_is_in_the_help():
-    first = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^  make (\w+)", first, re.MULTILINE) == ["train", "sample", "report", "plan", "help"]
-    assert len(first.splitlines()) < 24  # a terminal's lines
     help = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == TARGETS - {"start", "help"}
-    groups = re.findall(r"^(\w[\w ]*)$", help, re.MULTILINE)
-    assert groups == ["Train", "Look and evaluate", "Share", "Measure speed", "Develop"]
-    assert max(map(len, help.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("hardware", ["zero1", "tpu"])
@@ -191,25 +184,6 @@ def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path)
     assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
 
 
-def test_links_and_files_named_in_the_documentation_exist():
-    for page, text in PAGES.items():
-        for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), (page, target)
-                linked = PAGES.get((page.parent / target).resolve(), "")
-                titles = [re.sub(r"[^\w ]", "", line).lower() for line in re.findall("^#+ (.*)$", linked, re.MULTILINE)]
-                assert not heading or heading.replace("-", " ") in titles, (page, target, heading)
-        for path in re.findall(r"`((?:recipe|eval|accelerate_configs|ds_configs|tests)/[\w./-]+)`", text):
-            assert (ROOT / path).exists(), (page, path)
-
-
-def test_each_page_begins_with_its_question_and_a_command_and_is_linked_from_the_readme():
-    for page, text in PAGES.items():
-        if page.parent.name == "docs":
-            assert re.match(r"# .*\n\n\*[^*]+\?\*\n\n(.+\n\n)?(.+\n)*.*```bash\n", text), page
-            assert f"(docs/{page.name})" in PAGES[ROOT / "README.md"], page
-
-
 def test_versions_named_beside_the_code_are_its_own():
     import recipe
 
@@ -218,7 +192,6 @@ def test_versions_named_beside_the_code_are_its_own():
     assert f"rev: v{ruff} " in (ROOT / ".pre-commit-config.yaml").read_text()
     address = re.search(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     texts = [*PAGES.values(), *(path.read_text() for path in (ROOT / "recipe" / "notebooks").glob("*.ipynb"))]
-    named = [found for text in texts for found in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)]
-    assert len(named) > 5
-    assert set(named) == {address}
+    named = {found for text in texts for found in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)}
+    assert named == {address}
     assert ", run: .ci/run}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

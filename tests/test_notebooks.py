@@ -1,7 +1,7 @@
 """The notebooks that ship: their own code, run in a new interpreter, with the test's parameters after theirs.
 
-The outside world is replaced by a clone of this working tree, the tests' Hub, programs named `pip` and `uv` that
-install nothing, and modules with the names of Kaggle's, Colab's and IPython's.
+The outside world is replaced by links to this working tree, the tests' Hub, programs named `pip` and `uv` that install
+nothing, and modules with the names of Kaggle's, Colab's and IPython's.
 """
 
 import json
@@ -16,64 +16,36 @@ from pathlib import Path
 
 import pytest
 
+from recipe.config import parse_config
+from recipe.notebooks import session as module
 from tests.conftest import ROOT, TINY, by_step, environment, flags
 from tests.hub import REPO, TOKEN, Hub
 
-NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "recipe" / "notebooks").glob("*.ipynb"))}
+NOTEBOOKS = {
+    path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "recipe" / "notebooks").glob("*.ipynb"))
+}
+CODE = {  # code cells by their id
+    name: {cell["id"]: "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"}
+    for name, notebook in NOTEBOOKS.items()
+}
+# The cells that all notebooks have to the letter: it is enough to run them once.
+SAME = {"hellaswag", "sample", "report"}
 KEY = "c0ffee" * 6 + "c0de"  # of wandb
-EXTRAS = re.compile(r" -e '?\.(?:\[([\w,]+)\])?")
 
-# pip and uv: nothing is installed, there is no network. The log of what they were asked for is checked.
-INSTALLER = f"""\
-#!{sys.executable}
-import sys
-from pathlib import Path
-
-with open(Path(__file__).with_name("installed"), "a") as log:
-    print(Path(__file__).name, *sys.argv[1:], file=log)
-if sys.argv[1] == "venv":
-    Path(sys.argv[-1], "bin").mkdir(parents=True)
+# pip and uv install nothing, there is no network; what they were asked for is checked.
+INSTALLER = """#!/bin/sh
+echo "${0##*/} $*" >> "${0%/*}/installed"
+[ "$1" != venv ] || mkdir -p .venv/bin
 """
 
 
-def read(name: str) -> dict:
-    return json.loads(NOTEBOOKS[name].read_text())
-
-
-def code(name: str) -> dict[str, str]:
-    """A notebook's code cells, by their id."""
-    return {cell["id"]: "".join(cell["source"]) for cell in read(name)["cells"] if cell["cell_type"] == "code"}
-
-
-def the_clone(at: Path) -> Path:
-    """A git repository of those parts of this working tree that the notebooks use."""
-    at.mkdir()
-    unwanted = shutil.ignore_patterns("__pycache__", "results")
-    for name in ("recipe", "eval", "accelerate_configs"):
-        shutil.copytree(ROOT / name, at / name, ignore=unwanted)
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, at / name)
-    git = ["git", "-C", str(at), "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
-    for words in (["init", "-q"], ["add", "-A", "-f"], ["commit", "-q", "-m", "The working tree"]):
-        subprocess.run([*git, *words], check=True)
-    return at
-
-
-def programs(at: Path) -> Path:
-    at.mkdir()
-    for name in ("pip", "uv"):
-        (at / name).write_text(INSTALLER)
-        (at / name).chmod(0o755)
-    return at
-
-
-def modules(at: Path, **sources: str) -> Path:
-    """Modules for a notebook's Python, by their dotted names with __ for a dot."""
+def modules(at: Path, **sources: str) -> dict[str, str]:
+    """Modules for a notebook's Python, by their dotted names with __ for a dot; the variable that makes them known."""
     for name, source in sources.items():
         path = at / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(source))
-    return at
+    return {"PYTHONPATH": str(at)}
 
 
 # A picture that is shown leaves its path.
@@ -84,24 +56,29 @@ sys.modules["IPython.display"] = types.SimpleNamespace(Image=lambda path, **size
 """
 
 
-def execute(name: str, tmp_path: Path, *, env: dict[str, str], only: set[str] | None = None, **parameters) -> dict:
-    """Runs a notebook's cells (or `only` some); returns what each printed and showed, by its id, and "installed", what
-    pip and uv were asked for. A cell that raises fails the test, and so does a parameter that the notebook does not
-    have."""
+def execute(name: str, tmp_path: Path, *, env: dict[str, str], skip: set[str] = frozenset(), **parameters) -> dict:
+    """Runs a notebook's cells, but those to `skip`; returns what each printed and showed, by its id, and "installed",
+    what pip and uv were asked for. A cell that raises fails the test, and so does a parameter that the notebook does
+    not have."""
+    bin, checkout = tmp_path / "bin", tmp_path / "checkout"
+    bin.mkdir()
+    for program in ("pip", "uv"):
+        (bin / program).write_text(INSTALLER)
+        (bin / program).chmod(0o755)
+    checkout.mkdir()
+    for part in ("recipe", "eval", "accelerate_configs", "constraints.txt"):
+        (checkout / part).symlink_to(ROOT / part)
     parameters |= {
-        "REPOSITORY": str(the_clone(tmp_path / "repository")),
-        "CHECKOUT": str(tmp_path / "checkout"),
+        "REPOSITORY": "not needed where there is a checkout",
+        "CHECKOUT": str(checkout),
         "RUNS": str(tmp_path / "runs"),
         "VALIDATION_WINDOWS": 8,
         "HELLASWAG_ROWS": 4,
     }
-    cells = code(name)
+    cells = {ident: source for ident, source in CODE[name].items() if ident not in skip}
     assert parameters.keys() <= set(re.findall(r"^([A-Z_]+) = ", cells["parameters"], re.MULTILINE))
     cells["parameters"] += "".join(f"\n{key} = {value!r}" for key, value in parameters.items())
-    before = list(cells)[: list(cells).index("parameters") + 1]
-    wanted = {k: v for k, v in cells.items() if only is None or k in {*only, *before}}
-    script = DISPLAY + "".join(f"\nprint('>>> {ident}', flush=True)\n{source}\n" for ident, source in wanted.items())
-    bin = programs(tmp_path / "bin")
+    script = DISPLAY + "".join(f"\nprint('>>> {ident}', flush=True)\n{source}\n" for ident, source in cells.items())
     path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -124,34 +101,17 @@ def recipe(at: Path, **fields) -> str:
     return str(at / "shakespeare.yaml")
 
 
-def check_installed(installed: str, extras: set[str], checkout: Path) -> None:
-    """uv is pinned; the extras are the wanted ones and exist in pyproject.toml; the constraints are this project's,
-    except torch's."""
-    lines = installed.splitlines()
-    assert [line.split()[:2] for line in lines] == [["pip", "install"], ["uv", "venv"], ["uv", "pip"]]
-    assert re.search(r"\buv==\d+\.\d+\.\d+$", lines[0])
-    asked = set(filter(None, (EXTRAS.search(lines[2])[1] or "").split(",")))
-    known = (checkout / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
-    assert asked == extras <= set(re.findall(r"^(\w+) = ", known, re.MULTILINE))
-    assert lines[1].split()[-1] == re.search(r"--python (\S+)", lines[2])[1] == ".venv"
+def check_installed(installed: str, extras: str, checkout: Path) -> None:
+    """uv is pinned; the extras are the wanted ones and exist; all versions are this project's, except torch's."""
+    assert (
+        re.search(r"^pip install .*\buv==\d+\.\d+\.\d+\nuv venv .*\nuv pip install .* -e \.\[(.*)\]$", installed)[1]
+        == extras
+    )
+    known = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in known for extra in extras.split(","))
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     constraints = (checkout / ".venv" / "constraints.txt").read_text().splitlines()
-    assert [line for line in pinned if line not in constraints] == [line for line in pinned if "torch==" in line]
-
-
-def check_evaluated(printed: dict, run: Path, step: int) -> None:
-    """The training, the evaluations and the report wrote their files, and nothing failed."""
-    assert f"all done; the run is in {run}" in printed["push"]
-    assert "FAILED" not in "".join(printed.values())
-    checkpoint = run / f"step_{step:08d}"
-    assert len(list(run.glob("step_*"))) >= 2
-    results = json.loads((checkpoint / "results.json").read_text())
-    assert {"perplexity", "hellaswag", "sample"} <= results.keys()
-    assert results["perplexity"]["windows"] == 8
-    assert results["hellaswag"]["rows"] == 4
-    pictures = list((run / "report").glob("*.png"))
-    assert len(pictures) > 1
-    assert all(str(picture) in printed["report"] for picture in pictures)
+    assert constraints == [line for line in pinned if not line.startswith("torch==")]
 
 
 @pytest.mark.slow
@@ -167,53 +127,41 @@ def test_two_t4s(shards, whole_run, tmp_path):
                     return {{"HF_TOKEN": {hub.token!r}, "WANDB_API_KEY": {KEY!r}}}[label]
             """
         env = {k: v for k, v in hub.environment.items() if k != "HF_TOKEN"}
-        env |= {"PYTHONPATH": str(modules(tmp_path / "modules", kaggle_secrets=secrets))}
+        env |= modules(tmp_path / "modules", kaggle_secrets=secrets)
         config = recipe(tmp_path / "configs", **TINY, dataset_name=shards, dropout=0.1)
         printed = execute("kaggle-t4x2", tmp_path, env=env, CONFIG=config, EARLIER=str(tmp_path / "input"), HUB=REPO)
         run = tmp_path / "runs" / "shakespeare"
         pushed = hub.files(REPO, "main")
-    check_installed(printed["installed"], {"trackers"}, tmp_path / "checkout")
-    assert printed["token"] == "the Hub's token is there\nwandb's key is there\n"
+    check_installed(printed["installed"], "trackers", tmp_path / "checkout")
     assert f"resuming   {earlier}, copied into {run}" in printed["earlier"]
-    assert "step_00000020: model.safetensors has 7 bytes" in printed["train"]
     assert "resume     from step 10" in printed["train"]
     assert "2 processes x" in printed["train"]
     assert by_step(run)[20]["val_loss"] == pytest.approx(whole_run[1][20]["val_loss"], abs=0.05)  # other dropout masks
-    check_evaluated(printed, run, 20)
+    results = json.loads((run / "step_00000020" / "results.json").read_text())
+    assert (results["perplexity"]["windows"], results["hellaswag"]["rows"]) == (8, 4)
+    assert "sample" in results
+    pictures = list((run / "report").glob("*.png"))
+    assert len(pictures) > 1
+    assert all(str(picture) in printed["report"] for picture in pictures)
+    assert f"all done; the run is in {run}" in printed["push"]
     assert pushed["model.safetensors"] == (run / "step_00000020" / "model.safetensors").read_bytes()
-    assert "HellaSwag" in pushed["README.md"].decode()
     assert hub.token not in json.dumps(printed)
     assert KEY not in json.dumps(printed)
 
 
 @pytest.mark.slow
 def test_colab(shards, whole_run, tmp_path):
-    """A complete run is resumed from Drive and copied back. Its evaluation cells are, to the letter, the T4s'."""
+    """A complete run is resumed from Drive and copied back."""
     kept, name = tmp_path / "drive" / "MyDrive" / "gpt2-recipe", "shakespeare"
     shutil.copytree(whole_run[0], kept / name)
     drive = "def mount(path): print('mounted', path)"
     userdata = "def get(name): raise LookupError(name)"
-    env = {
-        "PYTHONPATH": str(modules(tmp_path / "modules", google__colab__drive=drive, google__colab__userdata=userdata))
-    }
+    env = modules(tmp_path / "modules", google__colab__drive=drive, google__colab__userdata=userdata)
     config = recipe(tmp_path / "configs", **TINY, dataset_name=shards, dropout=0.1)
-    same = {"loss", "hellaswag", "sample", "report"}
-    theirs, ours = code("kaggle-t4x2"), code("colab")
-    assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "install", "push", "token"}
-    assert theirs.keys() - ours.keys() == set()
-    printed = execute(
-        "colab",
-        tmp_path,
-        env=env,
-        only=ours.keys() - same,
-        CONFIG=config,
-        DRIVE=str(tmp_path / "drive"),
-        KEPT=str(kept),
-        HUB=REPO,
-    )
+    places = {"DRIVE": str(tmp_path / "drive"), "KEPT": str(kept)}
+    printed = execute("colab", tmp_path, env=env, skip={*SAME, "loss"}, CONFIG=config, HUB=REPO, **places)
     assert f"mounted {tmp_path / 'drive'}" in printed["drive"]
     assert "nothing can be pushed" in printed["token"]
-    assert "no WANDB_API_KEY" in printed["token"]
     assert f"resuming   {kept / name}, copied into" in printed["earlier"]
     assert printed["train"].count("holds the whole run") == 1  # and not an hour later again
     assert "not pushed: there is no HF_TOKEN" in printed["push"]
@@ -221,47 +169,21 @@ def test_colab(shards, whole_run, tmp_path):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_valid_clean_and_names_what_exists(name):
-    from recipe.config import parse_config
-
-    notebook = read(name)
-    assert notebook["nbformat"] == 4
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+def test_a_notebook_is_clean_and_names_what_exists(name):
+    cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
-    text = "\n".join(code(name).values())
-    for path in re.findall(r"\b(?:recipe|eval|accelerate_configs)/[\w./-]*\w", text):
-        assert (ROOT / path).exists(), path
-    for module in re.findall(r"python -m (recipe[\w.]+)", text):
-        assert (ROOT / f"{module.replace('.', '/')}.py").is_file() or (ROOT / module.replace(".", "/")).is_dir(), module
-    config = parse_config(["--config", str(ROOT / re.search(r'^CONFIG = "(\S+)"', text, re.MULTILINE)[1])])
+    assert all(CODE[name][ident] == CODE["kaggle-t4x2"][ident] for ident in SAME)
+    named = re.search(r'^CONFIG = "(\S+)"', CODE[name]["parameters"], re.MULTILINE)[1]
+    config = parse_config(["--config", str(ROOT / named)])
     assert config.data.streaming  # no data are prepared beforehand
-    assert config.run.save_total_limit >= 2
-    assert "save_total_limit" not in text
-    for answer in ("**What it does.**", "**How long it takes.**", "**What it costs.**"):
-        assert answer in "".join(notebook["cells"][0]["source"])
-
-
-def test_kaggles_notebooks_ask_for_accelerators_that_kaggle_has():
-    asked = {name: read(name)["metadata"]["kaggle"]["accelerator"] for name in NOTEBOOKS if name.startswith("kaggle")}
-    assert asked == {"kaggle-t4x2": "nvidiaTeslaT4", "kaggle-tpu": "tpuV5e8"}
+    accelerators = {"kaggle-t4x2": "nvidiaTeslaT4", "kaggle-tpu": "tpuV5e8"}  # Kaggle's names
+    assert NOTEBOOKS[name]["metadata"].get("kaggle", {}).get("accelerator") == accelerators.get(name)
 
 
 @pytest.fixture
 def session(monkeypatch):
-    from recipe.notebooks import session
-
-    monkeypatch.setattr(session, "FAILED", [])
-    return session
-
-
-# The shell around the training is a launcher that ends at once when it is told to; a training takes a while to save.
-TRAINING = "trap 'sleep 0.5; echo saved; exit 75' TERM; echo training; for i in $(seq 100); do sleep 0.1; done"
-
-
-@pytest.fixture
-def launch(tmp_path) -> str:
-    (tmp_path / "training.sh").write_text(TRAINING)
-    return f"sh {tmp_path}/training.sh; exit 3"
+    monkeypatch.setattr(module, "FAILED", [])
+    return module
 
 
 def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_path, capfd):
@@ -282,8 +204,11 @@ def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_p
     assert session.FAILED == []
 
 
-def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, launch, monkeypatch):
-    lines, heard = [], []
+def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, tmp_path, monkeypatch):
+    """The shell around the training is a launcher that ends at once when it is told to; the training saves first."""
+    training, lines, heard = tmp_path / "training.sh", [], []
+    wait = "for i in $(seq 99); do sleep 0.1; done"
+    training.write_text(f"trap 'sleep 0.5; echo saved; exit 75' TERM; echo training; {wait}")
 
     def write(text: str, *_, **__):
         lines.append(text)
@@ -293,7 +218,7 @@ def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, launch, 
 
     monkeypatch.setattr(session, "print", write, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        session.run(launch)
+        session.run(f"sh {training}; exit 3")
     assert lines[-1] == "saved\n"
 
 

@@ -1,8 +1,6 @@
 """No program prints or writes a secret, and none pickles anything."""
 
 import json
-import pickle
-import pickletools
 import re
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import pytest
 from recipe.checkpoint.run_dir import check_same_run
 from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
-from recipe.utils.redaction import HIDDEN, looks_secret, redact, redacted
+from recipe.utils.redaction import HIDDEN, redact, redacted
 from tests.canary import CANARY, ENVIRONMENT, HUB_TOKEN, URL, search
 from tests.conftest import ROOT, TINY, environment, flags
 
@@ -23,6 +21,8 @@ from tests.conftest import ROOT, TINY, environment, flags
 def secrets(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("SOME_API_KEY", "correct horse/battery")
+    monkeypatch.setenv("MyPasswords", "open sesame")
+    monkeypatch.setenv("KEYBOARD", "qwertzuiop")
     monkeypatch.setenv("SHORT_TOKEN", "main")
     monkeypatch.setenv("HF_TOKEN_PATH", "/var/lib/token-file")
 
@@ -40,17 +40,13 @@ def secrets(monkeypatch):
         ("hf_hub_download_with_a_long_name", None),
         ("/home/ada/runs, '/home/ada' and /home/ada", "~/runs, '~' and ~"),
         ("/home/adam/runs and /mnt/home/ada", None),
+        ("'open sesame' on a qwertzuiop", f"'{HIDDEN}' on a qwertzuiop"),
     ],
 )
 def test_what_is_hidden_and_what_is_not(secrets, text, expected):
     assert redact(text) == (text if expected is None else expected)
     assert redact(redact(text)) == redact(text)
     assert redacted({"a": [{"b": text}, None], "n": 3}) == {"a": [{"b": redact(text)}, None], "n": 3}
-
-
-def test_names_that_look_secret():
-    assert all(map(looks_secret, ("HF_TOKEN", "hf-token", "MyPassword", "AWS_SECRET_ACCESS_KEY", "KEYS")))
-    assert not any(map(looks_secret, ("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD")))
 
 
 def test_a_run_in_the_home_directory_continues(secrets, caplog):
@@ -134,21 +130,9 @@ def test_no_secret_of_a_run_is_in_any_file_or_line(shards, tmp_path):
     assert len(search(tmp_path, [HUB_TOKEN])) == 2  # it does find one
 
 
-def test_nothing_that_a_run_leaves_behind_is_a_pickle_or_names_the_home_directory(whole_run):
-    def is_pickle(data: bytes) -> bool:
-        try:
-            list(pickletools.genops(data))
-            return True
-        except Exception:  # genops raises whatever the bytes make it raise
-            return False
-
-    assert is_pickle(pickle.dumps({"weights": [1.0]}, protocol=0))  # which is text as well
+def test_nothing_that_a_run_leaves_behind_names_the_home_directory(whole_run):
     home = str(Path.home()).encode() + b"/"
-    for path in whole_run[0].rglob("*"):
-        if path.is_file():
-            data = path.read_bytes()
-            assert not is_pickle(data), path
-            assert home not in data, path
+    assert [path for path in whole_run[0].rglob("*") if path.is_file() and home in path.read_bytes()] == []
 
 
 def test_the_code_neither_pickles_nor_loads_a_pickle():

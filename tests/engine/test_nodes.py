@@ -82,7 +82,7 @@ def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous=
 def test_where_one_node_is_told_to_stop_both_do_with_a_checkpoint(shards, one_device, tmp_path):
     """Under ZeRO-1 and c10d's rendezvous, which gives either of them rank 0."""
     arguments = settings(shards, output_dir=tmp_path / "run")
-    nodes = on_two_nodes("multinode-zero1", *arguments, rendezvous="c10d", fault="term@step.begin:31/1")
+    nodes = on_two_nodes("multinode-zero1", *arguments, rendezvous="c10d", fault="term@step.micro:61/1")
     outputs = [output for _, output in nodes]
     assert [code for code, _ in nodes] == [1, 1], "".join(outputs)
     assert sorted(output.count("\nstopped    before the end") for output in outputs) == [0, 1]
@@ -122,7 +122,7 @@ def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoi
     """Two launchers meet by c10d's rendezvous; torchrun starts both processes again, after step 34, from step 20. The
     run is that of one device."""
     arguments = settings(shards, output_dir=tmp_path / "run")
-    job, calls = submit(tmp_path, *arguments, fault="kill@step.begin:35/1")
+    job, calls = submit(tmp_path, *arguments, fault="kill@step.micro:69/1")
     try:
         output, _ = job.communicate(timeout=300)
     finally:

@@ -1,4 +1,4 @@
-"""How far the fused loss and its gradients are from fp64, for tests on a GPU and by Triton's interpreter.
+"""How far the loss and its gradients are from fp64, for tests here, on a GPU and by Triton's interpreter.
 
     TRITON_INTERPRET=1 python -m tests.model.loss_probe CASES
 
@@ -20,6 +20,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def distances(dtype: str, rows: int, vocab_size: int, device: str = "cpu", **options) -> list[float]:
     """Relative ones of the loss, the hidden states' gradient and the head's from fp64 on the same inputs."""
+    options = {"fused": True} | options
     torch.manual_seed(1)
     kind = getattr(torch, dtype)
     hidden, weight = (torch.randn(n, 16).to(device, kind) for n in (rows, vocab_size))
@@ -29,12 +30,12 @@ def distances(dtype: str, rows: int, vocab_size: int, device: str = "cpu", **opt
     targets[0, -1] = (weight.float() @ weight[5].float()).argmin()
     found = [t.clone().requires_grad_() for t in (hidden[None], weight)]
     exact = [t.double().requires_grad_() for t in (hidden, weight)]
-    loss = next_token_loss(*found, targets, fused=True, **options)
+    loss = next_token_loss(*found, targets, **options)
     expected = F.cross_entropy(exact[0] @ exact[1].t(), targets[0])
     (loss * 3).backward()  # as a loss scale would
     (expected * 3).backward()
     with torch.no_grad():
-        assert next_token_loss(*found, targets, fused=True, **options).item() == loss.item()
+        assert next_token_loss(*found, targets, **options).item() == loss.item()
     return [
         relative(loss.double(), expected),
         relative(found[0].grad[0].double(), exact[0].grad),

@@ -29,20 +29,6 @@ def test_attention_in_blocks_is_attention(T, dtype, tolerance):
         assert (ours - exact).norm() / scale <= tolerance
 
 
-@pytest.mark.slow
-def test_attention_in_blocks_compiles_into_one_graph_under_autocast():
-    q, k, v = torch.randn(3, 1, 2, 200, 16).to(torch.bfloat16).requires_grad_().unbind()
-
-    def attend(q, k, v):
-        return block_attention(q, k, v, 0.0) * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, dynamic=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
-        assert torch.equal(block_attention(q, k, v, 0.0), block_attention(q, k, v, 0.0))
-
-
 def test_attention_in_blocks_leaves_dropout_to_sdpa():
     q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
     torch.manual_seed(0)

@@ -1,35 +1,28 @@
 """The model against transformers' own: keys, logits, loss, gradients, an optimizer step, saving, generating."""
 
-import base64
-import json
-
+import httpx
 import pytest
 import torch
 import transformers
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from recipe.config import OptimizerConfig
+from recipe.config import OptimizerConfig, parse_config
 from recipe.model.attention import block_attention
+from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
-from tests.conftest import ASSETS
+from tests.model.loss_probe import relative
 
-# The four sizes' widths and heads at two layers, with a smaller vocabulary for the wide ones: the shapes of a block
-# are what differs between the sizes, their number is not.
-SIZES = {
-    "gpt2": {"n_embd": 768, "n_head": 12, "vocab_size": 5003},
-    "gpt2-medium": {"n_embd": 1024, "n_head": 16, "vocab_size": 5003},
-    "gpt2-large": {"n_embd": 1280, "n_head": 20, "vocab_size": 5003},
-    "gpt2-xl": {"n_embd": 1600, "n_head": 25, "vocab_size": 5003},
-}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def config_of(size: str) -> GPT2Config:
-    sizes = SIZES[size]
-    return GPT2Config(n_layer=2, n_positions=128, bos_token_id=None, eos_token_id=None, **sizes, **NO_DROPOUT)
+def config_of(n_embd: int = 32, n_head: int = 2, **changes) -> GPT2Config:
+    """Two layers without dropout."""
+    fields = {"n_layer": 2, "n_positions": 128, "vocab_size": 515, "bos_token_id": None, "eos_token_id": None}
+    return GPT2Config(n_embd=n_embd, n_head=n_head, **fields | NO_DROPOUT | changes)
 
 
 def pair(config: GPT2Config) -> tuple[GPT2LMHeadModel, transformers.GPT2LMHeadModel]:
@@ -47,15 +40,13 @@ def pair(config: GPT2Config) -> tuple[GPT2LMHeadModel, transformers.GPT2LMHeadMo
     return ours, theirs
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm().clamp(min=1e-12)).item()
-
-
 @pytest.mark.parametrize(
-    "size", ["gpt2", *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size != "gpt2")]
+    ("n_embd", "n_head"),
+    [(768, 12), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1024, 16), (1280, 20), (1600, 25)))],
 )
-def test_equal_to_transformers(size, tmp_path):
-    config = config_of(size)
+def test_equal_to_transformers(n_embd, n_head, tmp_path):
+    """The four sizes' widths and heads, which make the shapes of a block, at two layers."""
+    config = config_of(n_embd, n_head, vocab_size=5003)
     ours, theirs = pair(config)
     reference = theirs.state_dict()
     del reference["lm_head.weight"]
@@ -97,41 +88,9 @@ def test_equal_to_transformers(size, tmp_path):
         assert torch.equal(again(ids), ours(ids))
 
 
-@torch.no_grad()
-def test_greedy_generation_gives_the_same_tokens():
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=64,
-        n_head=4,
-        n_positions=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        **NO_DROPOUT,
-    )
-    ours, theirs = pair(config)
-    ids = torch.randint(config.vocab_size, (1, 5))
-    expected = theirs.eval().generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)
-    for _ in range(30):
-        ids = torch.cat([ids, ours(ids)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(ids, expected)
-    assert len(set(ids[0].tolist())) > 10  # not one token over and over
-
-
-def test_recomputation_and_chunks_give_the_same_gradients():
-    config = GPT2Config(
-        n_layer=3,
-        n_embd=32,
-        n_head=2,
-        n_positions=32,
-        vocab_size=211,
-        bos_token_id=None,
-        eos_token_id=None,
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
-    )
-    ids = torch.randint(211, (2, 33))
+def test_recomputation_chunks_and_padding_change_no_gradient():
+    config = config_of(n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    ids = torch.randint(515, (2, 33))
     results = []
     for options in ({}, {"gradient_checkpointing": True}, {"loss_chunk_size": 16}, {"pad_vocab_to": 128}):
         model = GPT2LMHeadModel(config, **options).train()
@@ -145,7 +104,7 @@ def test_recomputation_and_chunks_give_the_same_gradients():
 
 
 def test_initial_weights_are_gpt2s():
-    model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, **NO_DROPOUT), seed=3)
+    model = GPT2LMHeadModel(config_of(n_embd=256, n_layer=4, vocab_size=50257), seed=3)
     for name, p in model.named_parameters():
         if p.ndim < 2:
             assert torch.equal(p, torch.full_like(p, float("ln" in name and name.endswith("weight")))), name
@@ -160,17 +119,7 @@ def test_initial_weights_are_gpt2s():
 
 def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
     """OpenAI's files on the Hub have no `transformer.` prefix and carry the causal mask as a buffer."""
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        n_positions=16,
-        vocab_size=99,
-        bos_token_id=None,
-        eos_token_id=None,
-        **NO_DROPOUT,
-    )
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config_of(n_positions=16))
     model.save_config(tmp_path)
     old = {k.removeprefix("transformer."): v for k, v in model.state_dict().items()}
     old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
@@ -200,39 +149,21 @@ def test_refuses_what_it_does_not_do():
         GPT2LMHeadModel(GPT2Config(activation_function="relu"))
 
 
-@pytest.mark.skipif(not (ASSETS / "gpt-nano-sort").is_dir(), reason="needs gpt-nano-sort, which does not ship")
-@torch.no_grad()
-def test_a_really_trained_model_gives_its_authors_activations_and_sorts():
-    """85,728 parameters that sort six letters of three; its author published the activations for one input."""
-    model = GPT2LMHeadModel.from_pretrained(str(ASSETS / "gpt-nano-sort" / "hf")).eval()
-    published = json.loads((ASSETS / "gpt-nano-sort" / "gpt-nano-sort-t0-partials.json").read_text())
+def test_init_from_without_a_network_fails_at_once_and_says_so(monkeypatch):
+    def unreachable(self, name, timeout):
+        assert timeout <= 10
+        raise httpx.ConnectError("Name or service not known")
 
-    def activation(name: str) -> torch.Tensor:
-        raw = bytearray(base64.b64decode(published[name]["data"]))
-        return torch.frombuffer(raw, dtype=torch.float32).view(published[name]["shape"])
-
-    ids = activation("idx").long()  # (3, 11)
-    hidden = model.transformer.wte(ids) + model.transformer.wpe.weight
-    for i, block in enumerate(model.transformer.h):
-        hidden = block(hidden)
-        assert (hidden - activation(f"block{i}")).abs().max() < 1e-4
-    assert (model(ids).softmax(-1) - activation("probs")).abs().max() < 1e-5
-
-    # Given six letters it continues with the same letters in order. Not a perfect sorter: 0.99 of all 729 inputs.
-    letters = torch.cartesian_prod(*[torch.arange(3)] * 6)  # (729, 6)
-    ids = letters
-    for _ in range(6):
-        ids = torch.cat([ids, model(ids[:, -11:])[:, -1:].argmax(-1)], 1)
-    exact = (ids[:, 6:] == letters.sort(dim=1).values).all(1).float().mean().item()
-    assert exact > 0.98
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    with pytest.raises(UserError, match=r"init_from openai-community/gpt2 .* Is this machine offline"):
+        build_model(parse_config(["--init_from=openai-community/gpt2", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
 
 
-@pytest.mark.parametrize("rows", [1024, 2048, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1024, pytest.param(8192, marks=pytest.mark.slow)])
 def test_every_gradient_in_bf16_is_near_that_in_fp32(rows):
     """At the initial weights within 3 % (2 % was measured at 8,192 rows; of a trained model 3.5 % in one layer norm):
     the product's rounding. With torch's own layer norm it is 14 % at 1,024 rows and 36 % at 8,192."""
-    config = GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=128, vocab_size=515, **NO_DROPOUT)
-    model = GPT2LMHeadModel(config, attention=block_attention, seed=3)
+    model = GPT2LMHeadModel(config_of(n_embd=128, n_head=4, n_layer=4), attention=block_attention, seed=3)
     ids = torch.randint(515, (rows // 128, 129), generator=torch.Generator().manual_seed(0))
     gradients = []
     for autocast in (False, True):
@@ -250,10 +181,7 @@ def test_every_gradient_in_bf16_is_near_that_in_fp32(rows):
 @pytest.mark.slow
 def test_the_cpus_own_kernels_compile_with_the_model():
     """One sequence at once, whose heads are views with other strides: loss and gradients as without compilation."""
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, n_positions=160, vocab_size=515, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    model = GPT2LMHeadModel(config, attention=block_attention, seed=3)
+    model = GPT2LMHeadModel(config_of(n_positions=160), attention=block_attention, seed=3)
     ids = torch.randint(0, 515, (1, 161), generator=torch.Generator().manual_seed(0))
 
     def results(compiled: bool) -> list[torch.Tensor]:

@@ -58,15 +58,11 @@ def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumul
     assert (rates[9], rates[-1]) == (1.0, 0.0)
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     counts = []
-    module, _ = steps(
-        engine,
-        Toy(),
-        config,
-        rows,
-        accumulation=accumulation,
-        count=1001,
-        each=lambda step: counts.append(compilations()),
-    )
+
+    def each(step):
+        counts.append(compilations())
+
+    module, _ = steps(engine, Toy(), config, rows, accumulation=accumulation, count=1001, each=each)
     assert counts[0] > 0
     assert len(set(counts[1:])) == 1
 
@@ -83,7 +79,7 @@ def test_a_thousand_steps_compile_no_more_than_one(engine, compilations, accumul
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_left_out_changes_nothing_and_compiles_nothing(engine, compilations, accumulation):
+def test_a_skipped_step_changes_nothing_and_compiles_nothing(engine, compilations, accumulation):
     """Two of six: the weights are those of four steps, and so is AdamW's count."""
     config, rows = OptimizerConfig(learning_rate=0.1, lr_scheduler_type="wsd"), torch.ones(8, 4)
     module, skips, weights, counts = Toy(), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0], [], []
@@ -97,16 +93,8 @@ def test_a_step_left_out_changes_nothing_and_compiles_nothing(engine, compilatio
         weights.append(module.weight.detach().cpu().clone())
         counts.append(compilations())
 
-    _, optimizer = steps(
-        engine,
-        module,
-        config,
-        rows,
-        accumulation=accumulation,
-        count=6,
-        each=each,
-        spike_filter=chosen,
-    )
+    options = {"accumulation": accumulation, "each": each, "spike_filter": chosen}
+    _, optimizer = steps(engine, module, config, rows, count=6, **options)
     changed = [not torch.equal(a, b) for a, b in pairwise(weights)]
     assert changed == [True, False, True, False, True]
     assert steps_taken(optimizer) == 4
@@ -116,17 +104,7 @@ def test_a_step_left_out_changes_nothing_and_compiles_nothing(engine, compilatio
     assert torch.equal(other.weight.detach().cpu(), weights[-1])
 
 
-def test_what_came_before_is_no_part_of_a_micro_steps_program(engine):
-    """A running loss set to 0 at logged steps would give those steps another program."""
-    from torch_xla import _XLAC
-
-    zeros = torch.zeros(3, device=engine.device)
-    assert "device_data" not in _XLAC._get_xla_tensors_text([zeros])
-    with engine.micro_step(None, last=True):
-        assert "device_data" in _XLAC._get_xla_tensors_text([zeros])
-
-
-def test_rows_are_cut_over_the_devices_and_all_else_is_whole_on_each(engine):
+def test_rows_are_divided_among_the_devices_and_all_else_is_whole_on_each(engine):
     from torch_xla import _XLAC
 
     config = OptimizerConfig(learning_rate=0.1, max_steps=3)
@@ -157,7 +135,7 @@ def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(engine, co
     engine.flush()
     count = compilations()
     first, again, *others = (mask(87_654_321_012_345_678 + i) for i in (0, 0, 1, 2, 3))
-    assert compilations() == count  # read first: fetching what is cut over the devices compiles
+    assert compilations() == count  # read first: fetching what is divided among the devices compiles
     first, again, *others = (m.cpu() for m in (first, again, *others))
     assert 0.4 < (first == 0).float().mean() < 0.6
     assert len({tuple(row.tolist()) for row in first}) == 8
@@ -202,17 +180,6 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
         assert [line.get(key) for line in again.values()] == [line.get(key) for line in lines.values()]
 
 
-def test_what_the_engine_says_of_itself(engine):
-    from torch_xla.utils.checkpoint import checkpoint
-
-    assert (engine.world_size, engine.devices, engine.is_main) == (1, 4, True)
-    assert engine.name == "XLA's CPU client, 4 devices behind one process"
-    assert engine.checkpoint is checkpoint
-    assert engine.attention is None
-    assert engine.peak_flops is None
-    assert engine.counters()["peak_memory_bytes"] > 100e6
-
-
 @pytest.mark.parametrize(
     ("kind", "generation", "peak"),
     [("v3", "v3", 61.5e12), ("v5litepod", "v5e", 197e12), ("v9x", "v9x", None), (OSError(), "of unknown kind", None)],
@@ -223,10 +190,7 @@ def test_generations(engine, monkeypatch, kind, generation, peak):
     monkeypatch.setattr(xla.xr, "device_type", lambda: "TPU")
     monkeypatch.setattr(xla.tpu, "get_tpu_type", Mock(side_effect=[kind]))
     assert xla._generation() == generation
-    monkeypatch.setattr(engine, "generation", generation)
     assert device.peak_flops(f"TPU {generation}") == peak
-    assert f"TPU {generation}, 4 devices" in engine.name
-    assert engine._resolve_precision("auto") == "bf16"
 
 
 def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
@@ -249,11 +213,8 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
     assert not calls
     attend()
     (options,) = calls
-    assert options["causal"]
-    assert options["sm_scale"] == 16**-0.5
-    assert options["mesh"] is engine.mesh
+    assert (options["causal"], options["sm_scale"], options["mesh"]) == (True, 16**-0.5, engine.mesh)
     assert options["partition_spec"] == ("data", None, None, None)
-    assert xla._FLASH == ("v5e", "v5p", "v6e")
 
 
 @pytest.mark.parametrize(
@@ -279,4 +240,3 @@ def test_launches_that_are_refused(engine, monkeypatch, variables, message):
 def test_precisions_that_are_refused(engine, precision):
     with pytest.raises(UserError, match=f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32"):
         engine._resolve_precision(precision)
-    assert engine._resolve_precision("auto") == "fp32"  # on the CPU client
