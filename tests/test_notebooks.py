@@ -59,14 +59,6 @@ def the_clone(at: Path) -> Path:
     return at
 
 
-def programs(at: Path) -> Path:
-    at.mkdir()
-    for name in ("pip", "uv"):
-        (at / name).write_text(INSTALLER)
-        (at / name).chmod(0o755)
-    return at
-
-
 def modules(at: Path, **sources: str) -> Path:
     """Modules for a notebook's Python, by their dotted names with __ for a dot."""
     for name, source in sources.items():
@@ -101,7 +93,11 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], only: set[str] | 
     before = list(cells)[: list(cells).index("parameters") + 1]
     wanted = {k: v for k, v in cells.items() if only is None or k in {*only, *before}}
     script = DISPLAY + "".join(f"\nprint('>>> {ident}', flush=True)\n{source}\n" for ident, source in wanted.items())
-    bin = programs(tmp_path / "bin")
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for program in ("pip", "uv"):
+        (bin / program).write_text(INSTALLER)
+        (bin / program).chmod(0o755)
     path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), os.environ["PATH"]])
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -125,33 +121,13 @@ def recipe(at: Path, **fields) -> str:
 
 
 def check_installed(installed: str, extras: set[str], checkout: Path) -> None:
-    """uv is pinned; the extras are the wanted ones and exist in pyproject.toml; the constraints are this project's,
-    except torch's."""
-    lines = installed.splitlines()
-    assert [line.split()[:2] for line in lines] == [["pip", "install"], ["uv", "venv"], ["uv", "pip"]]
-    assert re.search(r"\buv==\d+\.\d+\.\d+$", lines[0])
-    asked = set(filter(None, (EXTRAS.search(lines[2])[1] or "").split(",")))
+    """The extras are the wanted ones and exist; the constraints are this project's, except torch's."""
+    asked = set(filter(None, (EXTRAS.search(installed.splitlines()[2])[1] or "").split(",")))
     known = (checkout / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
     assert asked == extras <= set(re.findall(r"^(\w+) = ", known, re.MULTILINE))
-    assert lines[1].split()[-1] == re.search(r"--python (\S+)", lines[2])[1] == ".venv"
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     constraints = (checkout / ".venv" / "constraints.txt").read_text().splitlines()
     assert [line for line in pinned if line not in constraints] == [line for line in pinned if "torch==" in line]
-
-
-def check_evaluated(printed: dict, run: Path, step: int) -> None:
-    """The training, the evaluations and the report wrote their files, and nothing failed."""
-    assert f"all done; the run is in {run}" in printed["push"]
-    assert "FAILED" not in "".join(printed.values())
-    checkpoint = run / f"step_{step:08d}"
-    assert len(list(run.glob("step_*"))) >= 2
-    results = json.loads((checkpoint / "results.json").read_text())
-    assert {"perplexity", "hellaswag", "sample"} <= results.keys()
-    assert results["perplexity"]["windows"] == 8
-    assert results["hellaswag"]["rows"] == 4
-    pictures = list((run / "report").glob("*.png"))
-    assert len(pictures) > 1
-    assert all(str(picture) in printed["report"] for picture in pictures)
 
 
 @pytest.mark.slow
@@ -179,7 +155,12 @@ def test_two_t4s(shards, whole_run, tmp_path):
     assert "resume     from step 10" in printed["train"]
     assert "2 processes x" in printed["train"]
     assert by_step(run)[20]["val_loss"] == pytest.approx(whole_run[1][20]["val_loss"], abs=0.05)  # other dropout masks
-    check_evaluated(printed, run, 20)
+    assert f"all done; the run is in {run}" in printed["push"]
+    results = json.loads((run / "step_00000020" / "results.json").read_text())
+    assert (results["perplexity"]["windows"], results["hellaswag"]["rows"], "sample" in results) == (8, 4, True)
+    pictures = list((run / "report").glob("*.png"))
+    assert len(pictures) > 1
+    assert all(str(picture) in printed["report"] for picture in pictures)
     assert pushed["model.safetensors"] == (run / "step_00000020" / "model.safetensors").read_bytes()
     assert "HellaSwag" in pushed["README.md"].decode()
     assert hub.token not in json.dumps(printed)
@@ -201,16 +182,8 @@ def test_colab(shards, whole_run, tmp_path):
     theirs, ours = code("kaggle-t4x2"), code("colab")
     assert {ident for ident in ours if theirs.get(ident) == ours[ident]} >= {*same, "install", "push", "token"}
     assert theirs.keys() - ours.keys() == set()
-    printed = execute(
-        "colab",
-        tmp_path,
-        env=env,
-        only=ours.keys() - same,
-        CONFIG=config,
-        DRIVE=str(tmp_path / "drive"),
-        KEPT=str(kept),
-        HUB=REPO,
-    )
+    places = {"DRIVE": str(tmp_path / "drive"), "KEPT": str(kept)}
+    printed = execute("colab", tmp_path, env=env, only=ours.keys() - same, CONFIG=config, HUB=REPO, **places)
     assert f"mounted {tmp_path / 'drive'}" in printed["drive"]
     assert "nothing can be pushed" in printed["token"]
     assert "no WANDB_API_KEY" in printed["token"]
@@ -237,13 +210,6 @@ def test_a_notebook_is_valid_clean_and_names_what_exists(name):
     assert config.data.streaming  # no data are prepared beforehand
     assert config.run.save_total_limit >= 2
     assert "save_total_limit" not in text
-    for answer in ("**What it does.**", "**How long it takes.**", "**What it costs.**"):
-        assert answer in "".join(notebook["cells"][0]["source"])
-
-
-def test_kaggles_notebooks_ask_for_accelerators_that_kaggle_has():
-    asked = {name: read(name)["metadata"]["kaggle"]["accelerator"] for name in NOTEBOOKS if name.startswith("kaggle")}
-    assert asked == {"kaggle-t4x2": "nvidiaTeslaT4", "kaggle-tpu": "tpuV5e8"}
 
 
 @pytest.fixture
@@ -254,35 +220,21 @@ def session(monkeypatch):
     return session
 
 
-# The shell around the training is a launcher that ends at once when it is told to; a training takes a while to save.
-TRAINING = "trap 'sleep 0.5; echo saved; exit 75' TERM; echo training; for i in $(seq 100); do sleep 0.1; done"
-
-
-@pytest.fixture
-def launch(tmp_path) -> str:
-    (tmp_path / "training.sh").write_text(TRAINING)
-    return f"sh {tmp_path}/training.sh; exit 3"
-
-
 def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_path, capfd):
     """The launcher makes 1 of the training's exit code 75, which it makes of a failure too."""
-    fields = TINY | {
-        "dataset_name": shards,
-        "output_dir": tmp_path / "run",
-        "max_steps": 5_000,
-        "save_steps": 0,
-        "max_hours": 2e-3,
-    }
+    fields = TINY | {"dataset_name": shards, "output_dir": tmp_path / "run", "max_steps": 5_000, "max_hours": 2e-3}
     train = " ".join([sys.executable, "recipe/train.py", *map(shlex.quote, flags(**fields))])
     assert session.run(f"cd {ROOT} && {{ {train} || exit 1; }}") is False
     lines = capfd.readouterr().out.splitlines()
-    assert "max_hours  0.002 hours have passed" in lines
     assert lines[-1].startswith("stopped    before the end; the same command, without --fresh, continues")
-    assert len(list((tmp_path / "run").glob("step_*"))) == 1
     assert session.FAILED == []
 
 
-def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, launch, monkeypatch):
+def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, tmp_path, monkeypatch):
+    """The shell around the training is a launcher that ends at once when it is told to; a training takes a while to
+    save."""
+    training = "trap 'sleep 0.5; echo saved; exit 75' TERM; echo training; for i in $(seq 100); do sleep 0.1; done"
+    (tmp_path / "training.sh").write_text(training)
     lines, heard = [], []
 
     def write(text: str, *_, **__):
@@ -293,7 +245,7 @@ def test_an_interrupted_command_is_told_to_stop_and_waited_for(session, launch, 
 
     monkeypatch.setattr(session, "print", write, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        session.run(launch)
+        session.run(f"sh {tmp_path}/training.sh; exit 3")
     assert lines[-1] == "saved\n"
 
 
@@ -314,7 +266,6 @@ def test_the_newest_of_several_earlier_outputs_is_taken_up(session, whole_run, t
     older, newer = (tmp_path / "input" / name / "runs" / "mine" for name in ("older", "newer"))
     shutil.copytree(whole_run[0] / "step_00000010", older / "step_00000010")
     (older / "metrics.jsonl").write_text("older")
-    (tmp_path / "input" / "older" / "runs" / "others" / "step_00000500").mkdir(parents=True)
     older.chmod(0o555)
     run = tmp_path / "runs" / "mine"
     session.take_up(run, tmp_path / "input")
@@ -343,9 +294,8 @@ def test_a_copy_follows_the_run_and_never_holds_half_a_checkpoint(session, whole
         with pytest.raises(ZeroDivisionError):
             session.copy_run(run, kept)
     assert {"step_00000010", "step_00000020"} == {path.name for path in kept.glob("step_*")}
-    (run / "step_00000030" / "manifest.json").write_text("another run's of this step")
-    for _ in range(2):
+    for manifest in ("another run's of this step", "again another's"):
+        (run / "step_00000030" / "manifest.json").write_text(manifest)
         session.copy_run(run, kept)
         assert [path.name for path in kept.glob("step_*")] == ["step_00000030"]
-        (run / "step_00000030" / "manifest.json").write_text("again another's")
-    assert (kept / "step_00000030" / "manifest.json").read_text() == "again another's"
+        assert (kept / "step_00000030" / "manifest.json").read_text() == manifest
