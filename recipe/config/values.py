@@ -34,8 +34,10 @@ def _converted(name: str, value, fields: Fields, origin: str):
             )
         return os.path.expanduser(word)  # which a shell does not do in --val_data=~/shards
     for kind in _kinds(field):
-        with suppress(KeyError, ValueError):
-            return _FROM_WORD[kind](word) if kind in _FROM_WORD else {kind: kind}[word]
+        if word == kind:
+            return word
+        with suppress(KeyError, ValueError):  # no such type, since it is a word; no value of this type
+            return _FROM_WORD[kind](word)
     raise UserError(f"{origin}{name} is {word!r}; it must be {metavar(field)}")
 
 
