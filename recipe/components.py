@@ -26,9 +26,7 @@ from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.monitor.metrics import Metrics, MetricsLog, Outputs, read_metrics
-from recipe.monitor.progress import Progress
-from recipe.monitor.trackers import Tracker
+from recipe.monitor.metrics import Metrics, read_metrics
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.redaction import redacted
@@ -99,14 +97,14 @@ def open_components(
             pin=engine.device.type == "cuda",
         )
         closing.callback(batches.close)
-        outputs = _open_outputs(config, engine, checkpoint, closing)
-        metrics = Metrics(config, engine, batches, outputs, step, state.get("record"))
-        others = {"data": train_data, "tracker": outputs.tracker, "grad_scaler": engine}
-        others["spike_filter"] = engine.spike_filter
         if checkpoint:
             engine.load_state_dict(state["grad_scaler"])
             engine.spike_filter.load_state_dict(state["spike_filter"])
-            metrics.load_state_dict(state["metrics"])
+            if engine.is_main:
+                set_aside(Path(config.run.output_dir), checkpoint)
+        metrics = Metrics(config, engine, batches, checkpoint, closing)
+        others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": engine}
+        others["spike_filter"] = engine.spike_filter
         checkpoints = CheckpointManager(config, engine, (raw_model, optimizer), metrics, others, checkpoint)
         closing.enter_context(checkpoints)
         if engine.world_size > 1:
@@ -143,24 +141,6 @@ def _model_and_optimizer(
         steps = checkpoint.state["optimizer_steps"]
         engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, steps)
     return raw_model, model, optimizer
-
-
-def _open_outputs(config: Config, engine: Engine, checkpoint: Checkpoint | None, closing: ExitStack) -> Outputs:
-    """Where the metrics go; the main process alone has them all."""
-    step, opt, log, tracked_as = 0, config.optimizer, None, None
-    if checkpoint:
-        step = checkpoint.step
-        # A tracker takes no step twice: steps that now go differently are another run of its.
-        tracked_as = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
-    if engine.is_main:
-        run_dir = Path(config.run.output_dir)
-        if checkpoint:
-            set_aside(run_dir, checkpoint)
-        log = closing.enter_context(MetricsLog(run_dir / "metrics.jsonl", step))
-    progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
-    closing.callback(progress.close)
-    tracker = closing.enter_context(Tracker(config, step, tracked_as, active=engine.is_main))
-    return Outputs(log, progress, tracker)
 
 
 def check_inputs(config: Config, batch: BatchPlan, engine: Engine) -> None:

@@ -71,7 +71,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
         if not is_complete(config, engine, checkpoint):
             with open_components(config, batch, engine, checkpoint, uploads) as parts:
                 result = train(config, batch, parts)
-            code = summarize(config, batch, engine, result, parts.train_data, parts.val_data)
+            code = summarize(config, result, parts.train_data, parts.val_data)
         if code == ExitCode.DONE:
             engine.stop.begin()  # from now on Ctrl-C leaves the uploads for later
             code = uploads.wait(stopped=lambda: engine.stop.requested)
@@ -133,7 +133,7 @@ def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
     saved = parts.checkpoints.finish()
     parts.check_data_errors(saved)
     val_loss = None if stopping else record["val_loss"]
-    return Result(val_loss, saved, metrics.throughput.seconds, metrics.throughput.pauses)
+    return Result(val_loss, saved, metrics.seconds, metrics.pauses)
 
 
 if __name__ == "__main__":

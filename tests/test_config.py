@@ -73,37 +73,22 @@ def test_another_optimizer_or_schedule_drops_what_the_recipe_has_for_its_own():
     assert "muon_weight_decay is for optim muon" in refused("--optim=adamw", "--muon_weight_decay=0.02")
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("min_lr", "min_lr_fraction"),
-        ("eval_only", "eval/perplexity.py"),
-        ("wandb_project", "WANDB_PROJECT"),
-        ("per_device_train_batch_size", "micro_batch_size"),
-        ("vocab_size", "tokenizer"),
-    ],
-)
-def test_names_of_other_programs_are_refused_with_what_there_is_here(theirs, ours, recipe):
-    given = refused(f"--{theirs}=1")
-    assert re.search(rf"^unknown '--{theirs}'; here: .*{ours}", given)
-    assert given.partition("; ")[2] in refused(recipe(f"dataset_name: x\n{theirs}: 1"))
+def test_an_unknown_name_is_refused_with_what_it_may_mean(recipe):
+    for argument in ("--learning_rat=secret", recipe("dataset_name: x\nlearning_rat: secret")):
+        message = refused(argument)
+        assert re.search(r"unknown (key )?'(--)?learning_rat'; did you mean 'learning_rate'\?$", message)
+    assert refused("--min_lr=1") == (
+        "unknown '--min_lr'; --help lists the fields, docs/migrating.md the names of other programs"
+    )
 
 
-def test_the_table_of_other_programs_names_covers_nanogpts_and_names_fields_that_exist():
+def test_the_table_of_other_programs_names_names_fields_that_exist():
     page = (ROOT / "docs" / "migrating.md").read_text()
-    nanogpt = re.findall(
-        r"\w+",
-        """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
-        wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
-        dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters
-        min_lr backend device dtype compile""",
-    )  # train.py, commit 3adf61e
-    assert [name for name in nanogpt if f"`{name}`" not in page] == []
     here = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]
     values = {"auto", "cosine", "linear", "wsd", "adamw", "muon", "wandb", "tensorboard", "trackio"}
     named = {name for cell in here for name in re.findall(r"`([a-z]\w+)`", cell)} - values
+    assert len(named) > 30
     assert named - FIELDS.keys() <= {"bf16", "fp16", "tf32", "fp32"}
-    assert refused("-d", "524288").startswith("unknown '-d'; here: total_batch_tokens")
 
 
 def test_help_has_every_field_with_the_recipes_value(capsys):
@@ -117,23 +102,22 @@ def test_help_has_every_field_with_the_recipes_value(capsys):
     assert "(default: )" not in shown
 
 
-@pytest.mark.parametrize("name", [name for name, its in FIELDS.items() if its.metadata["limits"]])
-def test_each_limit_is_of_a_field_and_kept(name):
-    limits = FIELDS[name].metadata["limits"]
+def test_each_limit_is_of_a_field_and_kept():
     beyond = {"min": -1, "above": 0, "max": 1, "below": 0}
-    for value in (type(FIELDS[name].default)(limit + beyond[kind]) for kind, limit in limits.items()):
-        assert f"{name} is {value}; it must be " in refused(f"--{name}={value}")
+    for name, field in FIELDS.items():
+        for kind, limit in field.metadata["limits"].items():
+            value = type(field.default)(limit + beyond[kind])
+            assert f"{name} is {value}; it must be " in refused(f"--{name}={value}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_steps: many", "mine.yaml: max_steps is 'many'; it must be a whole number"),
-        ("max_steps: 1.5", "max_steps is '1.5'; it must be a whole number"),
-        ("learning_rate: fast", "learning_rate is 'fast'; it must be a number"),
-        ("micro_batch_size: automatic", "micro_batch_size is 'automatic'; it must be a whole number or auto"),
-        ("streaming: maybe", "streaming is 'maybe'; it must be true or false"),
-        ("precision: fp8", "precision is 'fp8'; it must be auto, fp32, tf32, bf16 or fp16"),
+        ("max_steps: many", "mine.yaml: max_steps is 'many'; it must be INTEGER"),
+        ("max_steps: 1.5", "max_steps is '1.5'; it must be INTEGER"),
+        ("micro_batch_size: automatic", "micro_batch_size is 'automatic'; it must be INTEGER|auto"),
+        ("streaming: maybe", "streaming is 'maybe'; it must be true|false"),
+        ("precision: fp8", "precision is 'fp8'; it must be auto|fp32|tf32|bf16|fp16"),
         ("max_steps: [1, 2]", "max_steps takes one value, found a list"),
         ("- data", "expected `key: value` lines, found a list"),
         ("dataset_name: [", "not valid YAML"),
@@ -144,7 +128,7 @@ def test_a_recipe_that_cannot_be_read(recipe, text, message):
     assert message in refused(recipe(text))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "/acme/gpt2", "../gpt2", "acme/..", "acme/gpt 2", "acmé/gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", "a/b/c", "../gpt2", "acme/gpt 2"])
 def test_a_repository_is_org_and_name(name):
     assert f"hub_model_id '{name}' must be ORG/NAME" in refused(f"--hub_model_id={name}")
 
@@ -153,13 +137,9 @@ def test_batch_arithmetic():
     config = parse_config(["--config=gpt2", "--micro_batch_size", "32"])
     assert batch_arithmetic(config, 8) == BatchPlan(sequences=512, world_size=8, micro=32, accumulation=2)
     assert batch_arithmetic(config, 1).accumulation == 16
-    assert batch_arithmetic(config, 64) == BatchPlan(
-        sequences=512, world_size=64, micro=8, accumulation=1
-    )  # its whole share
-    with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; nearest valid: 393216, 491520"):
+    assert batch_arithmetic(config, 64).micro == 8  # a device's whole share
+    with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; 491520 is one"):
         batch_arithmetic(config, 3)
-    with pytest.raises(UserError, match="nearest valid: 516096, 524288, 532480"):
-        batch_arithmetic(parse_config(["--config=gpt2", "--micro_batch_size=8", "--total_batch_tokens=524289"]), 1)
     for world_size, micro in [(1, 8), (2, 4), (4, 1)]:
         batch = BatchPlan(32, world_size, micro, 32 // (world_size * micro))
         taken = [i for m in range(batch.accumulation) for r in range(world_size) for i in range(*batch.slice(m, r))]

@@ -32,37 +32,22 @@ def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> Batch
     """Derives accumulation for `world_size` processes that feed `devices` devices each; the only place that does.
 
     A device whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
-    with the nearest valid batches, where the step does not divide.
+    with a batch that does, where the step does not divide.
     """
     tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
     sequences, replicas = tokens // length, world_size * devices
-    micro = _micro(config, sequences, replicas)
-    accumulation, rest = divmod(tokens, replicas * micro * length)
+    size = config.optimizer.micro_batch_size
+    wanted = 1 if size == AUTO else size  # auto that estimate/micro_batch.py has not resolved yet
+    micro = min(wanted, max(1, sequences // replicas))
+    unit = replicas * micro * length
+    accumulation, rest = divmod(tokens, unit)
     if rest:
         owners = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
         raise UserError(
             f"total_batch_tokens {tokens} is not a multiple of {owners} x micro_batch_size {micro} x sequence_length "
-            f"{length} = {replicas * micro * length}; nearest valid: {_nearest(config, replicas)}"
+            f"{length} = {unit}; {max(1, accumulation) * unit} is one"
         )
     return BatchPlan(sequences, world_size, micro * devices, accumulation, devices)
-
-
-def _wanted(config: Config) -> int:
-    size = config.optimizer.micro_batch_size
-    return 1 if size == AUTO else size  # auto that estimate/micro_batch.py has not resolved yet
-
-
-def _micro(config: Config, sequences: int, replicas: int) -> int:
-    return min(_wanted(config), max(1, sequences // replicas))
-
-
-def _nearest(config: Config, replicas: int) -> str:
-    """The three nearest total_batch_tokens that divide, and for which nothing else is wrong afterwards."""
-    tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
-    center, reach = tokens // length, 3 * replicas * _wanted(config)
-    near = range(max(1, center - reach), center + reach + 1)
-    valid = [n * length for n in near if n % (replicas * _micro(config, n, replicas)) == 0]
-    return ", ".join(map(str, sorted(sorted(valid, key=lambda n: abs(n - tokens))[:3])))
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,17 @@ import os
 import re
 from pathlib import Path
 
+from recipe.config.fields import DATASETS, DataConfig
 from recipe.utils.errors import UserError
 
-# name: (Hub data set, subset)
-DATASETS = {
-    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
-    "openwebtext": ("Skylion007/openwebtext", ""),
-    "tinystories": ("roneneldan/TinyStories", ""),
-}
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # a text file may be compressed
+REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 # The settings that decide what the shards of a text hold.
 SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "text_column")
 
 
-def resolve(data):
+def resolve(data: DataConfig) -> DataConfig:
     """The data's configuration with `dataset_name` the directory, file or glob of the shards, and `train_text` the text
     from which they are made, if there is one.
 
@@ -36,29 +31,22 @@ def resolve(data):
     name, text = data.dataset_name, data.train_text
     if text:
         return data if name else dataclasses.replace(data, dataset_name=_directory_of(text, data))
-    if name in DATASETS and not Path(name).exists():
-        text, subset = DATASETS[name]
-        return _from_hub(dataclasses.replace(data, train_text=text, dataset_config=data.dataset_config or subset))
-    if name.startswith("hf://"):
-        return _from_hub(dataclasses.replace(data, train_text=name, dataset_config=""))
     if is_text(name):
         return dataclasses.replace(data, dataset_name=_directory_of(name, data), train_text=name)
-    if is_on_hub(name):
-        return _from_hub(dataclasses.replace(data, train_text=name))
-    return data
+    if not is_on_hub(name):
+        return data
+    text, subset = DATASETS.get(name, (name, ""))
+    subset = "" if name.startswith("hf://") else data.dataset_config or subset
+    repository = "".join(text.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
+    directory = "-".join(filter(None, (f"data/{repository}", subset, *_own_tokenizer(data))))
+    return dataclasses.replace(data, dataset_name=directory, train_text=text, dataset_config=subset)
 
 
-def _from_hub(data):
-    repository = "".join(data.train_text.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
-    parts = f"data/{repository}", data.dataset_config, *_own_tokenizer(data)
-    return dataclasses.replace(data, dataset_name="-".join(filter(None, parts)))
-
-
-def _own_tokenizer(data) -> list[str]:
+def _own_tokenizer(data: DataConfig) -> list[str]:
     return [] if data.tokenizer == "gpt2" else [Path(data.tokenizer).name]
 
 
-def _directory_of(text: str, data) -> str:
+def _directory_of(text: str, data: DataConfig) -> str:
     """Where the shards of a text lie: other settings or another path are another directory."""
     where = text if "://" in text else str(Path(text).absolute())
     settings = [getattr(data, field) for field in SHARD_FIELDS]
@@ -117,7 +105,7 @@ def is_on_hub(name: str) -> bool:
     path = Path(name)
     if name in DATASETS or name.startswith("hf://"):
         return not path.exists()
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or path.suffix == ".bin" or text_suffix(path):
+    if not REPO_NAME.fullmatch(name) or path.suffix == ".bin" or text_suffix(path):
         return False
     return path.parts[0] != "data" and not Path(path.parts[0]).exists()
 
@@ -133,13 +121,10 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
         f"text is a file, directory or quoted glob of {kinds_of_text()}; shards are a directory, a .bin file or a "
         "quoted glob of them"
     )
-    if Path(name).is_file():
-        return UserError(f"{field} {name}: files of this kind are not read; {kinds}")
-    if others := text_files(name)[1]:
-        return UserError(f"{field} {name}: none of its files are read, such as {others[0].name}; {kinds}")
     close = difflib.get_close_matches(name, DATASETS, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
-    what = "an empty directory" if Path(name).is_dir() else "no such file, directory or data set"
+    exists = Path(name).exists() or glob.glob(name)
+    what = "no text or shards of a kind that is read" if exists else "no such file, directory or data set"
     return UserError(
         f"{field} {name}: {what}. {meant}Known names are {', '.join(DATASETS)}; a data set on the Hub is ORG/NAME; "
         f"{kinds}"

@@ -1,19 +1,21 @@
 """Fields that exclude each other, and names that cannot be ones; limits of single fields stand beside them."""
 
-from __future__ import annotations
-
 import re
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-from recipe.config.fields import DEFAULTS, FIELDS, Config, DataConfig, ModelConfig, RunConfig, data_sets
+from recipe.config.catalog import REPO_NAME
+from recipe.config.fields import DEFAULTS, FIELDS, Config, DataConfig, RunConfig, data_sets
 from recipe.utils.errors import UserError
 
 
 def check(config: Config) -> None:
     """Raises UserError for values that exclude each other, and for names that cannot be ones."""
     model, data, opt = config.model, config.data, config.optimizer
-    _check_heads(model)
+    if model.n_embd % model.n_head:
+        below = max(1, model.n_embd // model.n_head) * model.n_head
+        raise UserError(
+            f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}; nearest valid n_embd: {below}, "
+            f"{below + model.n_head}"
+        )
     if data.sequence_length > model.n_positions:
         raise UserError(
             f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
@@ -22,25 +24,13 @@ def check(config: Config) -> None:
     if opt.warmup_steps >= opt.max_steps:
         raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
     values = config.flat()
-    for name, its in FIELDS.items():
-        other, needed = its.metadata["only"] or ("", None)
+    for name, field in FIELDS.items():
+        other, needed = field.metadata["only"] or ("", None)
         if other and values[other] != needed and values[name] != DEFAULTS[name]:
-            raise UserError(
-                f"{name} is for {other} {needed}, but {other} is {values[other]}; remove {name}, or set {other} to "
-                f"{needed}"
-            )
+            raise UserError(f"{name} is for {other} {needed}, but {other} is {values[other]}; remove {name}")
     for one in data_sets(data):
         _check_data(one.data)
     _check_run(config.run)
-
-
-def _check_heads(model: ModelConfig) -> None:
-    width, heads = model.n_embd, model.n_head
-    if width % heads:
-        nearest = [(max(2, width // heads) + k) * heads for k in (-1, 0, 1)]
-        raise UserError(
-            f"n_embd {width} is not a multiple of n_head {heads}; nearest valid n_embd: {', '.join(map(str, nearest))}"
-        )
 
 
 def _check_data(data: DataConfig) -> None:
@@ -50,16 +40,14 @@ def _check_data(data: DataConfig) -> None:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
             raise UserError(f"dataset_source is for .bin files, and the data are {data.train_text}; remove it")
-    names_text = bool(data.train_text) and not set("*?[") & set(data.dataset_name)
-    if data.streaming and not names_text:
+    if data.streaming and (not data.train_text or set("*?[") & set(data.dataset_name)):
         raise UserError(
-            f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set, or give "
-            "train_text"
+            f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set of it"
         )
 
 
 def _check_run(run: RunConfig) -> None:
-    if not re.fullmatch(r"[\w][\w.-]*", run.run_name):
+    if not re.fullmatch(r"\w[\w.-]*", run.run_name):
         raise UserError(
             f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path"
         )
@@ -71,10 +59,5 @@ def _check_run(run: RunConfig) -> None:
 
 def check_repo_name(name: str, field: str) -> None:
     """Raises UserError where `name` cannot be the ORG/NAME of a repository on the Hub."""
-    try:
-        validate_repo_id(name)
-        ok = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) is not None
-    except HFValidationError:
-        ok = False
-    if not ok:
+    if not REPO_NAME.fullmatch(name):
         raise UserError(f"{field} {name!r} must be ORG/NAME: letters, digits, '.', '_' and '-', with one slash")

@@ -4,21 +4,25 @@ Every field is a flag (`--learning_rate 1e-3`) and a key of a recipe's YAML (par
 (processes, nodes, sharding) is not here: that is Accelerate's file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recipe.config.catalog import DATASETS
 from recipe.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
 AUTO = "auto"
+# name: (Hub data set, subset)
+DATASETS = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
 BLOCK = 1000  # sequences over which the shares of a mixture are exact
 
 _LIMITS = {
@@ -36,7 +40,7 @@ def setting(default, help: str, *, path: bool = False, only: tuple[str, str] | N
     other field, with its value, without which this one has no meaning.
     """
     assert limits.keys() <= _LIMITS.keys()
-    return field(default=default, metadata={"help": help, "path": path, "only": only, "limits": limits})
+    return dataclasses.field(default=default, metadata={"help": help, "path": path, "only": only, "limits": limits})
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,13 @@ class Part:
     """A group of fields. Raises UserError for a value outside its field's limits."""
 
     def __post_init__(self):
-        for its in dataclasses.fields(self):
-            value, limits = getattr(self, its.name), its.metadata.get("limits", {})
+        for field in dataclasses.fields(self):
+            value, limits = getattr(self, field.name), field.metadata.get("limits", {})
             if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"{its.name} is {value}; it must be a finite number")
+                raise UserError(f"{field.name} is {value}; it must be a finite number")
             if isinstance(value, (int, float)) and not all(_LIMITS[k][0](value, n) for k, n in limits.items()):
                 wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
-                raise UserError(f"{its.name} is {value}; it must be {wanted}")
+                raise UserError(f"{field.name} is {value}; it must be {wanted}")
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,8 @@ class DataConfig(Part):
 
     dataset_name: str = setting(
         "",
-        f"{', '.join(DATASETS)}; a Hub data set of text (ORG/NAME) or of shards (hf://datasets/ORG/NAME/*.bin); a "
-        "file, directory or quoted glob of text; a directory of shards; .bin files (then give val_data too); or a list "
-        "of these with weights (docs/data.md)",
+        f"{', '.join(DATASETS)}, a Hub data set (ORG/NAME), text or shards on this disk, or a list of these with "
+        "weights (docs/data.md)",
         path=True,
     )
     val_data: str = setting("", "validation shards: directory, file or glob (empty: dataset_name's)", path=True)
@@ -84,29 +87,33 @@ class DataConfig(Part):
     dataset_revision: str = setting("", "branch, tag or commit on the Hub (empty: the newest; a run keeps it)")
     dataset_source: str = setting("", "the data set that .bin files without a manifest are from, by its name as above")
     text_column: str = setting("text", "column, or key of the JSON objects, that holds the text")
-    tokenizer: str = setting(
-        "gpt2", "gpt2, or the directory or Hub id of a byte-level BPE of at most 65,536 tokens", path=True
-    )
+    tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a byte-level BPE", path=True)
     streaming: bool = setting(False, "make shards while the model trains, a few ahead, and delete those it has read")
     disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in 10^9 bytes", above=0)
     val_fraction: float = setting(0.01, "share of local text that is held out for validation: its end", min=0, below=1)
     val_documents: int = setting(
         0, "validate on this many documents at the start (0: 10,000 of a Hub data set, else val_fraction)", min=0
     )
-    shard_tokens: int = setting(
-        100_000_000, "tokens in a shard; the first has a tenth of them, and each one after it twice as many", min=1
-    )
+    shard_tokens: int = setting(100_000_000, "tokens in a shard; the first ones have fewer", min=1)
     sequence_length: int = setting(1024, "tokens in a sequence", min=1)
-    mixture: tuple[DataSet, ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
+    mixture: tuple["DataSet", ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
 
 
-# What a recipe says about its own data set, and about no other.
+# What a recipe says, besides dataset_name, about its own data set, and about no other.
 OF_ONE_DATA_SET = (
-    *("dataset_name", "val_data", "train_text", "dataset_config", "dataset_split", "dataset_revision"),
-    *("dataset_source", "text_column"),
+    *("val_data", "train_text", "dataset_config", "dataset_split", "dataset_revision", "dataset_source"),
+    "text_column",
 )
 # What an entry of a mixture may say about its data set; the run's own fields hold where it does not.
-OF_AN_ENTRY = (*OF_ONE_DATA_SET[1:], "streaming", "val_fraction", "val_documents")
+OF_AN_ENTRY = (*OF_ONE_DATA_SET, "streaming", "val_fraction", "val_documents")
+
+
+@dataclass(frozen=True)
+class Entry(Part):
+    """How an entry of a mixture names its data set, and how much of the mixture that is."""
+
+    name: str = setting("", "as dataset_name", path=True)
+    weight: float = setting(0.0, "in proportion to the other weights", min=0)
 
 
 @dataclass(frozen=True)
@@ -135,9 +142,7 @@ class OptimizerConfig(Part):
 
     max_steps: int = setting(1000, "optimizer steps in the whole run", min=1)
     total_batch_tokens: int = setting(524288, "tokens per optimizer step, over all processes and micro-steps", min=1)
-    micro_batch_size: int | Literal["auto"] = setting(
-        8, "most sequences on a device at once; the rest of the batch is accumulated. auto: as many as fit", min=1
-    )
+    micro_batch_size: int | Literal["auto"] = setting(8, "sequences on a device at once; auto: as many as fit", min=1)
     optim: Literal["adamw", "muon"] = setting("adamw", "muon: for the matrices inside the blocks, AdamW for the rest")
     learning_rate: float = setting(6e-4, "peak learning rate of AdamW", above=0)
     lr_scheduler_type: Literal["cosine", "linear", "wsd"] = setting(
@@ -155,7 +160,7 @@ class OptimizerConfig(Part):
     muon_weight_decay: float = setting(0.1, "Muon's weight decay", only=("optim", "muon"), min=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this (0: measure it, never clip)", min=0)
     skip_loss_z: float = setting(
-        0.0, "skip steps whose loss is this many standard deviations above the last 128 (0: skip none)", min=0
+        0.0, "skip steps whose loss is this many standard deviations above the last 128 (0: none)", min=0
     )
     skip_grad_z: float = setting(0.0, "the same for the gradient norm", min=0)
 
@@ -180,12 +185,10 @@ class RunConfig(Part):
     )
     torch_compile: bool = setting(False, "torch.compile the model")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = setting(
-        "default", "one graph; one block's, used for all (quick to compile); or one graph, every kernel tuned (slow to)"
+        "default", "compile the whole model; one block, used for all (quick); or the whole, every kernel tuned (slow)"
     )
     gradient_checkpointing: bool | Literal["auto"] = setting(
-        False,
-        "recompute activations in the backward pass: less memory, about a quarter slower. auto: unless micro-batches "
-        "of 8,192 tokens fit a GPU without",
+        False, "recompute activations in the backward pass: less memory, slower. auto: only where it helps to fit"
     )
     loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: the whole micro-batch)", min=0)
     fused_loss: bool = setting(False, "one Triton kernel for the loss and its gradient, on CUDA")
@@ -193,9 +196,7 @@ class RunConfig(Part):
     eval_steps: int = setting(250, "steps between validations (0: at the end only)", min=0)
     eval_tokens: int = setting(10_485_760, "most tokens in a validation (the same ones every time)", min=1)
     save_steps: int = setting(1000, "steps between checkpoints (0: at the end only)", min=0)
-    save_total_limit: int = setting(
-        2, "how many of the newest checkpoints to keep, besides the best, milestones and the last before decay", min=1
-    )
+    save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best and milestones", min=1)
     milestone_steps: int = setting(0, "checkpoints at multiples of this step are never pruned (0: none)", min=0)
     push_to_hub: bool = setting(False, "upload milestones and the final checkpoint to hub_model_id during training")
     hub_model_id: str = setting("", "ORG/NAME of the repository on the Hub for push_to_hub")
@@ -206,9 +207,7 @@ class RunConfig(Part):
     hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", min=0)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "tracker of the logged metrics")
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
-    max_hours: float = setting(
-        0.0, "stop with a checkpoint after this many hours; the same command continues (0: no limit)", min=0
-    )
+    max_hours: float = setting(0.0, "stop with a checkpoint after this many hours (0: no limit)", min=0)
     dry_run: bool | str = setting(False, "print what the run would do and take, here or on devices such as 8xh100")
 
     @property
@@ -218,8 +217,8 @@ class RunConfig(Part):
 
 
 PARTS = {"Model": ModelConfig, "Data": DataConfig, "Optimizer": OptimizerConfig, "Run": RunConfig}  # --help's groups
-FIELDS = {its.name: its for part in PARTS.values() for its in dataclasses.fields(part) if its.metadata}
-DEFAULTS = {name: its.default for name, its in FIELDS.items()}
+FIELDS = {field.name: field for part in PARTS.values() for field in dataclasses.fields(part) if field.metadata}
+DEFAULTS = {name: field.default for name, field in FIELDS.items()}
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ class Config:
 def hyperparameters(values: dict) -> list[str]:
     """The fields that, with the data, decide what a run with these `values` (Config.flat) learns; none of an optimizer
     or a schedule that it does not use."""
-    names = [its.name for part in (ModelConfig, OptimizerConfig) for its in dataclasses.fields(part) if its.metadata]
-    only = {name: its.metadata["only"] for name, its in FIELDS.items() if its.metadata["only"]}
+    names = [f.name for part in (ModelConfig, OptimizerConfig) for f in dataclasses.fields(part) if f.metadata]
+    only = {name: field.metadata["only"] for name, field in FIELDS.items() if field.metadata["only"]}
     unused = [name for name, (other, value) in only.items() if values.get(other) != value]
     return [name for name in (*names, "sequence_length", "seed") if name not in ("init_from", *unused)]

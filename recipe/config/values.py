@@ -1,117 +1,74 @@
-"""Words of a command line or a YAML as the values of fields, and what an unknown name probably meant.
+"""The values of fields, from the words of a command line or from what YAML has made of a recipe's.
 
 The value of an unknown name is never quoted: it may be a secret in the wrong place.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import difflib
 import os
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin
 
-from recipe.config.fields import FIELDS, PARTS, ROOT
 from recipe.utils.errors import UserError
-from recipe.utils.redaction import looks_secret
 
-_MIGRATING = ROOT / "docs" / "migrating.md"
-
-
-def converted(given: Mapping, names: Collection[str], origin: str = "") -> dict:
-    """The values of fields that are `given` as words, or as what YAML has made of them. Raises UserError, which begins
-    with `origin`, for a name that is not one of `names`, and for a value of another type than its field's."""
-    values = {}
-    for name, value in given.items():
-        if name not in names:
-            raise UserError(f"{origin}unknown key {name!r}{hint(str(name), names)}")
-        if isinstance(value, (dict, list)):
-            raise UserError(f"{origin}{name} takes one value, found a {type(value).__name__}")
-        try:
-            values[name] = _value(name, "" if value is None else str(value))
-        except ValueError as error:
-            raise UserError(f"{origin}{error}") from None
-    return values
+Fields = Mapping[str, dataclasses.Field]
 
 
-def _value(name: str, word: str):
-    if FIELDS[name].metadata["path"]:
-        return _path(name, word)
-    for kind in _KINDS[name]:
-        with suppress(KeyError, ValueError):
-            return _CONVERT[kind](word) if kind in _CONVERT else {choice: choice for choice in get_args(kind)}[word]
-    *others, last = _expected(name)
-    expected = f"{', '.join(others)} or {last}" if others else last
-    raise UserError(f"{name} is {word!r}; it must be {expected}")
+def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
+    """`values` as `fields` want them. Raises UserError, which begins with `origin`, for an unknown name and for a value
+    of another type."""
+    return {name: _converted(str(name), value, fields, origin) for name, value in values.items()}
 
 
-def _path(name: str, word: str) -> str:
-    """With ~ expanded, which a shell does not do in --val_data=~/shards."""
-    if "://" in word and not (word.startswith("hf://") and name in ("dataset_name", "train_text")):
-        raise UserError(
-            f"{name} {word} is a URL, which is not read; download it and give the path, or name a Hub repository"
-        )
-    return os.path.expanduser(word)
+def _converted(name: str, value, fields: Fields, origin: str):
+    if name not in fields:
+        raise UserError(f"{origin}unknown key {name!r}{hint(name, fields)}")
+    if isinstance(value, (dict, list)):
+        raise UserError(f"{origin}{name} takes one value, found a {type(value).__name__}")
+    word, field = "" if value is None else str(value), fields[name]
+    if field.metadata["path"]:
+        if "://" in word and not word.startswith("hf://"):
+            raise UserError(
+                f"{origin}{name} {word} is a URL; give a path on this disk, or the name of a Hub repository"
+            )
+        return os.path.expanduser(word)  # which a shell does not do in --val_data=~/shards
+    for kind in _kinds(field):
+        if word == kind:
+            return word
+        with suppress(KeyError, ValueError):  # no such type, since it is a word; no value of this type
+            return _FROM_WORD[kind](word)
+    raise UserError(f"{origin}{name} is {word!r}; it must be {metavar(field)}")
 
 
 def _whole(word: str) -> int:
     """As int, but also of 1e3 and 1000.0."""
-    try:
-        return int(word)
-    except ValueError:
-        if (value := float(word)).is_integer():
-            return int(value)
-        raise
+    value = float(word)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else int(word)
 
 
 def _truth(word: str) -> bool:
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[word.lower()]
+    return {"true": True, "false": False}[word.lower()]
 
 
-_CONVERT = {str: str, int: _whole, float: float, bool: _truth}
-_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_FROM_WORD = {str: str, int: _whole, float: float, bool: _truth}
+_NAMES = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "true|false"}
 
 
-def _kinds(annotation) -> tuple:
-    """(int, Literal["auto"]) of int | Literal["auto"]."""
-    return (annotation,) if get_origin(annotation) in (None, Literal) else get_args(annotation)
+def _kinds(field: dataclasses.Field) -> list:
+    """What a field takes, as types and words: [int, "auto"] of int | Literal["auto"]."""
+    annotations = [field.type] if get_origin(field.type) in (None, Literal) else get_args(field.type)
+    return [kind for annotation in annotations for kind in get_args(annotation) or [annotation]]
 
 
-_KINDS = {
-    name: _kinds(annotation)
-    for part in PARTS.values()
-    for name, annotation in get_type_hints(part).items()
-    if name in FIELDS
-}
+def metavar(field: dataclasses.Field) -> str:
+    """What a field takes, for --help and errors: INTEGER|auto."""
+    return "|".join(_NAMES.get(kind, kind) for kind in _kinds(field))
 
 
-def _expected(name: str) -> list[str]:
-    return [word for kind in _KINDS[name] for word in ([_NAMES[kind]] if kind in _NAMES else get_args(kind))]
-
-
-def metavar(name: str) -> str:
-    """What a field takes, for --help: INT, or adamw|muon."""
-    return "|".join(word for kind in _KINDS[name] for word in get_args(kind) or [kind.__name__.upper()])
-
-
-def hint(name: str, names: Collection[str]) -> str:
+def hint(name: str, fields: Fields) -> str:
     """What an unknown name probably meant, as the end of an error's message."""
-    if here := names_elsewhere().get(name):
-        return f"; here: {here} (docs/migrating.md)"
-    secret = looks_secret(name)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.8 if secret else 0.6)
-    if secret and not close:
-        return "; a secret belongs in the environment, as HF_TOKEN or WANDB_API_KEY"
-    return f"; did you mean {close[0]!r}?" if close else "; --help lists the fields"
-
-
-def names_elsewhere() -> dict[str, str]:
-    """Names that nanoGPT, llm.c and the Trainer have for something -> what docs/migrating.md's table has for it
-    here."""
-    if not _MIGRATING.is_file():  # an installation without the repository
-        return {}
-    rows = [row.strip("| ").split("|") for row in _MIGRATING.read_text().splitlines() if row.startswith("|")]
-    return {
-        name: row[-1].replace("`", "").strip() for row in rows for name in re.findall(r"`(-?\w+)", "|".join(row[:-1]))
-    }
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return "; --help lists the fields, docs/migrating.md the names of other programs"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
+from recipe.checkpoint.format import Checkpoint
 from recipe.config import Config
 from recipe.data.prefetch import BatchLoader
 from recipe.engine.base import Engine
@@ -32,43 +31,47 @@ Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collectiv
 _MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where a record goes: the file on the main process, the terminal, an experiment tracker."""
-
-    log: MetricsLog | None
-    progress: Progress
-    tracker: Tracker
-
-
 class Metrics:
-    """The metrics of a run. Within a step the loop calls `loss.add` for each micro-batch, and then `end_step`; between
-    two steps it takes their `record`, adds what its evaluations have measured, and has it written.
+    """The metrics of a run, and where they go: metrics.jsonl, the terminal, an experiment tracker.
+
+    Within a step the loop calls `loss.add` for each micro-batch, and then `end_step`; between two steps it takes their
+    `record`, adds what its evaluations have measured, and has it written.
 
     Attributes:
         loss: the RunningLoss.
-        throughput: the Throughput; its `seconds` and `pauses` are those of the whole run.
+        tracker: the Tracker, whose state a checkpoint keeps.
+        seconds, pauses: of training, and of validation, saving and the like between; of the whole run, earlier
+            processes included.
         warning: shown in every line until it is empty again.
     """
 
     def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        batches: BatchLoader,
-        outputs: Outputs,
-        first_step: int,
-        record: dict | None,
+        self, config: Config, engine: Engine, batches: BatchLoader, checkpoint: Checkpoint | None, closing: ExitStack
     ):
-        """Of a run that continues at `first_step`, where an earlier process has measured `record`."""
-        self._config, self._engine, self._batches, self._outputs = config, engine, batches, outputs
+        """Of a new run, or of one that continues from `checkpoint`. `closing` closes what is opened here. Raises
+        UserError."""
+        self._config, self._engine, self._batches = config, engine, batches
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(engine.device, engine.sum_dtype)
-        self.throughput = Throughput()
+        self.seconds = self.pauses = 0.0
         self.warning = ""
-        self._read_at = first_step  # the step of the last reading, and what is known of it
-        self._known = (outputs.log.earlier if outputs.log else {}) | (record or {})
+        step, known, run_id = 0, {}, None
+        if checkpoint:
+            step, known = checkpoint.step, checkpoint.state["record"]
+            # A tracker takes no step twice: steps that now go differently are another run of its.
+            run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
+            self.load_state_dict(checkpoint.state["metrics"])
+        self._log = None  # the main process alone has one
+        if engine.is_main:
+            self._log = closing.enter_context(MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step))
+            known = self._log.earlier | known
+        opt = config.optimizer
+        self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
+        closing.callback(self._progress.close)
+        self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.is_main))
+        self._read_at, self._known = step, known  # the step of the last reading, and what is known of it
         self._grad_norm: torch.Tensor | None = None
+        self._window_begun = time.perf_counter()  # later by its pauses
         self._save_wait = 0.0  # seconds for which this process has stood still for its saves
 
     def record(self, step: int, *, read: bool) -> dict:
@@ -83,7 +86,9 @@ class Metrics:
     def _read(self, step: int) -> dict:
         engine = self._engine
         loss = self.loss.read(engine.mean)  # waits for the steps whose time is read next
-        seconds = self.throughput.window()
+        now = time.perf_counter()
+        seconds, self._window_begun = now - self._window_begun, now
+        self.seconds += seconds
         rate = (step - self._read_at) * self._config.optimizer.total_batch_tokens / seconds
         return {
             "loss": loss,
@@ -101,84 +106,54 @@ class Metrics:
         """Writes the record of a step to all outputs, unless it is empty."""
         if not record:
             return
-        tokens, seconds = step * self._config.optimizer.total_batch_tokens, self.throughput.seconds
-        line = {"step": step, "tokens": tokens} | dict.fromkeys(_MEASURED) | record
-        line |= {"seconds": round(seconds, 3), "save_wait": self._save_wait / max(self._save_wait + seconds, 1e-9)}
-        line |= self._engine.counters()
-        if self._outputs.log:
-            self._outputs.log.write(line)
-        self._outputs.progress.report(line, self.warning)
-        self._outputs.tracker.log(line)
+        line = {"step": step, "tokens": step * self._config.optimizer.total_batch_tokens}
+        line |= dict.fromkeys(_MEASURED) | record | {"seconds": round(self.seconds, 3)}
+        line |= {"save_wait": self._save_wait / max(self._save_wait + self.seconds, 1e-9)} | self._engine.counters()
+        if self._log:
+            self._log.write(line)
+        self._progress.report(line, self.warning)
+        self.tracker.log(line)
 
     def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
         """Adds a step: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing waits for them."""
         self.loss.end_step(skipped)
         self._grad_norm = grad_norm
-        self._outputs.progress.advance()
+        self._progress.advance()
 
     @contextmanager
     def paused(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A context for a pause in training, such as "validating": its seconds do not count as training, and the
-        progress bar shows what the run is doing. Yields a function that reports how many of how many batches are
-        done."""
-        before = self.throughput.pauses
-        with self.throughput.paused(), self._engine.stop.patient(), self._outputs.progress.during(what):
-            yield self._outputs.progress.tick
-        if what == "saving":
-            self._save_wait += self.throughput.pauses - before
+        progress bar shows what the run is doing. The device must be idle at its beginning, or the work still queued
+        there counts as pause. Yields a function that reports how many of how many batches are done."""
+        begun = time.perf_counter()
+        try:
+            with self._engine.stop.patient(), self._progress.during(what) as tick:
+                yield tick
+        finally:
+            pause = time.perf_counter() - begun
+            self.pauses += pause
+            self._window_begun += pause
+            if what == "saving":
+                self._save_wait += pause
 
     @property
     def val_losses(self) -> dict[int, float]:
         """{step: validation loss} of the run so far; of the main process."""
-        return self._outputs.log.val_losses
+        return self._log.val_losses
 
     def sync(self) -> None:
         """Brings metrics.jsonl to the disk; of the main process."""
-        self._outputs.log.sync()
+        self._log.sync()
 
     def state_dict(self) -> dict:
         """For the checkpoint, as JSON. A collective call, and waits for the device."""
-        return {
-            "seconds": self.throughput.seconds,
-            "pauses": self.throughput.pauses,
-            "running_loss": self.loss.state_dict(self._engine.mean),
-        }
+        loss = self.loss.state_dict(self._engine.mean)
+        return {"seconds": self.seconds, "pauses": self.pauses, "running_loss": loss}
 
     def load_state_dict(self, state: dict) -> None:
         """Sets what `state_dict` returned."""
-        self.throughput = Throughput(state["seconds"], state["pauses"])
+        self.seconds, self.pauses = state["seconds"], state["pauses"]
         self.loss.load_state_dict(state["running_loss"])
-
-
-class Throughput:
-    """Seconds spent on training; pauses, such as validation, are counted separately.
-
-    Attributes:
-        seconds, pauses: of the whole run, earlier processes included.
-    """
-
-    def __init__(self, seconds: float = 0.0, pauses: float = 0.0):
-        self.seconds, self.pauses = seconds, pauses
-        self._begun = time.perf_counter()  # of the window, later by its pauses
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context whose seconds are a pause. The device must be idle at its beginning, or the work still queued there
-        counts as pause."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            pause = time.perf_counter() - begun
-            self.pauses += pause
-            self._begun += pause
-
-    def window(self) -> float:
-        """Training seconds since the last call."""
-        now = time.perf_counter()
-        seconds, self._begun = now - self._begun, now
-        self.seconds += seconds
-        return seconds
 
 
 class RunningLoss:
@@ -227,7 +202,7 @@ class MetricsLog:
 
     A resumed run drops the lines after `first_step`, which it is about to write again. That of `first_step` itself
     stays until it writes that again: an earlier plan may have measured there what this one does not, such as the
-    validation loss after its last step. A line that cannot be written, on a full disk, is lost.
+    validation loss after its last step. A full disk costs the lines that no longer fit into the file's buffer.
 
     Attributes:
         earlier: what the file's line of `first_step` holds, without nulls; empty if there is none.
@@ -238,48 +213,37 @@ class MetricsLog:
         """Raises UserError where the file cannot be read or written."""
         self._path, self._failed = path, False
         # A line of step 0 that no checkpoint follows may be another configuration's.
-        lines = [n for n in read_metrics(path) if n["step"] < first_step or n["step"] == first_step > 0]
-        kept = list({line["step"]: line for line in lines}.values())
+        kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
+        self.val_losses = {step: line["val_loss"] for step, line in kept.items() if line.get("val_loss") is not None}
+        self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
+        texts = [json.dumps(line) + "\n" for line in kept.values()]
+        self._end_before = len("".join(texts[:-1]))  # in bytes; where the line of first_step begins, if there is one
         with writing(path, "move it away, or choose another output_dir"):
-            self._replace(kept)
-        last = kept[-1] if kept and kept[-1]["step"] == first_step else {}
-        self.earlier = {k: v for k, v in last.items() if v is not None}
-        self.val_losses = {line["step"]: line["val_loss"] for line in kept if line.get("val_loss") is not None}
-
-    def _replace(self, lines: list[dict]) -> None:
-        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
-        self._file = self._path.open("ab", buffering=0)
+            replace_file(path, "".join(texts).encode())
+            self._file = path.open("ab")
 
     def write(self, record: dict) -> None:
         """Appends a line; a number that is not finite becomes null."""
         # JSON has no NaN; a reader of the file must not need a special case for it.
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        if clean.get("val_loss") is not None:
-            self.val_losses[clean["step"]] = clean["val_loss"]
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        if line.get("val_loss") is not None:
+            self.val_losses[line["step"]] = line["val_loss"]
         try:
-            self._write(clean)
+            if line["step"] == self.earlier.get("step"):
+                self._file.truncate(self._end_before)
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()  # after an error the buffer keeps what it could not write
             self._failed = False
         except OSError as error:
             if not self._failed:
-                logger.warning("WARNING    %s cannot be written (%s); lines are lost", self._path, error.strerror)
+                logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
             self._failed = True
-
-    def _write(self, line: dict) -> None:
-        if line["step"] == self.earlier.get("step"):
-            before = self._file
-            self._replace([*(n for n in read_metrics(self._path) if n["step"] < line["step"]), line])
-            before.close()
-            return
-        text = json.dumps(line).encode() + b"\n"
-        written = self._file.write(text)
-        if written < len(text):  # a nearly full disk takes a part of it
-            self._file.truncate(self._file.tell() - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
         """Brings the file to the disk: before a checkpoint is committed, from which a resumed run will not write these
         lines again. A disk that fails must not cost the checkpoint."""
         with suppress(OSError):
+            self._file.flush()
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:
@@ -287,7 +251,8 @@ class MetricsLog:
 
     def __exit__(self, *exception) -> None:
         self.sync()
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict]:

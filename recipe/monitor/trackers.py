@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,18 +24,6 @@ from recipe.utils.redaction import redact, redacted
 logger = logging.getLogger(__name__)
 
 PROJECT = "gpt2-recipe"
-_GROUPS = {
-    "val_loss": "val/loss",
-    "tokens": "tokens",
-    "sample": "sample",
-    "tokens_per_second": "speed/tokens_per_second",
-    "mfu": "speed/mfu",
-    "data_wait": "speed/data_wait",
-    "save_wait": "speed/save_wait",
-    "seconds": "speed/seconds",
-    "peak_memory_bytes": "device/peak_memory_bytes",
-    "compilations": "device/compilations",
-}
 
 
 def check_tracker(name: str) -> None:
@@ -44,18 +34,14 @@ def check_tracker(name: str) -> None:
 
 def metric_names(record: dict) -> dict[str, float | str]:
     """The measured values of a line of metrics.jsonl, and its sample, under the names by which trackers group:
-    train/loss, val/loss."""
+    val/loss, and train/loss with all that is not of an evaluation, as the Trainer has it."""
+    values = {column: value for column, value in record.items() if isinstance(value, (int, float, str))}
+    values.pop("step", None)
+    of_evaluation = ("val_loss", "hellaswag", "sample")
     return {
-        _grouped(column): value
-        for column, value in record.items()
-        if isinstance(value, (int, float, str)) and column != "step"
+        f"val/{column.removeprefix('val_')}" if column.startswith(of_evaluation) else f"train/{column}": value
+        for column, value in values.items()
     }
-
-
-def _grouped(column: str) -> str:
-    whole, slash, data_set = column.partition("/")  # val_loss/NAME is a data set's
-    group = _GROUPS.get(whole) or f"{'val' if whole.startswith('hellaswag') else 'train'}/{whole}"
-    return group + slash + data_set
 
 
 class Tracker:
@@ -69,23 +55,31 @@ class Tracker:
 
     def __init__(self, config: Config, step: int, run_id: str | None, *, active: bool):
         self.run_id = run_id or secrets.token_hex(4)
-        self._name = config.run.report_to
+        self._name, run = config.run.report_to, config.run
         self._tracker: GeneralTracker | None = None
         if not active or self._name == "none":
             return
         settings = redacted(config.flat())
-        try:
-            place, options = getattr(self, f"_{self._name}")(config.run.run_name, Path(config.run.output_dir), step)
-            self._tracker = LOGGER_TYPE_TO_CLASS[self._name](*place, **options)
-            self._tracker.start()
-            if self._name == "tensorboard":  # Accelerate's would be a nameless run of its own, without any metric
+        with self._or_without_it():
+            if self._name == "tensorboard":
+                tracker = self._started("tensorboard", run.output_dir, purge_step=step)
+                # Accelerate's store_init_configuration would make a nameless run of its own, without any metric.
                 text = json.dumps(settings, indent=4)  # which Markdown shows as it is, for it is indented
-                self._tracker.log({"configuration": text.strip("{}")}, step=step)
+                tracker.log({"configuration": text.strip("{}")}, step=step)
+                where = f"tensorboard --logdir {run.output_dir}"
+            elif self._name == "wandb":
+                tracker = self._wandb(run.run_name, run.output_dir)
+                tracker.store_init_configuration(settings)
+                directory = Path(tracker.tracker.dir).parent
+                offline = f"wandb is offline; to upload: wandb sync {directory}"
+                where = offline if tracker.tracker.offline else f"wandb {tracker.tracker.url}"
             else:
-                self._tracker.store_init_configuration(settings)
-            logger.info("tracker    %s", self._where(config))
-        except Exception as error:
-            self._leave_alone(error)
+                name = f"{run.run_name}-{self.run_id}"  # trackio knows a run by its name
+                tracker = self._started(PROJECT, name=name, resume="allow", embed=False)
+                tracker.store_init_configuration(settings)
+                where = f"trackio show --project {PROJECT}, run {name}"
+            self._tracker = tracker
+            logger.info("tracker    %s", where)
 
     def state_dict(self) -> dict:
         """For the checkpoint."""
@@ -94,61 +88,48 @@ class Tracker:
     def log(self, record: dict) -> None:
         """Logs a line of metrics.jsonl."""
         if self._tracker is not None:
-            try:
+            with self._or_without_it():
                 self._tracker.log(metric_names(record), step=record["step"])
-            except Exception as error:
-                self._leave_alone(error)
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, *_error) -> None:
         if self._tracker is not None:
-            try:
+            with self._or_without_it():
                 self._tracker.finish()
-            except Exception as error:
-                self._leave_alone(error)
 
-    def _leave_alone(self, error: Exception) -> None:
-        self._tracker = None
-        reason = redact(first_line(error))
-        logger.warning("WARNING    %s: %s; the run continues without it, metrics.jsonl has all", self._name, reason)
+    @contextmanager
+    def _or_without_it(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._tracker = None
+            reason = redact(first_line(error))
+            logger.warning("WARNING    %s: %s; the run continues without it, metrics.jsonl has all", self._name, reason)
 
-    # The arguments of Accelerate's classes
+    def _started(self, *arguments, **options) -> GeneralTracker:
+        tracker = LOGGER_TYPE_TO_CLASS[self._name](*arguments, **options)
+        tracker.start()
+        return tracker
 
-    def _tensorboard(self, name: str, run_dir: Path, step: int) -> tuple[tuple, dict]:
-        return ("tensorboard", run_dir), {"purge_step": step}
+    def _wandb(self, name: str, run_dir: str) -> GeneralTracker:
+        import wandb
 
-    def _wandb(self, name: str, run_dir: Path, step: int) -> tuple[tuple, dict]:
         # wandb's own record of the run holds the command line, the home directory and the address of the git
         # repository, each of which can hold a password. It would also take over standard output, and the bar with it.
         private = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
         quiet = {"silent": True, "console": "off"}
         # Seconds: for the server at the start, and for what is not uploaded at the end.
         patience = {"init_timeout": 30, "finish_timeout": 60}
-        import wandb
-
         # Without a key wandb.init would ask for one at a terminal, and elsewhere raise an exception and keep nothing.
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
-        return (os.environ.get("WANDB_PROJECT", PROJECT),), {
-            "name": os.environ.get("WANDB_NAME", name),
-            "id": os.environ.get("WANDB_RUN_ID", self.run_id),
-            "dir": os.environ.get("WANDB_DIR", str(run_dir)),
-            "resume": "allow",
-            "settings": private | quiet | patience,
-        } | ({"mode": "offline"} if offline else {})
-
-    def _trackio(self, name: str, run_dir: Path, step: int) -> tuple[tuple, dict]:
-        # trackio knows a run by its name.
-        return (PROJECT,), {"name": f"{name}-{self.run_id}", "resume": "allow", "embed": False}
-
-    def _where(self, config: Config) -> str:
-        """Where to look at the run, for the terminal."""
-        if self._name == "tensorboard":
-            return f"tensorboard --logdir {config.run.output_dir}"
-        if self._name == "trackio":
-            return f"trackio show --project {PROJECT}, run {config.run.run_name}-{self.run_id}"
-        run = self._tracker.tracker
-        if run.offline:
-            return f"wandb is offline; to upload: wandb sync {Path(run.dir).parent}"
-        return f"wandb {run.url}"
+        return self._started(
+            os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", name),
+            id=os.environ.get("WANDB_RUN_ID", self.run_id),
+            dir=os.environ.get("WANDB_DIR", run_dir),
+            resume="allow",
+            settings=private | quiet | patience,
+            **({"mode": "offline"} if offline else {}),
+        )

@@ -28,21 +28,15 @@ def si(value: float, billion: str = "G") -> str:
     return f"{value:.3g}"
 
 
-def duration(seconds: float, short: bool = False) -> str:
-    """In the two largest units that matter: '45 s', '3 min 20 s', '47 min', '3 h 12 min', '5 d 3 h'; or '3h12m'."""
-    s = max(0, round(seconds))
-    if seconds < 9.95 and not short:
-        parts = [(f"{max(0, seconds):.1f}", "s")]
-    elif s < 60:
-        parts = [(s, "s")]
-    elif s < 600:
-        parts = [(s // 60, "min"), (s % 60, "s")]
-    elif s < 3570:
-        parts = [(round(s / 60), "min")]
-    elif (minutes := round(s / 60)) < 48 * 60:
-        parts = [(minutes // 60, "h"), (minutes % 60, "min")]
+def duration(seconds: float) -> str:
+    """In the two largest units: '4.2 s', '45 s', '3 min 20 s', '3 h 12 min', '5 d 3 h'."""
+    if seconds < 59.5:
+        return f"{max(0, seconds):.{int(seconds < 9.95)}f} s"
+    s, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
+    if s < 3600:
+        parts = f"{s // 60} min", f"{s % 60} s"
+    elif hours < 48:
+        parts = f"{minutes // 60} h", f"{minutes % 60} min"
     else:
-        hours = round(s / 3600)
-        parts = [(hours // 24, "d"), (hours % 24, "h")]
-    kept = [(n, unit) for i, (n, unit) in enumerate(parts) if n or not i]
-    return "".join(f"{n}{unit[0]}" for n, unit in kept) if short else " ".join(f"{n} {unit}" for n, unit in kept)
+        parts = f"{hours // 24} d", f"{hours % 24} h"
+    return parts[0] if parts[1].startswith("0 ") else " ".join(parts)
