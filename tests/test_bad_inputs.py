@@ -22,7 +22,7 @@ from transformers import GPT2Config
 
 from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
 from tests.data import write_shard
@@ -134,7 +134,7 @@ class Place:
 
 def module_of(argv: list) -> str:
     """The program that takes these words: prepare has --out."""
-    return "recipe.data.prepare.pipeline" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
+    return "recipe.data.prepare" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
 
 
 def header(*numbers: int) -> bytes:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipe.config import BLOCK, BatchPlan, Config, DataConfig, DataSet, data_sets
+from recipe.data.builder import Builder
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
+from recipe.data.download import producer_of
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
-from recipe.data.prepare.pipeline import must_prepare, prepare
-from recipe.data.prepare.producer import check_same
+from recipe.data.prepare import must_prepare, prepare
 from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
-from recipe.data.streaming.builder import Builder
-from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 
@@ -63,7 +63,7 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
         logger.info("data       %s, streamed into %s", what, data.dataset_name)
         if data.val_data:
             _validation_shards(data)
-        Builder(data, readers=1).producer.newest()
+        Builder(data, readers=1).producer.source.newest()
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
@@ -72,14 +72,7 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
 
 def _is_streamed(data: DataConfig) -> bool:
     """Whether shards must be made or downloaded while the model trains: not all of them are on this disk."""
-    downloads = data.train_text.startswith("hf://")
-    if not (data.streaming or downloads):
-        return False
-    out = Path(data.dataset_name)
-    manifest = Manifest.load(out)
-    if manifest and downloads:
-        check_same(out, manifest, {"uri": data.train_text, "tokenizer": open_tokenizer(data.tokenizer).digest})
-    return not (manifest and manifest.complete and all((out / e["file"]).exists() for e in manifest.shards))
+    return (data.streaming or data.train_text.startswith("hf://")) and producer_of(data).finished() is None
 
 
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:

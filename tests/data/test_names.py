@@ -10,7 +10,7 @@ import pytest
 from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
