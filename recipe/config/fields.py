@@ -83,7 +83,7 @@ class DataConfig(Part):
     dataset_split: str = setting("train", "split of a Hub data set")
     dataset_revision: str = setting("", "branch, tag or commit on the Hub (empty: the newest; a run keeps it)")
     dataset_source: str = setting("", "the data set that .bin files without a manifest are from, by its name as above")
-    text_column: str = setting("text", "column, or key of the JSON objects, that holds the text")
+    text_column: str = setting("text", "column, or key of the JSON objects, that holds the text, or ids of its tokens")
     tokenizer: str = setting(
         "gpt2", "gpt2, or the directory or Hub id of a byte-level BPE of at most 65,536 tokens", path=True
     )
