@@ -20,7 +20,7 @@ from pathlib import Path
 from recipe.config import DataConfig
 from recipe.data.download import producer_of
 from recipe.data.prepare import alone_in
-from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
+from recipe.data.shards import Manifest
 from recipe.utils.errors import UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
@@ -67,8 +67,8 @@ class Builder:
         """Makes shards until the process is ended. Raises UserError."""
         self.manifest = self.producer.open(commit, earlier)
         self._make(self.producer.make_validation(), "the validation shards")
-        val = sum(HEADER_BYTES + e["tokens"] * DTYPE.itemsize for e in self.manifest.of("val"))
-        train = sum(self.producer.bytes_of(i) for i in self._here())
+        val = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
+        train = sum(map(self.producer.bytes_of, self._here()))
         affordable = val + train + shutil.disk_usage(self.out).free * 9 // 10
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
         if (least := val + 2 * self.producer.largest) > budget:
@@ -101,7 +101,8 @@ class Builder:
 
     def _here(self) -> set[int]:
         """The training shards on the disk."""
-        return {i for i, entry in enumerate(self.manifest.of("train")) if (self.out / entry["file"]).exists()}
+        train = self.manifest.of("train")
+        return set(range(len(train))).difference(self.producer.missing(train))
 
     def _next_shard(self, budget: int) -> int | None:
         """The nearest shard ahead of the readers that is not here, once there is room for it; None: nothing to do yet.

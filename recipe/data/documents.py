@@ -46,6 +46,15 @@ class Document:
     content: Content
     stream: dict | None
 
+    def pieces(self) -> Iterable[str | np.ndarray]:
+        """What a thread tokenizes at once, or the tokens; nothing of an empty document."""
+        if isinstance(self.content, np.ndarray):
+            return [self.content] if len(self.content) else []
+        return in_pieces(self.content)
+
+
+Piece = tuple[Document, str | np.ndarray]
+
 
 class Column:
     """The column, or key of JSON objects, that holds the documents: as text, or as ids of the run's tokenizer."""
@@ -62,9 +71,8 @@ class Column:
             return ()
         if isinstance(value, str):
             return (value[lo : lo + LONGEST_PIECE] for lo in range(0, len(value), LONGEST_PIECE))
-        ids = np.asarray(value if isinstance(value, list) else None)
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
-            return self._tokens(ids, where)
+        if isinstance(value, list) and all(type(number) is int for number in value):
+            return self._tokens(np.array(value, np.int64), where)
         raise UserError(
             f"{where}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; choose "
             "another text_column"
@@ -85,9 +93,9 @@ class Column:
                 f"{self._tokenizer.name} ends at {self._tokenizer.vocab_size - 1}; set tokenizer to the one that made "
                 "these ids, or choose a text_column of text"
             )
-        end_of_text = self._tokenizer.end_of_text  # at either end it separates documents, which `tokenized` does
-        first, last = ids[:1] == end_of_text, ids[1:][-1:] == end_of_text
-        return ids[int(first.sum()) : len(ids) - int(last.sum())].astype(DTYPE)
+        # End-of-text at either end separates documents, which `tokenized` does for all.
+        inside = np.flatnonzero(ids != self._tokenizer.end_of_text)
+        return (ids[inside[0] : inside[-1] + 1] if len(inside) else inside).astype(DTYPE)
 
 
 def tokenized(
@@ -98,18 +106,17 @@ def tokenized(
     Texts are tokenized on threads, by default one a core, since tokenizers release the GIL.
     """
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
-    encoded = _encoded(_pieces(documents), tokenizer, threads or os.cpu_count() or 1)
-    for _, pieces in groupby(encoded, key=lambda pair: pair[0].index):
-        pairs = list(pieces)
-        yield pairs[0][0], np.concatenate([end_of_text, *(tokens for _, tokens in pairs)])
+    pieces = ((document, piece) for document in documents for piece in document.pieces())
+    encoded = _encoded(pieces, tokenizer, threads or os.cpu_count() or 1)
+    for _, group in groupby(encoded, key=lambda pair: pair[0].index):
+        of_document, tokens = zip(*group, strict=True)
+        yield of_document[0], np.concatenate([end_of_text, *tokens])
 
 
-def _encoded(
-    pieces: Iterable[tuple[Document, str | np.ndarray]], tokenizer: GPT2Tokenizer, threads: int
-) -> Iterator[tuple[Document, np.ndarray]]:
+def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) -> Iterator[tuple[Document, np.ndarray]]:
     """The pieces' tokens in order; a few batches are tokenized ahead."""
 
-    def encode(batch: list[tuple[Document, str | np.ndarray]]) -> list[tuple[Document, np.ndarray]]:
+    def encode(batch: list[Piece]) -> list[tuple[Document, np.ndarray]]:
         texts = iter(tokenizer.encode([piece for _, piece in batch if isinstance(piece, str)]))
         return [(document, next(texts) if isinstance(piece, str) else piece) for document, piece in batch]
 
@@ -126,24 +133,15 @@ def _encoded(
             pool.shutdown(cancel_futures=True)
 
 
-def _batches(pieces: Iterable[tuple[Document, str | np.ndarray]]) -> Iterator[list]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch, size = [], 0
-    for document, piece in pieces:
-        batch.append((document, piece))
-        size += len(piece)
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1])
         if size >= _BATCH:
             yield batch
             batch, size = [], 0
     yield batch
-
-
-def _pieces(documents: Iterable[Document]) -> Iterator[tuple[Document, str | np.ndarray]]:
-    for document in documents:
-        if not isinstance(document.content, np.ndarray):
-            for text in in_pieces(document.content):
-                yield document, text
-        elif len(document.content):
-            yield document, document.content
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:

@@ -152,12 +152,6 @@ def _status_and_reason(error: Exception) -> tuple[int | None, str]:
 def user_error(name: str, error: Exception) -> UserError:
     """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not said
     what is wrong with the name."""
-    if "scripts are no longer supported" in str(error):
-        return UserError(
-            f"{name}: this data set is a script that wants to run on your machine, which is refused; "
-            "look for its parquet version (often --dataset_revision refs/convert/parquet, which may hold a part of it "
-            "only), or give local files"
-        )
     status, reason = _status_and_reason(error)
     refused = status in _PERMANENT or isinstance(error, HFValidationError)
     return (UserError if refused else Unreachable)(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,9 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import some
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
-START = {"document": 0, "tokens": 0, "stream": None}  # the position before the first document
+# Where in a text a shard begins: in which document, behind how many of its tokens, and Document's `stream`.
+START = {"document": 0, "tokens": 0, "stream": None}
+Run = tuple[dict, np.ndarray]  # tokens of a document, (tokens,), and the position where they begin
 
 
 def open_text(data: DataConfig) -> TextFiles | HubText:
@@ -107,9 +108,9 @@ class Producer:
         """Which of these shards are not on the disk."""
         return [i for i, entry in enumerate(entries) if not (self.out / entry["file"]).exists()]
 
-    def bytes_of(self, number: int) -> int:
-        """The size of training shard `number`; of one that is not known yet, if it is not the last."""
-        return HEADER_BYTES + self.tokens_of("train", number) * DTYPE.itemsize
+    def bytes_of(self, number: int, split: str = "train") -> int:
+        """The size of a shard; of one that is not known yet, if it is not the last."""
+        return HEADER_BYTES + self.tokens_of(split, number) * DTYPE.itemsize
 
     def tokens_of(self, split: str, number: int) -> int:
         """Tokens of a shard that the manifest knows."""
@@ -128,25 +129,6 @@ class Producer:
     def make(self, split: str, number: int) -> Iterator[int]:
         """Makes a shard. Yields the tokens that were added. Raises UserError."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Run:
-    """Tokens of a document, in a row: `start` of its tokens are before them."""
-
-    document: int
-    start: int
-    tokens: np.ndarray
-    stream: dict | None
-
-    def after(self, n: int) -> Run:
-        """What is left of it without its first `n` tokens."""
-        return Run(self.document, self.start + n, self.tokens[n:], self.stream)
-
-    @property
-    def position(self) -> dict:
-        """Where in the text the run begins, as the manifest records it."""
-        return {"document": self.document, "tokens": self.start, "stream": self.stream}
 
 
 class TextProducer(Producer):
@@ -173,7 +155,7 @@ class TextProducer(Producer):
         self.wanted = {**self.source.identity(), **self.options, "tokenizer": self.tokenizer.digest}
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
-        self._rest: Run | None = None  # what the shard before has left of a run
+        self._rest: Run | None = None  # what the shard before has left of a document
         self._documents = 0  # read so far
 
     def _new_manifest(self, version: dict) -> Manifest:
@@ -225,10 +207,11 @@ class TextProducer(Producer):
         size, position = self.tokens_of(split, number), START
         with OpenShard(self.out / f"{split}.part") as shard:
             while shard.tokens < size and (run := self._rest or next(self._runs, None)):
-                taken = run.tokens[: size - shard.tokens]
+                position, tokens = run
+                taken = tokens[: size - shard.tokens]
                 shard.append(taken)
-                run = run.after(len(taken))
-                position, self._rest = run.position, run if len(run.tokens) else None
+                position = position | {"tokens": position["tokens"] + len(taken)}
+                self._rest = (position, tokens[len(taken) :]) if len(taken) < len(tokens) else None
                 yield len(taken)
             ended = shard.tokens < size
             if shard.tokens or known:
@@ -295,7 +278,7 @@ class TextProducer(Producer):
         self._rest, self._runs = None, self._read(split, position)
 
     def _read(self, split: str, position: dict) -> Iterator[Run]:
-        """The tokens of a split from a position on, without documents that equal one of the validation documents."""
+        """The documents of a split from a position on; none for training that equals one for validation."""
         held_out: set[bytes] = set()
         if split == "train" and self.val_documents:
             val = np.concatenate([open_shard(shard) for shard in self.manifest.shards_in(self.out, "val")])
@@ -306,7 +289,7 @@ class TextProducer(Producer):
                 continue
             start = position["tokens"] if document.index == position["document"] else 0
             if start < len(tokens):
-                yield Run(document.index, start, tokens[start:], document.stream)
+                yield {"document": document.index, "tokens": start, "stream": document.stream}, tokens[start:]
 
     def _documents_from(self, split: str, position: dict) -> Iterator[Document]:
         for document in self.source.documents(position["stream"]):
