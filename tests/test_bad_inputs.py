@@ -151,7 +151,7 @@ TABLE = {
     "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such file, directory", ".bin file"),
     "1 not prepared": (
         lambda at: flags(**STORIES, dataset_name=at.path / "stories"),
-        f"{PREPARE} --train_text roneneldan/TinyStories",
+        f"stories: not prepared yet; first run {PREPARE} with the same flags",
     ),
     "2 magic": (
         lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
@@ -184,7 +184,11 @@ TABLE = {
         lambda at: at.train(at.path / "new", train_text=at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
         "line 1: " + NO_COLUMN,
     ),
-    "10 script": (lambda at: at.prepare(at.file("texts.py", LOADER)), "texts.py is a program", "run it yourself"),
+    "10 script": (
+        lambda at: at.prepare(at.file("texts.py", LOADER)),
+        "texts.py: files of this kind are not read",
+        ".jsonl",
+    ),
     "11 few windows": (
         lambda at: at.train(at.shard(GOOD[:50])),
         "total_batch_tokens takes 4 sequences a step",
