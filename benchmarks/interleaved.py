@@ -25,7 +25,7 @@ from benchmarks.bench_config import Timing
 from benchmarks.variants import Variant
 from benchmarks.worker import work
 from recipe.config import ROOT, DataConfig
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 
 NO_TIME = "skipped: the time is up"
 _PATIENCE = 600  # seconds, for a turn: the first one compiles

@@ -31,9 +31,9 @@ from transformers.activations import GELUTanh, NewGELUActivation
 from eval import common, devices, harness
 from eval import hellaswag as scorer
 from recipe.config import ROOT, DataConfig
-from recipe.data.prepare.documents import open_files
-from recipe.data.prepare.pipeline import prepare
-from recipe.data.tokenizer import hf_tokenizer
+from recipe.data.documents import Column, TextFiles
+from recipe.data.prepare import prepare
+from recipe.data.tokenizer import hf_tokenizer, open_tokenizer
 from recipe.utils.errors import UserError
 
 SPEECHES = 20  # of tiny Shakespeare in a document: 932 tokens, about as many as a document of FineWeb has
@@ -83,9 +83,10 @@ def _documents(source: str) -> Iterable[str]:
     if not source:
         speeches = (ROOT / "recipe/data/tiny_shakespeare.txt").read_text().split("\n\n")
         return 20 * ["\n\n".join(speeches[i : i + SPEECHES]) for i in range(0, len(speeches), SPEECHES)]
-    if not (files := open_files(source, "text")):
+    files = TextFiles(source, Column("text", open_tokenizer("gpt2")))
+    if not files.paths:
         raise UserError(f"--text {source}: no such file")
-    return ("".join(document.chunks()) for document in files.documents())
+    return ("".join(document.content) for document in files.documents())
 
 
 def _prepare(text: Path, threads: int) -> tuple[float, int]:

@@ -84,7 +84,7 @@ def once(tmp_path_factory):
 def shards(once) -> Path:
     """A directory of shards of the first 120 kB of tiny Shakespeare."""
     from recipe.config import DataConfig
-    from recipe.data.prepare.pipeline import prepare
+    from recipe.data.prepare import prepare
 
     def make(directory: Path):
         directory.mkdir()

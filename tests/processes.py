@@ -183,6 +183,7 @@ def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, files: list[Pa
     if argv[0] == "-m":
         sys.argv = ["-m", *argv[2:]]
         sys.path.insert(0, cwd)
+        sys.modules.pop(argv[1], None)  # a new interpreter would not have it
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(argv)

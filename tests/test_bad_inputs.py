@@ -22,7 +22,7 @@ from transformers import GPT2Config
 
 from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
 from tests.data import write_shard
@@ -134,7 +134,7 @@ class Place:
 
 def module_of(argv: list) -> str:
     """The program that takes these words: prepare has --out."""
-    return "recipe.data.prepare.pipeline" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
+    return "recipe.data.prepare" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
 
 
 def header(*numbers: int) -> bytes:
@@ -151,7 +151,7 @@ TABLE = {
     "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such file, directory", ".bin file"),
     "1 not prepared": (
         lambda at: flags(**STORIES, dataset_name=at.path / "stories"),
-        f"{PREPARE} --train_text roneneldan/TinyStories",
+        f"stories: not prepared yet; first run {PREPARE} with the same flags",
     ),
     "2 magic": (
         lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
@@ -184,7 +184,11 @@ TABLE = {
         lambda at: at.train(at.path / "new", train_text=at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
         "line 1: " + NO_COLUMN,
     ),
-    "10 script": (lambda at: at.prepare(at.file("texts.py", LOADER)), "texts.py is a program", "run it yourself"),
+    "10 script": (
+        lambda at: at.prepare(at.file("texts.py", LOADER)),
+        "texts.py: files of this kind are not read",
+        ".jsonl",
+    ),
     "11 few windows": (
         lambda at: at.train(at.shard(GOOD[:50])),
         "total_batch_tokens takes 4 sequences a step",
@@ -351,8 +355,8 @@ def test_10_a_hub_data_set_that_is_a_script(place):
         result = programs.run("-m", "recipe.data.prepare", *words, env=environment(hub.environment))
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
-    assert "a/texts: this data set is a script that wants to run on your machine, which is refused" in result.stderr
-    assert "refs/convert/parquet" in result.stderr
+    assert "a/texts: " in result.stderr
+    assert "scripts are no longer supported" in result.stderr
 
 
 def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):

@@ -169,6 +169,7 @@ def test_every_recipe_parses_and_opens_with_its_own_command(path):
     assert command.endswith(f"recipe/train.py --config recipe/configs/{path.name}")
     assert config.data.streaming == (path.stem != "shakespeare")
     assert config.data.disk_budget_gb <= 20 or "kaggle" not in path.stem  # 40 GB of disk, checkpoints included
+    assert config.run.hub_license == ("cc-by-nc-4.0" if path.stem == "climbmix" else "mit")  # what the card states
 
 
 @pytest.mark.parametrize("size", ["", "-fineweb", "-medium", "-large", "-xl"])

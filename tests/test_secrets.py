@@ -63,7 +63,7 @@ def test_a_run_in_the_home_directory_continues(secrets, caplog):
 
 SCRIPT = """
 import json, logging, sys
-from recipe.data.prepare.pipeline import main as prepare
+from recipe.data.prepare import main as prepare
 from recipe.train import main
 runs, mistakes, url = json.loads(sys.argv[1])
 assert [main(line) for line in runs] == [0, 0, 0]

@@ -86,7 +86,7 @@ class DataConfig(Part):
     dataset_split: str = setting("train", "split of a Hub data set")
     dataset_revision: str = setting("", "branch, tag or commit on the Hub (empty: the newest; a run keeps it)")
     dataset_source: str = setting("", "the data set that .bin files without a manifest are from, by its name as above")
-    text_column: str = setting("text", "column, or key of the JSON objects, that holds the text")
+    text_column: str = setting("text", "column, or key of the JSON objects, that holds the text, or ids of its tokens")
     tokenizer: str = setting("gpt2", "gpt2, or the directory or Hub id of a byte-level BPE", path=True)
     streaming: bool = setting(False, "make shards while the model trains, a few ahead, and delete those it has read")
     disk_budget_gb: float = setting(10.0, "disk space for streamed shards on each node, in 10^9 bytes", above=0)

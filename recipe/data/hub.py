@@ -1,7 +1,7 @@
-"""Data sets of text on the Hugging Face Hub, streamed with `datasets`; and what any reader of the Hub needs.
+"""Data sets on the Hugging Face Hub, read at one commit.
 
-A data set is read at one commit. A failure of the Hub is an error before the first success, and afterwards is retried
-from where the reading stopped, with a message. The token stays where huggingface_hub finds it: in the environment.
+A failure of the Hub is an error before the first success, and afterwards is retried from where the reading stopped,
+with a message. The token stays where huggingface_hub finds it: in the environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from huggingface_hub.errors import HFValidationError
 
 from recipe.config import DataConfig
-from recipe.data.prepare.documents import Document, text_chunks, text_of
+from recipe.data.documents import Column, Document
 from recipe.data.shards import Manifest
 from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.redaction import redact
@@ -27,26 +27,42 @@ _STATE_EVERY = 256  # documents between two positions from which a stream can st
 _PERMANENT = {400, 401, 403, 404, 410, 416}  # HTTP
 
 
-class Retries:
-    """Decides after each failure whether to try again, and waits.
+class HubRepository:
+    """A data set's repository, read at the commit that `pin` sets.
 
     The libraries sometimes report a rate limit or an outage as a missing file, or as a data set without data. So what
-    has worked is retried whatever the error is, unless the Hub itself says that it is permanent; and what has not
+    has worked is retried whatever the error is, unless the Hub itself reports that it is permanent; and what has not
     worked yet is a mistake, such as a wrong name.
     """
 
-    def __init__(self, name: str):
-        self.name, self.worked = name, False
-        self._failures, self._since = 0, time.monotonic()
+    commit: str
 
-    def success(self) -> None:
+    def __init__(self, name: str, repo: str, revision: str | None):
+        """`name` is for messages."""
+        self.name, self.repo, self.revision = name, repo, revision
+        self._worked, self._failures, self._since = False, 0, time.monotonic()
+
+    def newest(self) -> dict:
+        """{"commit": the newest one of `revision`}. Raises UserError."""
+        from huggingface_hub import HfApi
+
+        try:
+            return {"commit": HfApi().dataset_info(self.repo, revision=self.revision, timeout=30).sha}
+        except Exception as error:
+            raise user_error(self.name, error) from None
+
+    def pin(self, manifest: Manifest) -> None:
+        """Reads what the shards of a manifest were made from. Where there are some, what fails now is the Hub's doing,
+        and no mistake in a name."""
+        self.commit, self._worked = manifest.source["commit"], bool(manifest.shards)
+
+    def succeeded(self) -> None:
         """To be called when the Hub has answered: forgets the failures before."""
-        self.worked = True
-        self._failures, self._since = 0, time.monotonic()
+        self._worked, self._failures, self._since = True, 0, time.monotonic()
 
-    def failed(self, error: Exception) -> None:
+    def wait_after(self, error: Exception) -> None:
         """Waits before another attempt. Raises UserError where there is to be none."""
-        if not self.worked:
+        if not self._worked:
             raise user_error(self.name, error) from None
         status, reason = _status_and_reason(error)
         if status in _PERMANENT or time.monotonic() - self._since > _PATIENCE:
@@ -59,38 +75,15 @@ class Retries:
         time.sleep(wait)
 
 
-class HubRepository:
-    """A data set repository, read at the commit that `pin` sets."""
-
-    repo: str
-    revision: str | None
-    commit: str
-    retries: Retries
-
-    def newest(self) -> dict:
-        """{"commit": the newest one of `revision`}. Raises UserError."""
-        from huggingface_hub import HfApi
-
-        try:
-            return {"commit": HfApi().dataset_info(self.repo, revision=self.revision, timeout=30).sha}
-        except Exception as error:
-            raise user_error(self.retries.name, error) from None
-
-    def pin(self, manifest: Manifest) -> None:
-        """Reads what the shards of a manifest were made from. Where there are some, what fails now is the Hub's doing,
-        and no mistake in a name."""
-        self.commit, self.retries.worked = manifest.source["commit"], bool(manifest.shards)
-
-
 class HubText(HubRepository):
-    """A data set of text on the Hub, streamed."""
+    """A data set of text, or of token ids, streamed with `datasets`."""
 
     skipped = ()  # as TextFiles'
 
-    def __init__(self, data: DataConfig):
-        self.repo, self.revision, self._data = data.train_text, data.dataset_revision or None, data
+    def __init__(self, data: DataConfig, column: Column):
+        super().__init__(f"train_text {data.train_text}", data.train_text, data.dataset_revision or None)
+        self.column, self._data = column, data
         self._files: list[Callable] | None = None
-        self.retries = Retries(f"train_text {self.repo}")
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.repo, self._data.dataset_config, self._data.dataset_split))) + " on the Hub"
@@ -107,16 +100,15 @@ class HubText(HubRepository):
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a later attempt starts from there)
-                    self.retries.success()
+                    self.succeeded()
                     if index >= following:
                         following = index + 1
-                        text = text_of(row, self._data.text_column, self.repo)
-                        yield Document(index, partial(text_chunks, text), stream)
+                        yield Document(index, self.column.content(row, self.repo), stream)
                 return
             except UserError:
                 raise
             except Exception as error:
-                self.retries.failed(error)
+                self.wait_after(error)
 
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
         """(index, row, the last position before it from which a stream can start again)."""
@@ -160,12 +152,6 @@ def _status_and_reason(error: Exception) -> tuple[int | None, str]:
 def user_error(name: str, error: Exception) -> UserError:
     """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not said
     what is wrong with the name."""
-    if "scripts are no longer supported" in str(error):
-        return UserError(
-            f"{name}: this data set is a script that wants to run on your machine, which is refused; "
-            "look for its parquet version (often --dataset_revision refs/convert/parquet, which may hold a part of it "
-            "only), or give local files"
-        )
     status, reason = _status_and_reason(error)
     refused = status in _PERMANENT or isinstance(error, HFValidationError)
     return (UserError if refused else Unreachable)(

@@ -32,25 +32,25 @@ class MixedDataset:
     def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
         """As TokenDataset's; waits for streams."""
         first = step * self._batch_size
-        for its, passed in zip(self._datasets, windows_before(first + lo, self._counts, self._seed), strict=True):
-            its.pass_to(passed)
+        for dataset, passed in zip(self._datasets, windows_before(first + lo, self._counts, self._seed), strict=True):
+            dataset.pass_to(passed)
         g = first + np.arange(lo, hi, dtype=np.int64)
-        dataset, window = dealt(g, self._counts, self._seed)
+        which, window = dealt(g, self._counts, self._seed)
         out = np.empty((len(g), self._datasets[0].sequence_length + 1), np.int64)
-        for k, its in enumerate(self._datasets):
-            mine = dataset == k
-            if mine.any():
-                out[mine] = its.windows_at(window[mine])
+        for k, dataset in enumerate(self._datasets):
+            taken = which == k
+            if taken.any():
+                out[taken] = dataset.windows_at(window[taken])
         return out
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps: {"mixture": [{"name", "share"} and the dataset's own state, ...]}"""
-        return {"mixture": [{"name": name, "share": share} | its.state_dict() for name, share, its in self.parts]}
+        return {"mixture": [{"name": name, "share": share} | one.state_dict() for name, share, one in self.parts]}
 
     def close(self) -> None:
         """Ends a read that waits for a stream."""
-        for its in self._datasets:
-            its.close()
+        for dataset in self._datasets:
+            dataset.close()
 
 
 Dataset = TokenDataset | MixedDataset  # what a run reads

@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipe.config import BLOCK, BatchPlan, Config, DataConfig, DataSet, data_sets
+from recipe.data.builder import Builder
 from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
+from recipe.data.download import producer_of
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
-from recipe.data.prepare.pipeline import must_prepare, prepare
-from recipe.data.prepare.producer import check_same
-from recipe.data.shards import Manifest, Shard, check_tokenizer, check_tokens, describe_shards, find_shards
-from recipe.data.streaming.builder import Builder
-from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.prepare import must_prepare, prepare
+from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
+from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
+from recipe.utils.units import plural
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +33,17 @@ def open_datasets(
     `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
     """
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
-    streamed = [_is_streamed(one.data) for one in sets]
+    with engine.shared_error("the data cannot be opened"):
+        streamed = [_is_streamed(one.data) for one in sets]
     firsts = windows_before(step * batch.sequences, counts_of(sets), run.seed)
     opened: list[tuple[TokenDataset, TokenDataset]] = []
     with ExitStack() as closing:
-        for one, is_stream, first, its_state in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
+        for one, is_stream, first, saved in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
             data = replace(one.data, disk_budget_gb=one.data.disk_budget_gb / max(1, sum(streamed)))
             per_step = -(-batch.sequences * one.count // BLOCK)
             shape = data.sequence_length, per_step, run.seed, config.model.vocab_size
             if is_stream:
-                opened.append(_open_stream(data, shape, engine, first, its_state, closing))
+                opened.append(_open_stream(data, shape, engine, first, saved, closing))
             else:
                 opened.append(_open_prepared(data, shape, engine))
             for dataset in opened[-1]:
@@ -63,7 +65,7 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
         logger.info("data       %s, streamed into %s", what, data.dataset_name)
         if data.val_data:
             _validation_shards(data)
-        Builder(data, readers=1).producer.newest()
+        Builder(data, readers=1).producer.source.newest()
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
@@ -72,14 +74,7 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
 
 def _is_streamed(data: DataConfig) -> bool:
     """Whether shards must be made or downloaded while the model trains: not all of them are on this disk."""
-    downloads = data.train_text.startswith("hf://")
-    if not (data.streaming or downloads):
-        return False
-    out = Path(data.dataset_name)
-    manifest = Manifest.load(out)
-    if manifest and downloads:
-        check_same(out, manifest, {"uri": data.train_text, "tokenizer": open_tokenizer(data.tokenizer).digest})
-    return not (manifest and manifest.complete and all((out / e["file"]).exists() for e in manifest.shards))
+    return (data.streaming or data.train_text.startswith("hf://")) and producer_of(data).finished() is None
 
 
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
@@ -93,27 +88,27 @@ def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[To
 
 
 def _prepared_shards(data: DataConfig, sequence_length: int, batch_size: int) -> tuple[list[Shard], list[Shard]]:
-    check_tokenizer(data.dataset_name, open_tokenizer(data.tokenizer))
-    train, val = find_shards(data.dataset_name, "train"), _validation_shards(data)
-    for shards in (train, val):
-        check_tokens(shards, open_tokenizer(data.tokenizer))
+    train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
     check_data(train, val, sequence_length, batch_size)
-    found = describe_shards(train), describe_shards(val)
+    found = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
     logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
     return train, val
 
 
 def _validation_shards(data: DataConfig) -> list[Shard]:
-    name = data.dataset_name
-    if not data.val_data and not Path(name).is_dir():
-        where = find_shards(name, "train")[0].path.parent
+    if not data.val_data and not Path(data.dataset_name).is_dir():
+        where = find_shards(data.dataset_name, "train")[0].path.parent
         raise UserError(
-            f"dataset_name {name} names files, and all of them are for training; name validation files in val_data, or "
-            f"give only the directory: --dataset_name {where}"
+            f"dataset_name {data.dataset_name} names files, and all of them are for training; name validation files in "
+            f"val_data, or give only the directory: --dataset_name {where}"
         )
-    if data.val_data:
-        check_tokenizer(data.val_data, open_tokenizer(data.tokenizer))
-    return find_shards(data.val_data or name, "val")
+    return _shards(data, data.val_data or data.dataset_name, "val")
+
+
+def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
+    shards = find_shards(name, split)
+    check_tokenizer(name, shards, open_tokenizer(data.tokenizer))
+    return shards
 
 
 def _open_stream(

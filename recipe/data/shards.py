@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config.catalog import is_text, unknown_data
+from recipe.config.catalog import unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.utils.errors import UserError, reading, writing
 from recipe.utils.files import fsync_directory, replace_file, sha256_of
@@ -204,8 +204,9 @@ def of_tokenizer(tokenizer: GPT2Tokenizer) -> dict:
     return {"tokenizer": tokenizer.digest, "vocab_size": size, "end_of_text": end_of_text}
 
 
-def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for a directory whose manifest names another tokenizer."""
+def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
+    """Raises UserError for shards of another tokenizer: by the manifest of the directory `name`; or without one by a
+    long sample, as of nanoGPT's characters, whose largest token is below a sixteenth of the vocabulary."""
     manifest = Manifest.load(Path(name))
     if manifest and manifest.tokenizer != tokenizer.digest:
         theirs = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
@@ -213,18 +214,10 @@ def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
             f"{name} holds shards of {theirs}, and tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
         )
-
-
-def check_tokens(shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for shards without a manifest that hold other tokens than the tokenizer's, such as nanoGPT's
-    characters: the largest token of a long sample is below a sixteenth of the vocabulary."""
-    first = shards[0]
-    if first.sha256:
-        return
-    sample = read_shard(first.path)[:_SAMPLE]
-    if len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
+    sample = read_shard(shards[0].path)[:_SAMPLE]
+    if not manifest and len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
         raise UserError(
-            f"{first.path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
+            f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
             f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; train on "
             "the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
         )
@@ -258,23 +251,14 @@ def find_shards(name: str, split: str) -> list[Shard]:
 def _files_of(name: str, split: str) -> list[Path]:
     """The .bin files of a split where no manifest names them."""
     directory = Path(name)
-    if split == "val" and is_text(name):
-        raise UserError(f"{name} is text, and validation needs shards; prepare it: {_PREPARE}")
     found = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name))
     files = sorted(path for path in found if path.is_file() and path.suffix == ".bin")
-    if not files and (below := sorted(directory.glob("*/*.bin"))):
-        raise UserError(f"{name} holds directories of shards; name one of them, such as {below[0].parent}")
     if not files:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
     files = [path for path in files if split in path.name or not directory.is_dir()]
     if not files:
         raise UserError(f"{name}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}")
     return files
-
-
-def describe_shards(shards: list[Shard]) -> str:
-    """Their tokens and number, for a line on the terminal."""
-    return f"{sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shard{'s' if len(shards) > 1 else ''}"
 
 
 def unigram_loss(train_shards: list[Shard], val_shards: list[Shard], vocab_size: int = VOCAB_SIZE) -> float:

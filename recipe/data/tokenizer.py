@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import re
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +36,6 @@ _ENCODER_JSON_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256d
 
 # OpenAI's pattern (encoder.py of the gpt2 release), in the possessive form in which tiktoken ships it: same pieces.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# What \s means to tiktoken's regex engine (Unicode White_Space). Python's \s takes \x1c-\x1f as well.
-_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_BEFORE_LAST_SPACE_OF_LONG_RUN = re.compile(f"(?<=[{_SPACE}]{{1000}})(?=[{_SPACE}][^{_SPACE}])")
 
 
 @lru_cache(maxsize=1)
@@ -69,23 +64,19 @@ def encode(text: str) -> np.ndarray:
     A literal "<|endoftext|>" is ordinary text: END_OF_TEXT never comes out. Lone surrogates become U+FFFD.
     """
     try:
-        return _encode(text)
+        return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except UnicodeEncodeError:
         return encode(without_surrogates(text))
     except ValueError:
-        # The regex engine's stack runs out on some 100,000s of spaces before a word. The run's last space belongs to
-        # the word and the others are one piece, so a cut between them changes no token.
-        cuts = [0, *(m.end() for m in _BEFORE_LAST_SPACE_OF_LONG_RUN.finditer(text)), len(text)]
-        return np.concatenate([_encode(text[a:b]) for a, b in pairwise(cuts)])
+        # On some 100,000s of spaces the regex engine's stack runs out, and that of transformers' does not.
+        slower = hf_tokenizer().backend_tokenizer
+        slower.encode_special_tokens = True
+        return np.array(slower.encode(text).ids, np.uint16)
 
 
 def without_surrogates(text: str) -> str:
     """`text` with U+FFFD for each lone surrogate, which JSON may hold and UTF-8 may not."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _encode(text: str) -> np.ndarray:
-    return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
 
 def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:

@@ -6,6 +6,7 @@ python -m recipe.estimate.cost --price_per_hour 1.75
 import argparse
 import math
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,9 @@ PUBLISHED = (
     Speed("A100", 8, 355e6, 0.62, "llm.c"),  # 639 K tokens/s
     Speed("A100", 8, 774e6, 0.64, "llm.c"),  # 308 K tokens/s
     Speed("H100", 8, 1558e6, 0.487, "llm.c"),  # 374 K tokens/s: discussion 677
-    Speed(
-        "H100", 1, 124e6, 0.362, "the scaling journal"
-    ),  # 419 K tokens/s of a PyTorch loop: jjschwartz.github.io/blog/scaling-gpt2
-    Speed("H100", 8, 124e6, 0.329, "the scaling journal"),  # 3.05 M tokens/s
+    # 419 K tokens/s of a PyTorch loop on one, 3.05 M on eight: jjschwartz.github.io/blog/scaling-gpt2
+    Speed("H100", 1, 124e6, 0.362, "the scaling journal"),
+    Speed("H100", 8, 124e6, 0.329, "the scaling journal"),
     # 18 hours for 10 B tokens (its 243 K tokens/s would be 11.4): ducto489.github.io/projects/train-gpt-2-with-tpu
     Speed("TPU V3", 8, 124e6, 0.268, "a Kaggle notebook"),
 )
@@ -61,17 +61,6 @@ def mfu_of(device: str, count: int, parameters: int) -> tuple[float, str]:
     return run.mfu, f"{100 * run.mfu:.1f} % MFU, published by {run.run} for {of}"
 
 
-def training_seconds(flops: float, peak_flops: float, mfu: float) -> float:
-    """Seconds for `flops` in all, on devices whose peaks add up to `peak_flops`, at the MFU `mfu`. Validation, saving
-    and communication come on top."""
-    return flops / (mfu * peak_flops)
-
-
-def price(seconds: float, devices: int, per_hour: float) -> float:
-    """Dollars: each of the devices costs `per_hour`."""
-    return seconds / 3600 * devices * per_hour
-
-
 def cpu_flops(precision: str, size: int = 256) -> float:
     """FLOP/s of this process's threads on the CPU: the best matrix product of one thread in a tenth of a second, times
     their number. (Of several threads the slowest counts, which on a busy machine says nothing.)"""
@@ -87,36 +76,29 @@ def cpu_flops(precision: str, size: int = 256) -> float:
     return threads * 2 * size**3 / best
 
 
-def table(mfu: float | None = None, price_per_hour: float = 0.0) -> list[str]:
-    """Lines for the terminal: each recipe on each device, at `mfu` of its peak (None: what `mfu_of` expects) and
-    dollars an hour of one device."""
-    dollars = f", ${price_per_hour:g} an hour of a device" if price_per_hour else "; --price_per_hour 2 adds dollars"
-    lines = [f"cost       an estimate from published speeds, not measured here{dollars}"]
+def table(price_per_hour: float) -> Iterator[str]:
+    """Lines for the terminal: time and cost of each recipe on each device, at dollars an hour of one device."""
+    yield "cost       an estimate from published speeds, not measured here; without validation, saving, communication"
     for recipe in RECIPES:
         config = parse_config([f"--config={recipe}"])
         tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
         flops = tokens * flops_per_token(config.model, config.data.sequence_length)
         parameters = parameter_count(config.model)
-        lines.append(f"{recipe}, {si(parameters, 'B')} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP")
+        yield f"{recipe}, {si(parameters, 'B')} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP"
         for count, name in TABLE:
-            share, basis = (mfu, f"{100 * mfu:g} % MFU, as given") if mfu else mfu_of(name, count, parameters)
-            hours = training_seconds(flops, count * DEVICES[name].peak, share) / 3600
+            mfu, basis = mfu_of(name, count, parameters)
+            hours = flops / (mfu * count * DEVICES[name].peak) / 3600
             time_ = f"{hours:6.1f} h   " if hours < 48 else f"{hours / 24:6.1f} days"
-            cost = f"  ${price(3600 * hours, count, price_per_hour):,.0f}" if price_per_hour else ""
+            dollars = f"  ${hours * count * price_per_hour:,.0f}" if price_per_hour else ""
             used = plural(round(count * hours), "device-hour")
-            lines.append(f"  {f'{count} x {name}':12} {time_} {used:>17}{cost}  at {basis}")
-    return lines
+            yield f"  {f'{count} x {name}':12} {time_} {used:>17}{dollars}  at {basis}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints time and cost of GPT-2's sizes on several devices; returns the exit code."""
     parser = argparse.ArgumentParser(description="Time and cost of training GPT-2's sizes.", allow_abbrev=False)
-    parser.add_argument("--mfu", type=float, help="share of a device's peak (default: that of published runs)")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device")
-    args = parser.parse_args(argv)
-    if not ((args.mfu is None or 0 < args.mfu <= 1) and args.price_per_hour >= 0):
-        parser.error("--mfu is a share above 0 and at most 1, --price_per_hour not negative")
-    print("\n".join(table(args.mfu, args.price_per_hour)))
+    print("\n".join(table(parser.parse_args(argv).price_per_hour)))
     return 0
 
 

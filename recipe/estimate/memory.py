@@ -4,7 +4,7 @@ from recipe.config import BatchPlan, Config, ModelConfig
 from recipe.optim.muon import share_of
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
-ACCURACY = 0.1  # of memory_estimate
+ACCURACY = 0.25  # of memory_estimate, for any model
 HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what memory_estimate does not count
 
 
@@ -76,20 +76,13 @@ def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -
 def memory_estimate(
     config: Config, batch: BatchPlan, *, precision: str, sharding: str = "", compiled: bool = False
 ) -> int:
-    """Bytes that the allocator of a device holds at the peak of a step, to within a tenth.
+    """Bytes that the allocator of a device holds at the peak of a step: within a tenth of it for the recipes that ship,
+    within a quarter for other models.
 
-    The largest of three moments, each beside `state_bytes` (n tokens, D wide, V the vocabulary, w bytes a number):
-
-    - the loss, when all blocks' tensors for backward are kept: 36 n D a block in 16 bits and 64 n D in fp32, since
-      CUDA's autocast keeps layer norm's input and output in fp32; compiled 32 n D and 64 n D; with checkpointing only
-      the block's input. In 16 bits also 2 bytes a weight of autocast's copies. The logits take 12 n V (in fp32:
-      log-softmax, its gradient and the gradient of its result), compiled or fused w n V, in chunks what
-      next_token_loss holds;
-    - the first block's backward, with the gradient of the head waiting for that of the embedding, which it shares;
-    - compiled, the end of backward: all its gradients come out at once, beside those that they are added to. DDP
-      compiles bucket by bucket.
-
-    Muon's update (`update_bytes`), or under FSDP HellaSwag or a sample, which hold the whole weights, may take more.
+    The largest of three moments, each beside `state_bytes` and what is kept for backward: the loss, the first block's
+    backward, and, compiled, the end of backward, where all its gradients come out at once beside those that they are
+    added to (DDP compiles bucket by bucket). Muon's update (`update_bytes`), or under FSDP HellaSwag or a sample, which
+    hold the whole weights, may take more.
 
     Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
     allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
@@ -98,46 +91,39 @@ def memory_estimate(
     """
     model, run = config.model, config.run
     N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, model.vocab_size
-    n = batch.micro // batch.devices * config.data.sequence_length
-    half = precision in ("bf16", "fp16")
-    native = half and sharding.startswith("fsdp" if precision == "bf16" else "zero")  # without autocast
+    n = batch.micro // batch.devices * config.data.sequence_length  # tokens
+    half, checkpointed = precision in ("bf16", "fp16"), bool(run.gradient_checkpointing)
+    autocast = half and not sharding.startswith("fsdp" if precision == "bf16" else "zero")
     compiled = compiled and not sharding.startswith("fsdp")  # which compiles blocks, whose tensors are counted alike
-    w = 2 if half else 4
-    stream = 2 if precision == "bf16" or native else 4  # of the residual stream
-    casts = 2 * (N - (V + model.n_positions) * D) if half and not native else 0
-    block = n * ((32 if compiled or native else 36) * D if half else 64 * D) + 4 * n * (model.n_head + 4)
-    block += 2 * n * D * (model.dropout > 0)  # masks
-    kept = L * (n * D * stream if run.gradient_checkpointing else block)
-    held_casts = 0 if run.gradient_checkpointing else casts
-    last = n * D * ((2 if compiled else 6) if half else 8)
-    head = w * V * D  # its 16-bit copy, or the padded one
+    w = 2 if half else 4  # bytes a number
 
-    if run.loss_chunk_size:  # the gradients of the head; a chunk's softmax while the one before is not dropped yet
-        c = min(run.loss_chunk_size, n)
-        fp32 = 4 * V * D
-        chunk = max(c * V * ((4 + w) + (4 + w + w if c < n else 0)), c * V * (4 + 2 * w) + w * V * D)
-        forward = (casts if not compiled or not run.gradient_checkpointing else 0) + head + fp32 + chunk
-        loss = last + n * D * w + max(forward, held_casts + 2 * fp32 + head)
+    # A block keeps 16 numbers a token and channel; CUDA's autocast keeps layer norm's input and output in fp32.
+    block = n * D * ((36 if autocast and not compiled else 32) if half else 64)
+    stream = n * D * (2 if precision == "bf16" or (half and not autocast) else 4)  # the input of a block
+    kept = L * (stream if checkpointed else block)
+    casts = 2 * 12 * L * D * D if autocast else 0  # autocast's copies of the weights, kept until they are used
+    head = w * V * D
+    if run.loss_chunk_size:  # a chunk's softmax while the one before is not dropped yet, and the head's gradient
+        chunk = min(run.loss_chunk_size, n)
+        logits = chunk * V * ((8 if chunk < n else 4) + 2 * w) + 4 * V * D + head
     elif compiled or run.fused_loss:
-        loss = last + held_casts + head + w * n * V + w * V * D
+        logits = n * V * w + head
     else:
-        loss = last + held_casts + head + 12 * n * V
-    if run.gradient_checkpointing and half and not (compiled or run.fused_loss or run.loss_chunk_size):
-        loss = max(loss, last + casts + head + 10 * n * V)  # still in the forward, where autocast holds its copies
+        logits = 12 * n * V  # log-softmax, its gradient and the gradient of its result, in fp32
+    loss = head + logits + n * D * (2 if compiled else 8) + (0 if checkpointed and compiled else casts)
 
-    in_block = 18 * n * D * w // 2 + (block + casts // L if run.gradient_checkpointing else 0)
-    backward = held_casts + in_block + 4 * V * D
-    end = (4 + (w if compiled else 4)) * V * D + in_block - kept
+    # The gradient of the head waits for that of the embedding, which it shares.
+    in_block = 9 * n * D * w + 4 * V * D + (block if checkpointed else 0)
+    backward = in_block + (0 if checkpointed else casts)
     if compiled and (batch.world_size == 1 or sharding):
-        end += (2 if native else 4) * N
-
-    state = state_bytes(config, batch.world_size, sharding, precision)
+        backward = max(backward, (4 if autocast or not half else 2) * N + in_block - kept)
     if batch.world_size == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
-        loss, backward = loss - 4 * N, backward - 4 * N
-        end -= 4 * V * D + 4 * N * compiled
+        kept -= 4 * N
+
     evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
     whole = 4 * (N - N // batch.world_size) if evaluates else 0  # the weights, while there are no gradients
-    return state + max(kept + max(loss, backward, end), whole, update_bytes(config, batch.world_size, precision))
+    state = state_bytes(config, batch.world_size, sharding, precision)
+    return state + max(kept + max(loss, backward), whole, update_bytes(config, batch.world_size, precision))
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from recipe.checkpoint.format import checkpoints
-from recipe.config import AUTO, BatchPlan, Config, batch_arithmetic
+from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes, update_bytes
@@ -29,51 +29,30 @@ logger = logging.getLogger(__name__)
 
 USEFUL = 8 * 1024  # tokens: a micro-batch that keeps a GPU busy, unless a device's share of the step is smaller
 UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
-# Fields that decide what a step takes: a checkpoint of the same ones, on the same engine, tells the size.
-_SAME = (
-    *("n_layer", "n_head", "n_embd", "n_positions", "dropout", "sequence_length", "total_batch_tokens"),
-    *("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size"),
-    "fused_loss",
-)
-
-
-def largest(
-    sizes: list[int], budget: float, estimate: Callable[[int], int], peak_of: Callable[[int], int | None]
-) -> tuple[int, int] | None:
-    """The largest of `sizes` (ascending) that takes at most `budget` bytes, with what it takes; None where the first
-    takes more. `peak_of(size)` measures, and returns None where memory ran out; what is estimated beyond the estimate's
-    accuracy is not tried."""
-    for size in reversed(sizes):
-        if estimate(size) <= (1 + ACCURACY) * budget or size == sizes[0]:
-            peak = peak_of(size)
-            if peak is not None and peak <= budget:
-                return size, peak
-    return None
+# Of one run, the fields that may change and decide what a step takes.
+_SAME = ("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size", "fused_loss")
 
 
 def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
-    They are those of the run's newest checkpoint if the run is the same on the same devices; else those of trial
+    They are those of the run's newest checkpoint if a step takes the same on the same devices; else those of trial
     steps, or of the estimate in a dry run and under ZeRO-2, 3 and FSDP; or UNMEASURED, with gradient checkpointing,
     where the device's memory is not known. A collective call. Raises UserError where not even a micro-batch of 1 fits.
     """
     given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if given != AUTO and switch != "auto":
         return config, ""
-    batch = batch_arithmetic(config, engine.world_size, engine.devices)
-    ones = batch_arithmetic(_with(config, AUTO, switch), engine.world_size, engine.devices)
-    share = ones.accumulation  # sequences a device and step
-    sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [batch.micro // engine.devices]
-    known = engine.memory is not None and (hardware.free_memory(engine.device) or config.run.dry_run)
+    share = batch_arithmetic(_with(config, 1, switch), engine.world_size, engine.devices).accumulation
+    sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [min(given, share)]
     earlier = engine.broadcast_object(_of_checkpoint(config, engine) if engine.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
-    elif not known:
+    elif engine.memory is None or not (hardware.free_memory(engine.device) or config.run.dry_run):
         size = max((n for n in sizes if n <= UNMEASURED), default=sizes[0])
         checkpointing, why = bool(switch), "auto tries what fits on a GPU, and takes this elsewhere"
     else:
-        size, checkpointing, why = _chosen(config, engine, ones, sizes)
+        size, checkpointing, why = _chosen(config, engine, sizes)
     how = f", with{'' if checkpointing else 'out'} gradient checkpointing" if switch == "auto" else ""
     line = f"micro      {plural(size, 'sequence')} a device{how}: {why}"
     return _with(config, size, checkpointing), line
@@ -81,67 +60,64 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
 
 def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
     optimizer = dataclasses.replace(config.optimizer, micro_batch_size=size)
-    return dataclasses.replace(
-        config, optimizer=optimizer, run=dataclasses.replace(config.run, gradient_checkpointing=checkpointing)
-    )
+    run = dataclasses.replace(config.run, gradient_checkpointing=checkpointing)
+    return dataclasses.replace(config, optimizer=optimizer, run=run)
 
 
-def _chosen(config: Config, engine: Engine, ones: BatchPlan, sizes: list[int]) -> tuple[int, bool, str]:
+def _chosen(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, bool, str]:
     """One of `sizes`, whether with gradient checkpointing, and how both were found. Raises UserError."""
-    given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
+    switch = config.run.gradient_checkpointing
     if switch == "auto":
         useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] or sizes[-1:]
-        size, why = _fitting(_with(config, given, False), engine, ones, useful, likely=True)
+        size, why = _fitting(_with(config, useful[0], False), engine, useful)
         if size:
             return size, False, why
-        if given != AUTO:
+        if config.optimizer.micro_batch_size != AUTO:
             return sizes[0], True, "without it a step does not fit"
-    size, why = _fitting(_with(config, given, bool(switch)), engine, ones, sizes)
+    size, why = _fitting(_with(config, sizes[0], bool(switch)), engine, sizes)
     if not size:
         raise UserError(f"not even one sequence per device fits: {why}. {REMEDIES}")
     return size, bool(switch), why
 
 
-def _fitting(
-    config: Config, engine: Engine, ones: BatchPlan, sizes: list[int], *, likely: bool = False
-) -> tuple[int, str]:
-    """The largest of `sizes` that fits the devices of all processes, 0 where none does, and how it was found; `ones` is
-    the batch of a micro-batch of 1. With `likely` only those are tried that may fit by the estimate."""
-    total, free, kind = engine.memory, hardware.free_memory(engine.device), engine_kind(config, engine)
-    dry = config.run.dry_run
-    budget = HEADROOM * (total if dry else min(free, total))
+def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str]:
+    """The largest of `sizes` (ascending) that fits the devices of all processes, 0 where none does, and how it was
+    found. What is estimated to take more than the memory by more than the estimate's accuracy is not tried."""
+    dry, free = config.run.dry_run, hardware.free_memory(engine.device)
+    budget = HEADROOM * (engine.memory if dry else min(free, engine.memory))
 
     def estimate(size: int) -> int:
-        return memory_estimate(config, _of_size(ones, size), **kind)
+        batch = batch_arithmetic(
+            _with(config, size, config.run.gradient_checkpointing), engine.world_size, engine.devices
+        )
+        return memory_estimate(config, batch, **engine_kind(config, engine))
 
     # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
     can_try = free and engine.sharding in ("", "zero1") and not (engine.sharding and engine.precision == "fp16")
-    tried = [n for n in sizes if estimate(n) <= (1 + ACCURACY) * budget] if likely else sizes
+    likely = [size for size in reversed(sizes) if estimate(size) <= (1 + ACCURACY) * budget]
+    fits, peak = 0, 0
     if dry or not can_try:
-        best = largest(tried, budget, estimate, estimate)
-        how = "an estimate; the run itself tries it" if can_try else "an estimate"
-    else:
-        best = None
-        if tried:  # or a model would be compiled for nothing
-            logger.info("micro      trying how many sequences a device holds at once")
-            with trials(config, engine) as peak_of:
-                best = largest(tried, budget, estimate, peak_of)
+        fits = next((size for size in likely if estimate(size) <= budget), 0)
+        how, peak = "an estimate; the run itself tries it" if can_try else "an estimate", estimate(fits or 1)
+    elif likely:  # or a model would be compiled for nothing
         how = "the peak of a trial step"
-    own, peak = best or (0, 0)
-    size = next((n for n in reversed(sizes) if not engine.anywhere(own < n)), 0)
+        logger.info("micro      trying how many sequences a device holds at once")
+        with trials(config, engine) as peak_of:
+            for size in likely:
+                peak = peak_of(size)
+                if peak is not None and peak <= budget:
+                    fits = size
+                    break
+    size = next((size for size in reversed(sizes) if not engine.anywhere(fits < size)), 0)
     if not size:
-        return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(total)} may be used"
-    why = f"{gb(peak)} of {gb(total)}, {how}"
-    return size, why if own == size else f"all that fit another process ({why} would be those of {own} here)"
+        return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(engine.memory)} may be used"
+    return size, f"{gb(peak)} of {gb(engine.memory)}, {how}" if fits == size else "all that fit another process"
 
 
 def engine_kind(config: Config, engine: Engine) -> dict:
     """The arguments of memory_estimate that the engine decides."""
-    return {
-        "precision": engine.precision,
-        "sharding": engine.sharding,
-        "compiled": config.run.torch_compile and not engine.no_compile,
-    }
+    compiled = config.run.torch_compile and not engine.no_compile
+    return {"precision": engine.precision, "sharding": engine.sharding, "compiled": compiled}
 
 
 @contextmanager
@@ -177,11 +153,6 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
             torch.compiler.reset()  # or the run's model would be compiled beside this one
             gc.collect()
             hardware.reset_peak_memory(engine.device)
-
-
-def _of_size(ones: BatchPlan, size: int) -> BatchPlan:
-    """The batch with micro-batches of `size` a device, from that of 1."""
-    return dataclasses.replace(ones, micro=size * ones.devices, accumulation=ones.accumulation // max(1, size))
 
 
 def _of_checkpoint(config: Config, engine: Engine) -> tuple[int, bool] | None:

@@ -10,7 +10,7 @@ from recipe.config import BLOCK, ROOT, BatchPlan, Config, data_sets
 from recipe.data.mixed import Dataset
 from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
-from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of, training_seconds
+from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
 from recipe.estimate.memory import (
     HEADROOM,
     REMEDIES,
@@ -115,7 +115,7 @@ def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
     else:
         why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
         return f"time       {why} is not known; the progress shows it after the first steps"
-    return f"time       about {duration(training_seconds(flops, peak, mfu))} {basis}"
+    return f"time       about {duration(flops / (peak * mfu))} {basis}"
 
 
 def summarize(config: Config, result: Result, train: Dataset, val: Dataset) -> ExitCode:

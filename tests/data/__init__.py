@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from recipe.config import DataConfig
 from recipe.data.shards import OpenShard, find_shards, read_shard
@@ -19,6 +21,18 @@ def write_jsonl(path, texts=DOCUMENTS, opener=open):
     with opener(path, "wb") as file:
         for text in texts:
             file.write(json.dumps({"id": 1, "text": text}).encode() + b"\n")
+    return path
+
+
+def write_tokens(path, texts=DOCUMENTS, **options):
+    """The texts as a column of GPT-2's tokens, as nvidia/ClimbMix has it; some with end-of-text at one of the ends."""
+    rows = [encode(text).tolist() for text in texts]
+    rows = [[END_OF_TEXT] * (i % 3 == 1) + row + [END_OF_TEXT] * (i % 3 == 2) for i, row in enumerate(rows)]
+    table = pa.table({"tokens": rows, "token_count": list(map(len, rows))})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, **options)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
     return path
 
 

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 
 from recipe.config import DataConfig
 from recipe.data.dataset import TokenDataset
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 from recipe.data.shards import find_shards
-from recipe.data.streaming.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
 from tests.data import TEXT
 
 T, BATCH = 32, 8

@@ -61,17 +61,6 @@ def test_each_epoch_has_every_window_once_in_its_own_order(three):
     assert other.rows(0, 0, B).tolist() != stream[:B]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("micro", [1, 2, 4, 8])
-def test_rows_do_not_depend_on_who_asks(three, world_size, micro):
-    B = 32  # more than an epoch in one step
-    for step in (0, 1, 7):
-        whole = TokenDataset(three, T, B, seed=3).rows(step, 0, B)
-        each = [TokenDataset(three, T, B, seed=3) for _ in range(world_size)]
-        parts = [each[(lo // micro) % world_size].rows(step, lo, lo + micro) for lo in range(0, B, micro)]
-        assert np.array_equal(np.concatenate(parts), whole)
-
-
 def test_the_order_is_this_one_for_ever(three):
     """A change here changes every run's data: old checkpoints would continue with other batches."""
     data = TokenDataset(three, T, 6, seed=1337)

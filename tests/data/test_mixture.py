@@ -15,7 +15,7 @@ from eval.report import summarize, write_report
 from recipe.config import DataSet, data_sets, parse_config
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import MixedDataset, dealt, windows_before
-from recipe.data.prepare.pipeline import main as prepare
+from recipe.data.prepare import main as prepare
 from recipe.data.shards import Shard
 from recipe.hub.model_card import model_card
 from tests import processes

@@ -10,7 +10,7 @@ import pytest
 from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
@@ -136,7 +136,7 @@ def test_characters_are_not_trained_on_as_tokens(here):
 def test_a_directory_of_directories_of_shards_is_no_text(here):
     write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
     opened("--dataset_name=d.jsonl")
-    with pytest.raises(UserError, match=r"data holds directories of shards; name one of them, such as data/d-"):
+    with pytest.raises(UserError, match=r"dataset_name data: none of its files are read"):
         opened("--dataset_name=data")
 
 

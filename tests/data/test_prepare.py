@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import itertools
+import json
 import lzma
 import os
 import re
@@ -17,13 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data import shards
-from recipe.data.hub import Retries
-from recipe.data.prepare.pipeline import alone_in, main, must_prepare, prepare
+from recipe.data.hub import HubRepository
+from recipe.data.prepare import alone_in, main, must_prepare, prepare
 from recipe.data.shards import Manifest, find_shards
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from tests.conftest import ROOT
-from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl
+from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl, write_tokens
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,22 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
         write_jsonl(text, opener=OPENERS[kind.split(".")[-1]])
     prepare(data_of(text, tmp_path / "out", shard_tokens=3000), threads=1)
     assert contents(tmp_path / "out") == reference.contents
-    skipped = {"directory": "2 files are not read: README.md, b.csv", "glob": "1 files are not read: b.csv"}
+    skipped = {"directory": "not read: README.md, b.csv", "glob": "not read: b.csv"}
     assert skipped.get(kind, "") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tokens.parquet", "tokens.jsonl"])
+def test_a_column_of_tokens_gives_the_bytes_of_its_text(reference, tmp_path, name):
+    """Whether or not its documents begin or end with end-of-text."""
+    tokens = write_tokens(tmp_path / name)
+    prepare(data_of(tokens, tmp_path / "out", shard_tokens=3000, text_column="tokens"))
+    assert contents(tmp_path / "out") == reference.contents
+    for column, message in (("text", "no column 'text'; there are: tokens"), ("token_count", "holds int, neither")):
+        with pytest.raises(UserError, match=message):
+            prepare(data_of(tokens, tmp_path / "other", text_column=column))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"ids": [17, 50257]}))
+    with pytest.raises(UserError, match=r"column 'ids' holds token 50257, .* gpt2 ends at 50256; set tokenizer"):
+        prepare(data_of(tmp_path / "other.jsonl", tmp_path / "other", text_column="ids"))
 
 
 def test_text_files_are_one_document_each(tmp_path):
@@ -210,12 +225,12 @@ def test_patience_with_the_hub_ends(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    retries = Retries("train_text a/b")
+    hub = HubRepository("train_text a/b", "a/b", None)
     with pytest.raises(UserError, match="train_text a/b: no such local file, and the Hub reports ConnectionError"):
-        retries.failed(ConnectionError("gone"))
-    retries.success()
+        hub.wait_after(ConnectionError("gone"))
+    hub.succeeded()
     with pytest.raises(UserError, match="train_text a/b: the Hub, which answered before, reports PermissionError: no"):
-        any(map(retries.failed, itertools.repeat(PermissionError("no"))))
+        any(map(hub.wait_after, itertools.repeat(PermissionError("no"))))
     assert 900 < clock[0] <= 960
 
 
@@ -224,14 +239,13 @@ def test_patience_with_the_hub_ends(monkeypatch):
     [
         ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not JSON"),
         ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object per line"),
-        ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, not text"),
+        ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, neither text nor a list of token ids"),
         ("d.jsonl", b'{"title": "a", "body": "b"}\n', r"no column 'text'; there are: title, body.*--text_column"),
-        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz: cannot be read .*whole"),
-        ("d.parquet", b"nonsense", r"d\.parquet: not a parquet file"),
-        ("d.txt", b"caf\xe9", r"d\.txt: cannot be read .*UTF-8"),
-        ("d.txt.xz", lzma.compress(b"text" * 9000)[:-20], r"d\.txt\.xz: cannot be read"),
-        ("d.txt.zst", b"nonsense", r"d\.txt\.zst: cannot be read"),
-        ("d.py", b"import os", r"d\.py is a program that would make the text, and is not run"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz cannot be read .*whole"),
+        ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
+        ("d.txt", b"caf\xe9", r"d\.txt cannot be read .*UTF-8"),
+        ("d.txt.xz", lzma.compress(b"text" * 9000)[:-20], r"d\.txt\.xz cannot be read"),
+        ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
         ("d.txt", b"", "holds no text"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         ("d.txt", b"a few words", r"val_fraction 0\.1 of 4 tokens leaves none for one of the splits; raise it to 0\.5"),
@@ -266,11 +280,8 @@ def test_the_command(reference, tmp_path, capsys):
 
 
 def test_a_run_on_a_hub_data_set_names_the_command_that_prepares_it(tmp_path):
-    hub = data_of("a/b", tmp_path / "new", dataset_config="sub", val_fraction=0.5)
-    wanted = (
-        r"first run: python -m recipe\.data\.prepare --train_text a/b .* --dataset_config sub --val_fraction 0\.5\n"
-    )
-    with pytest.raises(UserError, match=wanted):
+    hub = data_of("a/b", tmp_path / "new")
+    with pytest.raises(UserError, match=r"first run python -m recipe\.data\.prepare with the same flags"):
         must_prepare(hub)
 
 
@@ -282,7 +293,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     write_jsonl(tmp_path / "many.jsonl", [TEXT[i : i + 20_000] for i in range(2000)])
     for name in ("one.txt", "many.jsonl"):
         code = (
-            "import sys; from recipe.data.prepare.pipeline import main\n"
+            "import sys; from recipe.data.prepare import main\n"
             "assert main(sys.argv[1:]) == 0\n"
             "print(open('/proc/self/status').read())"
         )

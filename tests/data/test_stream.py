@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.data.prepare.producer import TextProducer
+from recipe.data import stream as module
+from recipe.data.builder import STATUS, Builder, write_json
+from recipe.data.producer import TextProducer
 from recipe.data.shards import Manifest, find_shards
-from recipe.data.streaming import stream as module
-from recipe.data.streaming.builder import Builder
-from recipe.data.streaming.status import STATUS, write_json
-from recipe.data.streaming.stream import BuilderProcess, Waiting
+from recipe.data.stream import BuilderProcess, Waiting
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.data.prepare.documents import LONGEST_PIECE, PIECE, in_pieces
+from recipe.data.documents import LONGEST_PIECE, PIECE, in_pieces
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, GPT2Tokenizer, encode, encoding, hf_tokenizer
 from tests.conftest import SHAKESPEARE
 

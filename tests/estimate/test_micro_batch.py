@@ -9,30 +9,10 @@ from safetensors.torch import load_file
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_engine
 from recipe.estimate.memory import parameter_count
-from recipe.estimate.micro_batch import largest, micro_batch
+from recipe.estimate.micro_batch import micro_batch
 from recipe.utils.errors import UserError
 from tests import processes as programs
 from tests.conftest import TINY, by_step, environment, flags, launch, run_train
-
-
-@pytest.mark.parametrize(
-    ("fixed", "slope", "tried"),
-    [
-        (100, 50, [4]),  # as estimated: the first trial confirms it
-        (100, 54, [4, 2]),  # more: down
-        (1000, 1, [4, 2, 1]),
-    ],
-)
-def test_the_search_tries_few_sizes_and_takes_the_largest_that_fits(fixed, slope, tried):
-    peaks = {}
-
-    def peak_of(size: int) -> int | None:
-        peaks[size] = fixed + slope * size
-        return peaks[size] if peaks[size] < 1000 else None  # memory runs out
-
-    found = largest([1, 2, 4, 8, 16, 32], 310, lambda size: 100 + 50 * size, peak_of)
-    assert list(peaks) == tried
-    assert found == ((tried[-1], peaks[tried[-1]]) if fixed == 100 else None)
 
 
 def test_auto_is_a_field_like_any_other(tmp_path):

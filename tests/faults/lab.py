@@ -14,7 +14,7 @@ import psutil
 
 from recipe.checkpoint.format import checkpoints, step_of, verify
 from recipe.config import DataConfig
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, SHAKESPEARE, TINY, environment, flags, metrics
 

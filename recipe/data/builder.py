@@ -1,8 +1,8 @@
 """The process that makes a streamed run's shards: a few ahead of those who read them, within a disk budget.
 
 stream.py starts one on each node. Its standard input holds a line with its job, as JSON, and is closed when the process
-that started it ends, however that ends; then this one ends too. It reads in .reader-RANK which shard each reader is at,
-and writes into .builder.json what it is doing.
+that started it ends, however that ends; then this one ends too. The two and the readers tell one another in small files
+beside the shards where they are.
 """
 
 from __future__ import annotations
@@ -18,16 +18,36 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipe.config import DataConfig
-from recipe.data.prepare.pipeline import alone_in
-from recipe.data.prepare.producer import TextProducer
-from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
-from recipe.data.streaming.download import HubProducer
-from recipe.data.streaming.status import POLL, STATUS, read_json, reader_path, write_json
+from recipe.data.download import producer_of
+from recipe.data.prepare import alone_in
+from recipe.data.shards import Manifest
 from recipe.utils.errors import UserError
+from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
+from recipe.utils.redaction import redacted
 
+STATUS = ".builder.json"  # {"state": what the builder is doing, "opened": readers can begin, "error": why it ended}
+POLL = 0.1  # seconds
 _AHEAD = 8  # shards, counted from the one that is read
 _BETWEEN_REPORTS = 0.5  # seconds
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Replaces a file as a whole, without waiting for the disk, and without what is secret."""
+    replace_file(path, json.dumps(redacted(values)).encode(), flush=False)
+
+
+def read_json(path: Path) -> dict:
+    """Empty where there is no such file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def reader_path(out: Path, rank: int) -> Path:
+    """Where a reader, by its rank on this node, writes {"shard"} that it is at, counted over all epochs."""
+    return out / f".reader-{rank}"
 
 
 class Builder:
@@ -36,7 +56,7 @@ class Builder:
     def __init__(self, data: DataConfig, readers: int):
         """Raises UserError for what cannot be streamed."""
         self.data, self.out, self.readers, self.status = data, Path(data.dataset_name), readers, {}
-        self.producer = (HubProducer if data.train_text.startswith("hf://") else TextProducer)(data, self.out)
+        self.producer = producer_of(data)
         if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start that are for "
@@ -47,8 +67,8 @@ class Builder:
         """Makes shards until the process is ended. Raises UserError."""
         self.manifest = self.producer.open(commit, earlier)
         self._make(self.producer.make_validation(), "the validation shards")
-        val = sum(HEADER_BYTES + e["tokens"] * DTYPE.itemsize for e in self.manifest.of("val"))
-        train = sum(self.producer.bytes_of(i) for i in self._here())
+        val = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
+        train = sum(map(self.producer.bytes_of, self._here()))
         affordable = val + train + shutil.disk_usage(self.out).free * 9 // 10
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
         if (least := val + 2 * self.producer.largest) > budget:
@@ -81,7 +101,8 @@ class Builder:
 
     def _here(self) -> set[int]:
         """The training shards on the disk."""
-        return {i for i, entry in enumerate(self.manifest.of("train")) if (self.out / entry["file"]).exists()}
+        train = self.manifest.of("train")
+        return set(range(len(train))).difference(self.producer.missing(train))
 
     def _next_shard(self, budget: int) -> int | None:
         """The nearest shard ahead of the readers that is not here, once there is room for it; None: nothing to do yet.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -23,12 +22,13 @@ from tqdm import tqdm
 
 from recipe.config import DataConfig, data_sets, parse_config
 from recipe.config.catalog import TEXT_SUFFIXES, kinds_of_text
-from recipe.data.prepare.documents import TextFiles
-from recipe.data.prepare.producer import TextProducer
+from recipe.data.documents import TextFiles
+from recipe.data.producer import TextProducer
 from recipe.data.shards import Manifest
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
+from recipe.utils.units import plural, some
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,9 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
     with alone_in(out):
         manifest = producer.open()
         continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
-        logger.info("data       tokenizing %s into %s%s", producer.text, out, continuing)
-        if skipped := producer.text.skipped:
-            some = ", ".join(path.name for path in skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-            logger.info("data       %d files are not read: %s (text is %s)", len(skipped), some, kinds_of_text())
+        logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
+        if skipped := some(path.name for path in producer.source.skipped):
+            logger.info("data       not read: %s (text is %s)", skipped, kinds_of_text())
         start = time.monotonic()
         with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
             made = sum(bar.update(tokens) or tokens for tokens in producer.everything())
@@ -103,22 +102,12 @@ def must_prepare(data: DataConfig) -> bool:
     producer = TextProducer(data, Path(data.dataset_name))
     if producer.finished():
         return False
-    if not isinstance(producer.text, TextFiles):
+    if not isinstance(producer.source, TextFiles):
         raise UserError(
-            f"{data.dataset_name}: not prepared yet; first run: {command(data)}\n"
-            "       or pass --streaming true, which tokenizes while the model trains"
+            f"{data.dataset_name}: not prepared yet; first run python -m recipe.data.prepare with the same flags, or "
+            "pass --streaming true, which tokenizes while the model trains"
         )
     return True
-
-
-def command(data: DataConfig) -> str:
-    """The command that prepares what a recipe's data name."""
-    default = vars(DataConfig())
-    ignored = ("train_text", "dataset_name", "val_data", "streaming", "disk_budget_gb", "sequence_length")
-    changed = {k: v for k, v in vars(data).items() if k not in ignored and v != default[k]}
-    flags = {"train_text": data.train_text, "out": data.dataset_name} | changed
-    words = [word for k, v in flags.items() for word in (f"--{k}", str(v))]
-    return shlex.join(["python", "-m", "recipe.data.prepare", *words])
 
 
 @contextmanager
@@ -136,5 +125,8 @@ def alone_in(out: Path, seconds: float = 0) -> Iterator[None]:
 
 def _summary(manifest: Manifest) -> str:
     tokens = ", ".join(f"{manifest.tokens(split):,} {split}" for split in ("train", "val"))
-    documents = f"{manifest.documents:,} document{'' if manifest.documents == 1 else 's'}"
-    return f"{len(manifest.shards)} shards, {tokens} tokens, {documents}"
+    return f"{len(manifest.shards)} shards, {tokens} tokens, {plural(manifest.documents, 'document')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from recipe.config import ROOT, DataConfig
+from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
 from recipe.data.dataset import TokenDataset, check_batch
 from recipe.data.shards import Manifest
-from recipe.data.streaming.status import POLL, STATUS, read_json, reader_path, write_json
 from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class BuilderProcess:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         bars = dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "recipe.data.streaming.builder"],
+            [sys.executable, "-m", "recipe.data.builder"],
             stdin=subprocess.PIPE,
             env=os.environ | bars | {"PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means

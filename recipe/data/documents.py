@@ -1,0 +1,251 @@
+"""Documents and their tokens, of a text on this machine: a .txt file, a line of JSON lines or a row of parquet each.
+
+A column of text is tokenized; one of token ids is read as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe.config.catalog import text_files, text_suffix, unknown_data
+from recipe.data.shards import DTYPE, Manifest
+from recipe.data.tokenizer import GPT2Tokenizer
+from recipe.utils.errors import UserError, reading
+from recipe.utils.files import sha256_of
+
+PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
+LONGEST_PIECE = 1 << 20
+# No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the whole.
+_SAFE_CUT = re.compile(r"\S(?=[ \n])")
+_BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
+_WHOLE = "is it whole, and UTF-8?"
+
+Content = Iterable[str] | np.ndarray  # a text, in parts of any size; or its tokens, (tokens,), uint16
+
+
+@dataclass(frozen=True)
+class Document:
+    """`index` counts the documents of a data set; `content` can be read once. `stream` is {"document", "state"}: a
+    document at or before this one, and the state from which the data set can be read there."""
+
+    index: int
+    content: Content
+    stream: dict | None
+
+    def pieces(self) -> Iterable[str | np.ndarray]:
+        """What a thread tokenizes at once, or the tokens; nothing of an empty document."""
+        if isinstance(self.content, np.ndarray):
+            return [self.content] if len(self.content) else []
+        return in_pieces(self.content)
+
+
+Piece = tuple[Document, str | np.ndarray]
+
+
+class Column:
+    """The column, or key of JSON objects, that holds the documents: as text, or as ids of the run's tokenizer."""
+
+    def __init__(self, name: str, tokenizer: GPT2Tokenizer):
+        self.name, self._tokenizer = name, tokenizer
+
+    def content(self, row: dict, where: str) -> Content:
+        """That of a row, which `where` names; a null is an empty document. Raises UserError where the column is not
+        there, or is neither text nor such ids."""
+        self.check_is_in(row, where)
+        value = row[self.name]
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return (value[lo : lo + LONGEST_PIECE] for lo in range(0, len(value), LONGEST_PIECE))
+        if isinstance(value, list) and all(type(number) is int for number in value):
+            return self._tokens(np.array(value, np.int64), where)
+        raise UserError(
+            f"{where}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; choose "
+            "another text_column"
+        )
+
+    def check_is_in(self, names: Iterable[str], where: str) -> None:
+        """Raises UserError where the column is none of `names`."""
+        if self.name not in names:
+            raise UserError(
+                f"{where}: no column {self.name!r}; there are: {', '.join(names)}. Choose with --text_column"
+            )
+
+    def _tokens(self, ids: np.ndarray, where: str) -> np.ndarray:
+        wrong = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
+        if len(wrong):
+            raise UserError(
+                f"{where}: column {self.name!r} holds token {wrong[0]}, and the vocabulary of tokenizer "
+                f"{self._tokenizer.name} ends at {self._tokenizer.vocab_size - 1}; set tokenizer to the one that made "
+                "these ids, or choose a text_column of text"
+            )
+        # End-of-text at either end separates documents, which `tokenized` does for all.
+        inside = np.flatnonzero(ids != self._tokenizer.end_of_text)
+        return (ids[inside[0] : inside[-1] + 1] if len(inside) else inside).astype(DTYPE)
+
+
+def tokenized(
+    documents: Iterable[Document], tokenizer: GPT2Tokenizer, threads: int | None = None
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Each document that is not empty with its tokens, (tokens,), uint16, of which the first is end-of-text.
+
+    Texts are tokenized on threads, by default one a core, since tokenizers release the GIL.
+    """
+    end_of_text = np.array([tokenizer.end_of_text], DTYPE)
+    pieces = ((document, piece) for document in documents for piece in document.pieces())
+    encoded = _encoded(pieces, tokenizer, threads or os.cpu_count() or 1)
+    for _, group in groupby(encoded, key=lambda pair: pair[0].index):
+        of_document, tokens = zip(*group, strict=True)
+        yield of_document[0], np.concatenate([end_of_text, *tokens])
+
+
+def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) -> Iterator[tuple[Document, np.ndarray]]:
+    """The pieces' tokens in order; a few batches are tokenized ahead."""
+
+    def encode(batch: list[Piece]) -> list[tuple[Document, np.ndarray]]:
+        texts = iter(tokenizer.encode([piece for _, piece in batch if isinstance(piece, str)]))
+        return [(document, next(texts) if isinstance(piece, str) else piece) for document, piece in batch]
+
+    ahead: deque = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for batch in _batches(pieces):
+                ahead.append(pool.submit(encode, batch))
+                if len(ahead) > 2 * threads:
+                    yield from ahead.popleft().result()
+            for future in ahead:
+                yield from future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1])
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
+    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the whole.
+
+    Where 768 Ki characters hold no blank, the cut falls between any two, which may cost a token there.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        while len(text) > LONGEST_PIECE:
+            cut = _cut(text)
+            yield text[:cut]
+            text = text[cut:]
+    while text:
+        cut = _cut(text)
+        yield text[:cut]
+        text = text[cut:]
+
+
+def _cut(text: str) -> int:
+    safe = _SAFE_CUT.search(text, PIECE, LONGEST_PIECE)
+    return safe.end() if safe else min(len(text), LONGEST_PIECE)
+
+
+class TextFiles:
+    """Local files in order, which are never held in memory as a whole."""
+
+    def __init__(self, name: str, column: Column):
+        """`name` is a file, a glob or a directory. `paths` is empty where no text file matches, `skipped` are the files
+        beside them that are not read. Raises UserError for what is there and holds no text file."""
+        self.paths, self.skipped = text_files(name)
+        self.column = column
+        if not self.paths and (self.skipped or Path(name).exists()):
+            raise unknown_data(name, "train_text")
+
+    def __str__(self) -> str:
+        return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
+
+    def identity(self) -> dict:
+        """What the manifest records of the text, by which a change of it is noticed."""
+        return {"files": [_file_identity(path) for path in self.paths], "text_column": self.column.name}
+
+    def newest(self) -> dict:
+        """As HubText's: files on this disk have one version."""
+        return {}
+
+    def pin(self, manifest: Manifest) -> None:
+        """As HubText's."""
+
+    def documents(self, stream: dict | None = None) -> Iterator[Document]:
+        """All documents in order, or those from an earlier document's `stream` on, whose state is a file's number."""
+        index, first = (stream["document"], stream["state"]) if stream else (0, 0)
+        for number, path in enumerate(self.paths[first:], first):
+            here = {"document": index, "state": number} if number else None
+            with reading(path, _WHOLE):
+                for content in self._contents(path):
+                    yield Document(index, content, here)
+                    index += 1
+
+    def _contents(self, path: Path) -> Iterator[Content]:
+        suffix = text_suffix(path)
+        if suffix in (".txt", ".md"):
+            yield _file_chunks(path)
+        elif suffix == ".parquet":
+            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or whole row groups are read
+                self.column.check_is_in(file.schema_arrow.names, str(path))
+                for batch in file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False):
+                    yield from (self.column.content(row, str(path)) for row in batch.to_pylist())
+        else:
+            with _open(path) as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        where = f"{path}, line {number}"
+                        yield self.column.content(_json_object(line, where), where)
+
+
+def _open(path: Path) -> io.BufferedReader | lzma.LZMAFile:
+    """The bytes of a file, decompressed as its name says."""
+    if path.suffix == ".xz":  # which pyarrow cannot read
+        return lzma.open(path)
+    return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)
+
+
+def _json_object(line: bytes, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); expected one object per line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object per line")
+    return row
+
+
+def _file_chunks(path: Path) -> Iterator[str]:
+    # utf-8-sig: a byte-order mark is not of the text. newline="": the model should see the line ends that it has.
+    with reading(path, _WHOLE), _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        while chunk := file.read(LONGEST_PIECE):
+            yield chunk
+
+
+def _file_identity(path: Path) -> dict:
+    status = path.stat()
+    identity = {"name": path.name, "size": status.st_size}
+    if status.st_size <= 1 << 22:  # bytes; small files are often copied, which changes their times
+        return identity | {"sha256": sha256_of(path)}
+    return identity | {"mtime_ns": status.st_mtime_ns}

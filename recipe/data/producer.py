@@ -1,0 +1,300 @@
+"""Text to shards, one after the other: what a preparation does before training, and a stream while the model trains.
+
+The bytes of a shard depend on the text and the settings alone. The manifest, which is replaced after each shard, holds
+where the next one begins, so that a producer killed at any moment continues from its last shard with the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from recipe.config import DataConfig
+from recipe.config.catalog import text_suffix, unknown_data
+from recipe.data.documents import Column, Document, TextFiles, tokenized
+from recipe.data.hub import HubRepository, HubText
+from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, of_tokenizer, open_shard
+from recipe.data.tokenizer import open_tokenizer
+from recipe.utils.errors import UserError
+from recipe.utils.units import some
+
+HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
+# Where in a text a shard begins: in which document, behind how many of its tokens, and Document's `stream`.
+START = {"document": 0, "tokens": 0, "stream": None}
+Run = tuple[dict, np.ndarray]  # tokens of a document, (tokens,), and the position where they begin
+
+
+def open_text(data: DataConfig) -> TextFiles | HubText:
+    """The text that `train_text` names. Raises UserError if it cannot be one."""
+    column = Column(data.text_column, open_tokenizer(data.tokenizer))
+    files = TextFiles(data.train_text, column)
+    if files.paths:
+        return files
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", data.train_text) and not text_suffix(Path(data.train_text)):
+        return HubText(data, column)
+    raise unknown_data(data.train_text, "train_text")
+
+
+class Producer:
+    """Makes the shards of `source` in `out`, in order or, those that the manifest knows already, in any order.
+
+    `wanted` is what a manifest records of the source and the settings, and `val_fraction` the share of the tokens, at
+    the end, that are for validation. `make` is a generator so that its caller can show progress; a shard is finished
+    when it ends.
+    """
+
+    wanted: dict
+    val_fraction: float | None = None
+
+    def __init__(self, data: DataConfig, out: Path, source: TextFiles | HubRepository):
+        """Raises UserError where shards would come among files that are not this recipe's."""
+        self.source, self.out, self.tokenizer = source, out, open_tokenizer(data.tokenizer)
+        if out.is_file():
+            raise UserError(f"{out} is a file, and the shards need a directory; name another one")
+        if out.is_dir() and not (out / MANIFEST).exists():
+            others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
+            if others:
+                raise UserError(
+                    f"{out} holds other files ({some(sorted(others), 1)}), and shards are not mixed with them; name an "
+                    "empty or a new directory"
+                )
+
+    def finished(self) -> Manifest | None:
+        """The manifest in `out` if nothing is left to do. Raises UserError for shards of other text or settings."""
+        manifest = Manifest.load(self.out)
+        if not (manifest and manifest.complete):
+            return None
+        self._check_same(manifest)
+        return None if self.missing(manifest.shards) else manifest
+
+    def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
+        """The manifest to continue, which is kept in `self.manifest`: the one in `out`, or the `earlier` one that a
+        checkpoint kept if it knows more of the same shards, since a run may continue on another node or an emptied
+        disk; or a new one. `commit` is the version of a data set on the Hub to begin with, None for the newest. Raises
+        UserError for shards of other text or settings."""
+        manifest = Manifest.load(self.out)
+        if earlier and not self._difference(earlier):
+            manifest = max(manifest or earlier, earlier, key=lambda one: len(one.shards))
+        if manifest and manifest.shards:
+            self._check_same(manifest)
+        else:
+            manifest = self._new_manifest({"commit": commit} if commit else self.source.newest())
+        self.manifest = manifest
+        self.source.pin(manifest)
+        manifest.save(self.out)
+        return manifest
+
+    def _new_manifest(self, version: dict) -> Manifest:
+        raise NotImplementedError
+
+    def _check_same(self, manifest: Manifest) -> None:
+        if was := self._difference(manifest):
+            raise UserError(
+                f"{self.out} holds shards of another text or with other settings: {was}. Delete {self.out} to make "
+                "them again, name another directory, or train on them as they are with --train_text ''"
+            )
+
+    def _difference(self, manifest: Manifest) -> str:
+        """What of the text and the settings is not as the shards of `manifest` were made, or nothing."""
+        found = {**manifest.source, **manifest.options, "tokenizer": manifest.tokenizer}
+        name = next((name for name, value in self.wanted.items() if found.get(name) != value), "")
+        was = f"{name} was {found.get(name)!r}, and is {self.wanted.get(name)!r} now" if name else ""
+        return "the text files differ" if name == "files" else was
+
+    def missing(self, entries: list[dict]) -> list[int]:
+        """Which of these shards are not on the disk."""
+        return [i for i, entry in enumerate(entries) if not (self.out / entry["file"]).exists()]
+
+    def bytes_of(self, number: int, split: str = "train") -> int:
+        """The size of a shard; of one that is not known yet, if it is not the last."""
+        return HEADER_BYTES + self.tokens_of(split, number) * DTYPE.itemsize
+
+    def tokens_of(self, split: str, number: int) -> int:
+        """Tokens of a shard that the manifest knows."""
+        return self.manifest.of(split)[number]["tokens"]
+
+    @property
+    def largest(self) -> int:
+        """The size in bytes of the largest training shard that may come."""
+        return max(self.bytes_of(i) for i in range(len(self.manifest.of("train"))))
+
+    def make_validation(self) -> Iterator[int]:
+        """Makes the validation shards, unless they are here."""
+        for number in self.missing(self.manifest.of("val")):
+            yield from self.make("val", number)
+
+    def make(self, split: str, number: int) -> Iterator[int]:
+        """Makes a shard. Yields the tokens that were added. Raises UserError."""
+        raise NotImplementedError
+
+
+class TextProducer(Producer):
+    """Makes the shards of a text."""
+
+    source: TextFiles | HubText
+
+    def __init__(self, data: DataConfig, out: Path, threads: int | None = None):
+        """`threads` tokenize, by default one a core. Raises UserError where the text cannot be read, or `out` holds
+        something else."""
+        if data.shard_tokens >= 1 << 31:
+            raise UserError(f"shard_tokens {data.shard_tokens}: a shard holds at most {(1 << 31) - 1} tokens")
+        super().__init__(data, out, open_text(data))
+        self._threads, self.shard_tokens = threads, data.shard_tokens
+        # For validation are so many documents at the beginning, or such a share of the tokens at the end, or neither.
+        self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else None)
+        if not (self.val_documents or (data.streaming and data.val_data)):
+            self.val_fraction = data.val_fraction or None
+        self.options = {
+            "val_fraction": self.val_fraction,
+            "val_documents": self.val_documents,
+            "shard_tokens": data.shard_tokens,
+        }
+        self.wanted = {**self.source.identity(), **self.options, "tokenizer": self.tokenizer.digest}
+        self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
+        self._runs: Iterator[Run] = iter(())
+        self._rest: Run | None = None  # what the shard before has left of a document
+        self._documents = 0  # read so far
+
+    def _new_manifest(self, version: dict) -> Manifest:
+        return Manifest({**self.source.identity(), **version}, self.options, **of_tokenizer(self.tokenizer))
+
+    def tokens_of(self, split: str, number: int) -> int:
+        """Also of a shard that is not known yet, if it is not the last. The first one for training is a tenth of
+        `shard_tokens`, so that training can begin while the next is made, and each has twice the tokens of the one
+        before, up to `shard_tokens`."""
+        if number < len(self.manifest.of(split)):
+            return super().tokens_of(split, number)
+        first = max(1, self.shard_tokens // 10)
+        return self.shard_tokens if split == "val" else min(self.shard_tokens, first << min(number, 31))
+
+    @property
+    def largest(self) -> int:
+        """As Producer's; what the text has left is not known."""
+        return HEADER_BYTES + self.shard_tokens * DTYPE.itemsize
+
+    def everything(self) -> Iterator[int]:
+        """Makes what is missing, and yields the tokens that were added. Raises UserError where a split stays empty."""
+        if self.val_fraction and self.manifest.complete:  # where the end begins is known when all was read
+            self.manifest.shards, self.manifest.complete = [], False
+        yield from self.make_validation()
+        for number in self.missing(self.manifest.of("train")):  # which a streamed run has deleted
+            yield from self.make("train", number)
+        while not self.manifest.complete:
+            yield from self.make("train", len(self.manifest.of("train")))
+
+    def make_validation(self) -> Iterator[int]:
+        """Makes the validation shards, unless they are here."""
+        known = self.manifest.of("val")
+        here = not self.missing(known)
+        if not self.val_documents or (here and (self.manifest.of("train") or self.manifest.complete)):
+            return
+        number = len(known) if here else 0
+        while (yield from self.make("val", number)):
+            number += 1
+        if not self.manifest.of("val"):
+            raise UserError(f"{self.source}: holds no text")
+
+    def make(self, split: str, number: int) -> Iterator[int]:
+        """Makes a shard, or finds that the text ends before it. Yields the tokens that were added, and returns whether
+        more of the split may follow. Raises UserError where a shard that the manifest knows comes out different."""
+        known = self.manifest.of(split)[number : number + 1]
+        if self._next != (split, number):
+            self._go_to(split, number)
+        self._next = None  # until this one is finished
+        size, position = self.tokens_of(split, number), START
+        with OpenShard(self.out / f"{split}.part") as shard:
+            while shard.tokens < size and (run := self._rest or next(self._runs, None)):
+                position, tokens = run
+                taken = tokens[: size - shard.tokens]
+                shard.append(taken)
+                position = position | {"tokens": position["tokens"] + len(taken)}
+                self._rest = (position, tokens[len(taken) :]) if len(taken) < len(tokens) else None
+                yield len(taken)
+            ended = shard.tokens < size
+            if shard.tokens or known:
+                self._commit(shard, split, number, position)
+                self.manifest.save(self.out)
+        if not ended:
+            self._next = split, number + 1
+        elif split == "train" and not self.manifest.complete:
+            self._complete()
+        return not ended
+
+    def _complete(self) -> None:
+        if not self.manifest.of("train"):
+            others = " besides the documents for validation; lower val_documents" if self.val_documents else ""
+            raise UserError(f"{self.source}: holds no text{others}")
+        if self.val_fraction:
+            self._hold_out_the_end()
+        self.manifest.documents, self.manifest.complete = self._documents, True
+        self.manifest.save(self.out)
+
+    def _hold_out_the_end(self) -> None:
+        """Divides the last training shards again: the last `val_fraction` of all tokens become validation shards."""
+        tokens, last = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
+        held_out = int(tokens * self.val_fraction)
+        if not 0 < held_out < tokens:
+            raise UserError(
+                f"{self.source}: val_fraction {self.val_fraction} of {tokens:,} tokens leaves none for one of "
+                f"the splits; raise it to {min(0.5, 2 / max(tokens, 4)):.2g} or more, or give more text"
+            )
+        while sum(shard.tokens for shard in last[1:]) >= held_out:
+            del last[0]
+        end = np.concatenate([open_shard(shard) for shard in last])
+        del self.manifest.shards[-len(last) :]
+        self.manifest.save(self.out)  # a producer that is killed from here on makes these shards again
+        for shard in last:
+            shard.path.unlink()
+        for split, rest in (("val", end[-held_out:]), ("train", end[:-held_out])):
+            while len(rest):
+                number = len(self.manifest.of(split))
+                with OpenShard(self.out / f"{split}.part") as shard:
+                    shard.append(rest[: self.tokens_of(split, number)])
+                    self._commit(shard, split, number, START)
+                rest = rest[shard.tokens :]
+
+    def _commit(self, shard: OpenShard, split: str, number: int, position: dict) -> None:
+        path, tokens = self.out / f"{split}_{number:06d}.bin", shard.tokens
+        entries, sha256 = self.manifest.of(split), shard.commit(path)
+        if number == len(entries):
+            entry = {"file": path.name, "split": split, "tokens": tokens, "sha256": sha256, "next": position}
+            self.manifest.shards.append(entry)
+        elif (tokens, sha256) != (entries[number]["tokens"], entries[number]["sha256"]):
+            path.unlink()
+            raise UserError(
+                f"{path}: built again, it differs ({tokens} tokens, {entries[number]['tokens']} before): "
+                f"the text has changed; delete {self.out} and start over with --fresh"
+            )
+
+    def _go_to(self, split: str, number: int) -> None:
+        val, position = self.manifest.of("val"), START
+        if number:
+            position = self.manifest.of(split)[number - 1]["next"]
+        elif split == "train" and self.val_documents and val:  # whose documents come first
+            position = {"document": self.val_documents, "tokens": 0, "stream": val[-1]["next"]["stream"]}
+        self._rest, self._runs = None, self._read(split, position)
+
+    def _read(self, split: str, position: dict) -> Iterator[Run]:
+        """The documents of a split from a position on; none for training that equals one for validation."""
+        held_out: set[bytes] = set()
+        if split == "train" and self.val_documents:
+            val = np.concatenate([open_shard(shard) for shard in self.manifest.shards_in(self.out, "val")])
+            first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
+            held_out = {document.tobytes() for document in np.split(val, first)}
+        for document, tokens in tokenized(self._documents_from(split, position), self.tokenizer, self._threads):
+            if held_out and tokens.tobytes() in held_out:
+                continue
+            start = position["tokens"] if document.index == position["document"] else 0
+            if start < len(tokens):
+                yield {"document": document.index, "tokens": start, "stream": document.stream}, tokens[start:]
+
+    def _documents_from(self, split: str, position: dict) -> Iterator[Document]:
+        for document in self.source.documents(position["stream"]):
+            self._documents = document.index + 1
+            if split == "val" and document.index >= self.val_documents:
+                return
+            if document.index >= position["document"]:
+                yield document
