@@ -42,7 +42,7 @@ PROOF_PYTHON = $(firstword $(wildcard .venv/bin/python) $(PYTHON))
 PROOF_OUT = $(if $(filter-out file,$(origin OUT)),$(OUT),bench)
 PROOF_tests = gpu_tests --minutes 7.5
 PROOF_peers = peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
-PROOF_scoreboard = scoreboard --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
+PROOF_scoreboard = scoreboard --config gpt2 --minutes 8 --seconds 3
 PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
 
 # What tells in a minute whether a change has broken the core.
@@ -131,7 +131,7 @@ push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
 
 ##@ Measure speed
 
-scoreboard: .venv/installed ## what each optimization brings here (ARGS=--quick)
+scoreboard: .venv/installed ## the speed of each optimization, processes, sizes here
 	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
 bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CONFIG)

@@ -28,6 +28,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import GELUTanh, NewGELUActivation
 
+from benchmarks.runs import interleave, times_as_fast
 from eval import common, devices, harness
 from eval import hellaswag as scorer
 from recipe.config import ROOT, DataConfig
@@ -40,20 +41,15 @@ SPEECHES = 20  # of tiny Shakespeare in a document: 932 tokens, about as many as
 
 
 def compare(ways: dict[str, Callable[[], tuple[float, object]]], rounds: int, amount: float, unit: str) -> dict:
-    """Prints each way's rate and how many times as fast it is as the last one: the median of the ratios of turns, and
-    their range. A way returns its seconds and what it found; returns what each found."""
-    seconds = {name: [] for name in ways}
+    """Prints each way's rate and how many times as fast it is as the last one. A way returns its seconds and what it
+    found; returns what each found."""
     found = {name: way()[1] for name, way in ways.items()}  # what is imported, allocated and read once
-    for _ in range(rounds):
-        for name in [*ways, *reversed(ways)]:
-            turn, _ = ways[name]()
-            seconds[name].append(turn)
-            print(f"...        {name:<34} {turn:8.2f} s", flush=True)
-    peer = list(seconds.values())[-1]
-    for name, turns in seconds.items():
-        ratios = [theirs / ours for ours, theirs in zip(turns, peer, strict=True)]
-        times = f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"{name:<34} {amount / statistics.median(turns):>10.2f} {unit}/s {times if turns is not peer else ''}")
+    rates = interleave({name: lambda way=way: amount / way()[0] for name, way in ways.items()}, rounds)
+    *_, peer = rates.values()
+    for name, turns in rates.items():
+        ratio, low, high = times_as_fast(turns, peer)
+        times = f"{ratio:.2f} times ({low:.2f} to {high:.2f})" if turns is not peer else ""
+        print(f"{name:<34} {statistics.median(turns):>10.2f} {unit}/s {times}")
     return found
 
 
@@ -101,19 +97,14 @@ _MAP = """
 import sys, time, datasets
 from recipe.data.tokenizer import hf_tokenizer
 
-datasets.disable_caching()
 datasets.disable_progress_bars()
 tokenizer = hf_tokenizer(max_length=10**9)
 text, cache, processes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 start = time.perf_counter()
+pool = processes if processes > 1 else None
 rows = datasets.load_dataset("json", data_files=text, split="train", cache_dir=cache)
-out = rows.map(
-    lambda batch: {"ids": tokenizer(batch["text"])["input_ids"]},
-    batched=True,
-    remove_columns=["text"],
-    num_proc=processes if processes > 1 else None,
-    load_from_cache_file=False,
-)
+encode = lambda batch: {"ids": tokenizer(batch["text"])["input_ids"]}
+out = rows.map(encode, batched=True, remove_columns=["text"], num_proc=pool, load_from_cache_file=False)
 seconds = time.perf_counter() - start
 lengths = [len(row) for batch in out.iter(1000) for row in batch["ids"]]
 print(seconds, sum(lengths) + sum(length > 0 for length in lengths))
@@ -139,16 +130,16 @@ def hellaswag(argv: list[str]) -> int:
     parser.add_argument("--rows", type=common.positive_int, default=100, help="spread over all 10,042 (default: 100)")
     parser.add_argument("--rounds", type=common.positive_int, default=2, help="of two turns each")
     arguments = parser.parse_args(argv)
-    common.run_main(lambda: _hellaswag(arguments))
+
+    def measure() -> None:
+        harness.require()
+        loaded = common.load(arguments, shared=True) if arguments.model else _random_gpt2(arguments)
+        rows = scorer.load_rows()[:: -(-10042 // arguments.rows)]
+        print(f"{loaded.describe()}, {len(rows)} rows, {torch.get_num_threads()} threads")
+        compare(hellaswag_ways(loaded, rows, arguments.batch_size), arguments.rounds, len(rows), "rows")
+
+    common.run_main(measure)
     return 0
-
-
-def _hellaswag(arguments: argparse.Namespace) -> None:
-    harness.require()
-    loaded = common.load(arguments, shared=True) if arguments.model else _random_gpt2(arguments)
-    rows = scorer.load_rows()[:: -(-10042 // arguments.rows)]
-    print(f"{loaded.describe()}, {len(rows)} rows, {torch.get_num_threads()} threads")
-    compare(hellaswag_ways(loaded, rows, arguments.batch_size), arguments.rounds, len(rows), "rows")
 
 
 def hellaswag_ways(loaded: common.Loaded, rows: list[dict], batch_size: int) -> dict[str, Callable]:

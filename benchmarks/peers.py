@@ -1,86 +1,144 @@
-"""Peers beside our trainer: the same tokens, weights, arithmetic and optimizer, in turns on the same device."""
+"""Command: recipe/train.py beside its peers, which do the same work on the same device, in turns. Writes a table,
+peers.json and peers.png.
+
+    python -m benchmarks peers --rounds 2 --nanogpt DIRECTORY
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
+import time
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import product
+from functools import partial
 from pathlib import Path
 
-from benchmarks.bench_config import BenchConfig, say
-from benchmarks.interleaved import NO_TIME, Void, Worker, compare
-from benchmarks.variants import Variant
+from benchmarks import report
+from benchmarks.runs import Run, Void, device, interleave, shards, times_as_fast, trainer
+from recipe.config import ROOT, parse_config
+from recipe.engine import device as hardware
 from recipe.utils.errors import UserError
 
+COMPARED = 20  # steps whose losses must agree
+# Nats between two runs' losses of a step: of one precision, rounding alone; of two, what bf16 rounds off.
+TOLERANCE, TOLERANCE_OF_ANOTHER_PRECISION = 0.01, 0.05
+OUR_ALLOCATOR = "our allocator"
+Peer = tuple[str, list, dict]  # its name, the words that start it, the fields in which it differs from ours
 
-def contenders(ours: Variant, nanogpt: str = "", on_gpu: bool = False) -> list[Variant]:
-    """What is run beside `ours`: on a GPU itself with the fused loss; transformers' Trainer and model at their best
-    settings, then with less, and nanoGPT's model from a checkout. Raises UserError where there is none."""
-    theirs = ours.but(loss_chunk_size=0, gradient_checkpointing=False)
-    half = ours.precision
-    mode = ours.compile or "default"
+
+def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
+    """transformers' Trainer and model at their best settings, then with less; nanoGPT's model from a checkout; on a GPU
+    recipe/train.py with the fused loss. On a CPU each of the peers twice: with the allocator as it comes, and as our
+    trainer sets it. Raises UserError where there is no checkout."""
+    program = ROOT / "benchmarks/peer.py"
+    loop, compiled = "transformers in a bare loop", {"torch_compile": True}
+    plain = {"torch_compile": False}
     found = [
-        theirs.but(name=f"Trainer, {half}, compiled", kind="hf-trainer", compile="default"),
-        theirs.but(name=f"Trainer, {half}", kind="hf-trainer", compile=""),
-        theirs.but(name=f"transformers in a bare loop, {half}, compiled", kind="hf-loop", compile=mode),
-        theirs.but(name=f"transformers in a bare loop, {half}", kind="hf-loop", compile=""),
+        (f"Trainer, {precision}, compiled", [program, "trainer"], compiled),
+        (f"Trainer, {precision}", [program, "trainer"], plain),
+        (f"{loop}, {precision}, compiled", [program, "transformers"], compiled),
+        (f"{loop}, {precision}", [program, "transformers"], plain),
     ]
-    if half != "fp32":
-        found.append(found[-1].but(name="transformers in a bare loop, fp32", precision="fp32"))
-    if on_gpu:
-        found.insert(0, ours.but(name="recipe/train.py, fused loss", fused_loss=True))
+    if precision != "fp32":
+        found.append((f"{loop}, fp32", [program, "transformers"], plain | {"precision": "fp32"}))
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
-        found.append(theirs.but(name=f"nanoGPT, {half}, compiled", kind="nanogpt", checkout=nanogpt, compile=mode))
-    return found
+        found.append((f"nanoGPT, {precision}, compiled", [program, "nanogpt", f"--nanogpt={nanogpt}"], compiled))
+    if not on_cpu:
+        return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *found]
+    environments = {"as shipped": [], OUR_ALLOCATOR: ["--tuned"]}
+    return [
+        (f"{name}, {environment}", [*words, *options], differs)
+        for name, words, differs in found
+        for environment, options in environments.items()
+    ]
 
 
-def compare_peers(bench: BenchConfig, others: list[Variant], directory: Path) -> Iterator[dict]:
-    """Each of `others` in turns with ours; on a CPU twice, with the allocator as it comes ("as shipped") and as our
-    trainer sets it ("our allocator"); only those whose "name, environment" matches --only.
+def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float) -> dict:
+    """Returns ratio (how many times as fast ours is: the median of neighbors in time), low and high (their range),
+    tokens_per_second and peak_memory_bytes of both, losses_apart (of the first steps, in nats). Raises Void where one
+    fails, or their losses differ by more than `tolerance`."""
+    for run in (peer, ours):
+        run.turn(0, least=COMPARED)
+    losses = ([line["loss"] for line in run.lines[:COMPARED]] for run in (ours, peer))
+    apart = max(abs(x - y) for x, y in zip(*losses, strict=True))
+    if not apart <= tolerance:  # also NaN
+        raise Void(f"losses differ by {apart:.3g} nats")
+    rates = interleave({"ours": partial(ours.turn, seconds), "peer": partial(peer.turn, seconds)}, rounds)
+    ratio, low, high = times_as_fast(rates["ours"], rates["peer"])
+    return {
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "tokens_per_second": rates,
+        "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (ours, peer)],
+        "losses_apart": apart,
+    }
 
-    Yields a dict a peer and environment: name, environment, ratio (how many times as fast ours is), low, high (95 %
-    bootstrap interval), tokens_per_second of both, peak_memory_bytes of both, losses_apart in nats; null where `void`
-    has the reason.
-    """
-    environments = (("as shipped", False), ("our allocator", True)) if bench.on_cpu else (("", True),)
-    with closing(Worker(bench.ours, directory)) as mine:
-        for peer, (environment, tuned) in product(others, environments):
-            name = ", ".join(filter(None, (peer.name, environment)))
-            if not re.search(bench.arguments.only, name):
+
+def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
+    """Yields a dict a peer: name, and what `compare` returns, or a ratio of None and the reason, `void`."""
+    ends = time.monotonic() + 60 * arguments.minutes
+    with closing(Run(trainer(), fields, directory)) as ours:
+        for name, words, differs in peers:
+            row = {"name": name, "void": "", "ratio": None}
+            if time.monotonic() > ends:
+                yield row | {"void": "skipped: the time is up"}
                 continue
-            result = {"name": peer.name, "environment": environment, "void": "", "ratio": None}
-            if bench.timing.up:
-                yield result | {"void": NO_TIME}
-                continue
-            say(f"...        {name}")
-            with closing(Worker(peer.but(tuned=tuned), directory)) as worker:
+            print(f"...        {name}", flush=True)
+            tolerance = TOLERANCE_OF_ANOTHER_PRECISION if "precision" in differs else TOLERANCE
+            ours.pause()
+            with closing(Run(words, fields | differs, directory)) as peer:
                 try:
-                    found = compare(mine, worker, bench.timing)
+                    yield row | compare(ours, peer, arguments.rounds, arguments.seconds, tolerance)
                 except Void as void:
-                    yield result | {"void": str(void)}
-                    continue
-                low, high = found.interval()
-                yield result | {
-                    "ratio": found.ratio,
-                    "low": low,
-                    "high": high,
-                    "tokens_per_second": [1 / found.seconds(0), 1 / found.seconds(1)],
-                    "peak_memory_bytes": [mine.peak_memory, worker.peak_memory],
-                    "losses_apart": found.losses_apart,
-                    "pairs": found.pairs,
-                }
+                    yield row | {"void": str(void)}
 
 
-def lines(results: list[dict]) -> list[str]:
-    """The table."""
-    out = [f"{'ours is faster than':<44} {'':<14} {'times (95 %)':>22} {'losses apart':>13}"]
-    for r in results:
-        if r["ratio"] is None:
-            out.append(f"{r['name']:<44} {r['environment']:<14} VOID: {r['void']}")
-            continue
-        ratio = f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
-        out.append(f"{r['name']:<44} {r['environment']:<14} {ratio:>22} {r['losses_apart']:>13.1e}")
-    return out
+def main(argv: list[str]) -> int:
+    """Compares and returns the exit code. Raises UserError for a mistake of the command line."""
+    on_cpu = device().type == "cpu"
+    arguments = _parser(on_cpu).parse_args(argv)
+    recipe = parse_config([f"--config={arguments.config}"])
+    fields = {
+        "config": recipe.run.config,
+        "precision": arguments.precision or hardware.resolve_precision("auto", cpu=on_cpu),
+        "micro_batch_size": arguments.micro_batch_size,
+        "sequence_length": arguments.sequence_length or recipe.data.sequence_length,
+        "gradient_checkpointing": False,
+    }
+    fields["total_batch_tokens"] = fields["micro_batch_size"] * fields["sequence_length"]
+    peers = contenders(fields["precision"], arguments.nanogpt, on_cpu)
+    peers = [peer for peer in peers if re.search(arguments.only, peer[0])]
+    results = report.circumstances() | report.measured_model(recipe) | fields | {"rows": []}
+    out, rows = Path(arguments.out), results["rows"]
+    with shards() as directory:
+        for row in measure(fields, peers, arguments, directory):
+            rows.append(row)
+            report.write(results, out / "peers.json")
+    print(f"\n{'recipe/train.py is faster than':<58} {'times (range)':>22} {'losses apart':>13}")
+    for r in rows:
+        ratio = f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})" if r["ratio"] else f"VOID: {r['void']}"
+        print(f"{r['name']:<58} {ratio:>22}" + (f" {r['losses_apart']:>13.1e}" if r["ratio"] else ""))
+    names = [(r["name"], report.GRAY if OUR_ALLOCATOR in r["name"] else report.BLUE) for r in rows if r["ratio"]]
+    bars = [(r["ratio"], f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})") for r in rows if r["ratio"]]
+    title = f"recipe/train.py is so many times as fast (median and range), {results['device']}"
+    report.bar_chart(names, {title: bars}, out / "peers.png")
+    return 0
+
+
+def _parser(on_cpu: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", allow_abbrev=False)
+    parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
+    parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the device's best)")
+    parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 64, help="sequences of a step")
+    parser.add_argument("--sequence_length", type=int, default=0, help="tokens a sequence (default: the recipe's)")
+    parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn")
+    parser.add_argument("--minutes", type=float, default=1e4, help="begin no comparison later than this")
+    parser.add_argument("--only", default="", help="peers whose name this regular expression matches")
+    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT to run beside ours")
+    parser.add_argument("--out", default="bench", help="directory of the results")
+    return parser

@@ -1,113 +1,219 @@
-"""The scoreboard: recipe/train.py with one flag after the other, each on top of those before it that are kept."""
+"""Command: the speed of recipe/train.py here: one optimization after the other, micro-batches, processes and sizes.
+Each is a run of its own, timed by its metrics.jsonl. Writes scoreboard.json, .md and .png.
+
+    python -m benchmarks scoreboard --sweep micro_batch_size --sizes gpt2 gpt2-medium gpt2-large gpt2-xl
+    python -m benchmarks scoreboard --merge h100/scoreboard.json cpu/scoreboard.json     several machines in one table
+
+In brackets: what is measured, and not part of the rows below it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bench_config import BenchConfig, Timing, say
-from benchmarks.interleaved import NO_TIME, Void, Worker, compare, rate_of
-from benchmarks.variants import Variant
+import torch
+
+from benchmarks import report
+from benchmarks.published import PUBLISHED, SOURCES
+from benchmarks.runs import Run, Void, device, shards, trainer
+from recipe.config import Config, parse_config
 from recipe.engine import device as hardware
-from recipe.utils.errors import UserError
+from recipe.estimate.cost import cpu_flops
+from recipe.utils.units import si
+
+# Bytes/s to the other GPUs of a node, one direction, by the data sheets; four fifths of it are assumed to be reached.
+NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
+COLUMNS = {  # of the table: key of a row, format
+    "machine": ("machine", "{}"),
+    "setup": ("name", "{}"),
+    "model": ("size", "{}"),
+    "tokens/s": ("tokens_per_second", "{:,.0f}"),
+    "x first": ("gain", "{:.2f}"),
+    "predicted": ("predicted", "{:,.0f}"),
+    "MFU": ("mfu", "{:.1%}"),
+    "memory, GB": ("memory_gb", "{:.2f}"),
+    "source": ("source", "{}"),
+}
+PANELS = {"tokens/s": "tokens a second (logarithmic)", "MFU": "MFU", "memory, GB": "peak memory, GB"}
+COLORS = (report.BLUE, "#d98032", "#4f8f5b", "#8d5a97")
 
 
 @dataclass(frozen=True)
 class Row:
-    """An optimization: the `changes` to the variant of the last row kept, or why this device `cannot` do it.
-
-    `kept`: later rows build on it. What is not kept costs speed here and is there for memory, or for another device.
-    """
+    """A run: the fields in which it differs from the best of the ladder so far, or a size from its recipe."""
 
     name: str
-    changes: dict = field(default_factory=dict)
-    kept: bool = True
-    cannot: str = ""
+    differs: dict
+    kept: bool = False  # by the rows below, if it could be run
+    processes: int = 1
 
 
-def ladder(bench: BenchConfig) -> tuple[Variant, list[Row]]:
-    """What the rows start from, and the rows. Every one takes the same steps, of `ours.micro_batch` sequences for each
-    process of the last row: in micro-batches of a part of them until the row that raises them to all."""
-    on_cpu, ours, processes = bench.on_cpu, bench.ours, bench.arguments.processes
-    large = ours.micro_batch
-    small = max(1, large // (2 if on_cpu else 8))
-    first = Variant("fp32", "recipe", ours.model, ours.sequence_length, large * processes, small)
-    half = hardware.resolve_precision("auto", cpu=on_cpu)
-    no_tf32, no_half = "", "" if half != "fp32" else "this device does not multiply bf16 natively"
-    try:
-        hardware.resolve_precision("tf32", cpu=on_cpu)
-    except UserError:
-        no_tf32 = "needs an NVIDIA GPU from Ampere on"
-    return first, [
-        Row(first.name),
-        Row("tf32", {"precision": "tf32"}, cannot=no_tf32),
-        Row("bf16" if no_half else half, {"precision": half}, cannot=no_half),
-        Row(
-            f"micro-batch {large}",
-            {"micro_batch": large},
-            cannot="" if large > small else f"{small} are the whole step here",
-        ),
-        Row("compile", {"compile": bench.config.run.torch_compile_mode}),
-        Row("fused loss", {"fused_loss": True}, kept=False, cannot="a kernel for GPUs" if on_cpu else ""),
-        Row("loss in chunks", {"loss_chunk_size": max(128, large * ours.sequence_length // 8)}, kept=False),
-        Row("gradient checkpointing", {"gradient_checkpointing": True}, kept=False),
-        Row(f"{processes} processes", {"processes": processes}, cannot="" if processes > 1 else "with --processes"),
+def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Row]:
+    """The runs that are asked for, in their order. A step has `arguments.sequences` sequences of each process, in
+    micro-batches of a part of them until the row that raises those to all."""
+    sequences = arguments.sequences
+    first = {"precision": "fp32", "micro_batch_size": max(1, sequences // (2 if on_cpu else 8))}
+    first |= {"torch_compile": False, "loss_chunk_size": 0, "gradient_checkpointing": False, "fused_loss": False}
+    found = [
+        Row("fp32", first, kept=True),
+        Row("tf32", {"precision": "tf32"}, kept=True),
+        Row(hardware.resolve_precision("auto", cpu=on_cpu), {"precision": "auto"}, kept=True),
+        Row(f"micro-batch {sequences}", {"micro_batch_size": sequences}, kept=True),
+        Row("compile", {"torch_compile": True}, kept=True),
+        Row("(fused loss)", {"fused_loss": True}),
+        Row("(loss in chunks)", {"loss_chunk_size": max(128, sequences * length // 8)}),
+        Row("(gradient checkpointing)", {"gradient_checkpointing": True}),
     ]
+    field, _, values = arguments.sweep.partition("=")
+    powers = [2**n for n in range(sequences.bit_length()) if sequences % 2**n == 0]
+    for value in (values.split(",") if values else powers) if field else ():
+        found.append(Row(f"{field} {value}", {field: value}))
+    found += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
+    return found + [Row(size, {"config": size}) for size in arguments.sizes]
 
 
-def scoreboard(now: Variant, rows: list[Row], directory: Path, timing: Timing, quick: bool = False) -> list[dict]:
-    """Measures the rows, from `now` on, each against the last one kept, in turns; with `quick` only those to keep.
-
-    Returns a dict a row; null where `void` has the reason: speedup [ratio, low, high] over the last row kept; total,
-    over the first row, which is the product of these ratios; tokens_per_second, the first row's times `total`, so that
-    a drift of the machine is in none of them; peak_memory_bytes of a process; and what it ran with.
-    """
-    results, base, total, first_rate = [], None, 1.0, 0.0
-    try:
-        for row in rows:
-            void = row.cannot or ("skipped by --quick" if quick and not row.kept else "")
-            void = void or (NO_TIME if timing.up else "")
-            result = {"name": row.name, "kept": row.kept and not void, "void": void}
-            result |= dict.fromkeys(("tokens_per_second", "speedup", "total", "peak_memory_bytes"))
-            results.append(result)
-            if void:
-                continue
-            say(f"...        {row.name}")
-            variant = now.but(name=row.name, **row.changes)
-            result |= {k: getattr(variant, k) for k in ("precision", "micro_batch", "processes", "compile")}
-            worker = Worker(variant, directory)
-            try:
-                if base is None:
-                    first_rate = rate_of(worker, timing)
-                else:
-                    found = compare(worker, base, timing)
-                    result["speedup"] = [found.ratio, *found.interval()]
-                result["total"] = total * (result["speedup"] or [1.0])[0]
-                result["tokens_per_second"] = first_rate * result["total"]
-                result["peak_memory_bytes"] = worker.peak_memory
-            except Void as reason:
-                result |= {"void": str(reason), "kept": False}
-            if result["kept"]:
-                base, worker, now, total = worker, base, variant, result["total"]
-            if worker:
-                worker.close()
-    finally:
-        if base:
-            base.close()
-    return results
-
-
-def lines(results: list[dict]) -> list[str]:
-    """The table."""
-    out = [f"{'optimization':<26} {'tokens/s':>10} {'x last row kept':>22} {'x first':>8} {'MFU':>7} {'memory':>9}"]
-    for r in results:
-        if r["tokens_per_second"] is None:
-            out.append(f"{r['name']:<26} {'-':>10} {r['void']}")
+def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
+    """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row, and
+    `predicted` what several processes should reach by the rate of one."""
+    on_cpu, ends = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
+    about = report.circumstances()
+    peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_of(device())
+    recipe = parse_config([f"--config={arguments.config}"])
+    best, rates = {"config": recipe.run.config}, []
+    for row in rows_of(arguments, recipe.data.sequence_length, on_cpu):
+        fields = row.differs if row.name in arguments.sizes else best | row.differs
+        config = parse_config([f"--config={fields['config']}"])
+        length, n = config.data.sequence_length, row.processes
+        fields = fields | {"total_batch_tokens": arguments.sequences * length * n}
+        model = report.measured_model(config)
+        result = dict.fromkeys(key for key, _ in COLUMNS.values()) | model | {"name": row.name, "processes": n}
+        result |= {"machine": about["device"] if on_cpu else f"{n} x {about['device']}"}
+        result |= {"size": si(model["model"]["parameters"], "B"), "source": f"measured {about['date']}"}
+        print(f"...        {row.name}", flush=True)
+        try:
+            if (left := ends - time.monotonic()) < 0:
+                raise Void("skipped: the time is up")
+            with closing(Run(trainer(n), fields, directory, n)) as run:
+                rate, memory = run.turn(arguments.seconds, patience=min(left, 600)), run.lines[-1]["peak_memory_bytes"]
+        except Void as reason:
+            yield result | {"source": str(reason)}
             continue
-        speedup = "{:.2f} ({:.2f} to {:.2f})".format(*r["speedup"]) if r["speedup"] else ""
-        mfu = f"{100 * r['mfu']:.1f} %" if r["mfu"] is not None else ""
-        out.append(
-            f"{r['name'] if r['kept'] else '(' + r['name'] + ')':<26} {r['tokens_per_second']:>10,.0f} {speedup:>22} "
-            f"{r['total']:>7.2f}x {mfu:>7} {r['peak_memory_bytes'] / 1e9:>6.2f} GB"
-        )
-    return [*out, "(in brackets: measured, and not part of the rows below it)"]
+        if row.kept:
+            best, rates = best | row.differs, [*rates, rate]
+        if n > 1 and rates:
+            result["predicted"] = predicted(config, rates[-1], n, int(best["micro_batch_size"]))
+        if row.name not in arguments.sizes:
+            result["gain"] = rate / rates[0] if rates else None
+        if peak:
+            result["mfu"] = rate * model["flops_per_token"] / (peak if on_cpu else peak * n)
+        yield result | {"tokens_per_second": rate, "memory_gb": memory / 1e9 if memory else None}
+
+
+def predicted(config: Config, single: float, processes: int, micro: int) -> float | None:
+    """Tokens a second of DDP in so many processes of one node, from those of one process with `micro` sequences at
+    once; None where the link between the devices is not known. Processes on a CPU share its cores: as many as of one.
+
+    GPUs sum the gradients in fp32 in a ring. Those of the blocks hide behind the last backward, two thirds of a
+    micro-step; those of the embeddings, which are complete only when it has ended, do not.
+    """
+    if device().type == "cpu":
+        return single
+    link = NVLINK.get(hardware.known_name(torch.cuda.get_device_name()).partition(" ")[0])
+    if not link:
+        return None
+    m, tokens = config.model, micro * config.data.sequence_length
+    ring = 2 * 4 * (processes - 1) / processes / (0.8 * link)  # seconds a parameter
+    exposed = ring * (m.vocab_size + m.n_positions) * m.n_embd
+    exposed += max(0.0, ring * 12 * m.n_layer * m.n_embd**2 - 2 / 3 * tokens / single)
+    return processes * tokens / (tokens / single + exposed)
+
+
+def published_rows() -> list[dict]:
+    """What others have published, with the keys of COLUMNS."""
+    rows = []
+    for speed in PUBLISHED:
+        model = report.measured_model(parse_config([f"--config={speed.size}"]))
+        row = dict.fromkeys(key for key, _ in COLUMNS.values()) | {"name": speed.setup}
+        row |= {"machine": f"{speed.count} x {speed.device}", "size": si(model["model"]["parameters"], "B")}
+        row |= {"tokens_per_second": speed.tokens_per_second, "source": f"published: {speed.run}"}
+        row["memory_gb"] = speed.memory and speed.memory * 2**20 / 1e9
+        if known := hardware.DEVICES.get(speed.device):
+            row["mfu"] = speed.tokens_per_second * model["flops_per_token"] / (speed.count * known.peak)
+        rows.append(row)
+    return rows
+
+
+def cell(row: dict, column: str) -> str:
+    """What the table shows of a row in a column."""
+    key, form = COLUMNS[column]
+    return "" if row[key] is None else form.format(row[key])
+
+
+def table(rows: list[dict]) -> str:
+    """All rows in Markdown, with the sources."""
+    cells = [list(COLUMNS), *([cell(row, column) for column in COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
+    note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory of a device, or of a process."
+    return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SOURCES.items())]) + "\n"
+
+
+def picture(measured: list[dict], published: list[dict], path: Path) -> None:
+    """Tokens a second, MFU and memory; a color for each machine's rows, gray for what was published."""
+    machines = list(dict.fromkeys(row["machine"] for row in measured))
+    shown = [row for row in [*measured, *published] if row["tokens_per_second"]]
+    names = []
+    for row in shown:
+        name = f"{row['machine']}, {row['size']}: {row['name']}"
+        if row in published:
+            names.append((f"{name} ({row['source']})", report.GRAY))
+        else:
+            names.append((name, COLORS[machines.index(row["machine"]) % len(COLORS)]))
+    panels = {}
+    for column, title in PANELS.items():
+        key, _ = COLUMNS[column]
+        panels[title] = [(row[key], cell(row, column)) if row[key] else None for row in shown]
+    report.bar_chart(names, panels, path, logarithmic=True)
+
+
+def main(argv: list[str]) -> int:
+    """Measures, or merges, and returns the exit code. Raises UserError for a mistake of the command line."""
+    arguments = _parser(device().type == "cpu").parse_args(argv)
+    out, measured = Path(arguments.out), []
+    if arguments.merge:
+        measured = [row for path in arguments.merge for row in json.loads(path.read_text())["rows"]]
+        out.mkdir(parents=True, exist_ok=True)
+    else:
+        with shards() as directory:
+            for row in measure(arguments, directory):
+                measured.append(row)
+                report.write(report.circumstances() | {"rows": measured}, out / "scoreboard.json")
+    published = published_rows()
+    (out / "scoreboard.md").write_text(table([*measured, *published]))
+    print("\n" + table([*measured, *published]))
+    picture(measured, published, out / "scoreboard.png")
+    return 0
+
+
+def _parser(on_cpu: bool) -> argparse.ArgumentParser:
+    most = os.cpu_count() or 1 if on_cpu else torch.cuda.device_count()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scoreboard", allow_abbrev=False)
+    parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
+    parser.add_argument("--sequences", type=int, default=8 if on_cpu else 64, help="of a step and process")
+    parser.add_argument("--sweep", default="", help="micro_batch_size, or another field and values: FIELD=1,2,3")
+    counts = [n for n in (2, 4, 8) if n <= most]
+    parser.add_argument("--processes", type=int, nargs="*", default=counts, help=f"of DDP (default: {counts})")
+    parser.add_argument("--sizes", nargs="*", default=[], help="recipes, as they are: gpt2 gpt2-medium ...")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each row, at least")
+    parser.add_argument("--minutes", type=float, default=30, help="of all rows, at most")
+    parser.add_argument("--merge", nargs="+", type=Path, help="scoreboard.json of several machines: measure nothing")
+    parser.add_argument("--out", default="bench", help="directory of the results")
+    return parser

@@ -1,79 +1,27 @@
-"""Everything that is timed does the same work: each variant, ours and the peers', takes the same steps."""
+"""Everything that is timed does the same work; the scoreboard drives recipe/train.py itself."""
 
 import json
-import math
-from dataclasses import replace
-from itertools import islice
-from types import SimpleNamespace
+import os
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu_tests, peers, report
-from benchmarks.bench_config import Timing
-from benchmarks.interleaved import COMPARED, Paired, Void, Worker, agree, compare, prepared
-from benchmarks.scoreboard import Row, ladder, scoreboard
-from benchmarks.variants import Variant, loss_of, transformers_model
-from benchmarks.worker import Rows
-from recipe.config import ModelConfig, parse_config
+from benchmarks import gpu_tests, peers, runs, scoreboard
+from benchmarks.peer import transformers_model
+from benchmarks.runs import Run, Void, interleave, times_as_fast, trainer
+from recipe.config import parse_config
+from recipe.engine import device as hardware
+from tests import processes as programs
 from tests.conftest import ROOT
 
-TINY = Variant(
-    "tiny", "recipe", ModelConfig(n_layer=2, n_head=2, n_embd=32, n_positions=32), 32, sequences=4, micro_batch=2
-)
-QUICK = Timing(rounds=1, seconds=0.05, ends=math.inf)
-# What each does differently without doing other work.
-SAME = {
-    "transformers": {"kind": "hf-loop"},
-    "two processes": {"processes": 2},
-}
-SLOW = {
-    "gradient checkpointing": {"gradient_checkpointing": True, "loss_chunk_size": 16, "micro_batch": 1},
-    "transformers' Trainer": {"kind": "hf-trainer", "tuned": False},
-}
-
-
-@pytest.fixture(scope="module")
-def directory():
-    with prepared() as path:
-        yield path
-
-
-@pytest.fixture(scope="module")
-def reference(directory):
-    worker = Worker(TINY, directory)
-    worker.turn(COMPARED)
-    yield worker
-    worker.close()
-
-
-@pytest.fixture
-def start(directory):
-    """Fields that differ from TINY's -> a worker."""
-    started = []
-
-    def start(**fields) -> Worker:
-        started.append(Worker(replace(TINY, **fields), directory))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        worker.close()
-
-
-@pytest.mark.parametrize("name", [*SAME, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_every_variant_takes_the_same_steps(start, reference, name):
-    worker = start(name=name, **(SAME | SLOW)[name])
-    assert worker.variant.tokens == TINY.tokens
-    assert worker.turn(COMPARED - 1) > 0
-    assert worker.peak_memory > 10**8
-    assert len(worker.losses) == COMPARED
-    assert worker.losses[-1] < worker.losses[0] - 0.01  # it learns
-    assert agree(worker, reference) < 2e-5
-
-
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "sequence_length": 32}
+SIZES |= {"micro_batch_size": 2, "total_batch_tokens": 128}
+FIELDS = SIZES | {"config": "shakespeare", "precision": "fp32"}
+PEER = ROOT / "benchmarks/peer.py"
 # nanoGPT's interface, with this project's model behind it.
 NANOGPT = """
 import torch
@@ -104,153 +52,208 @@ class GPT(torch.nn.Module):
 """
 
 
-@pytest.mark.slow
-def test_nanogpt_takes_the_same_steps(start, reference, tmp_path):
+class Forked(programs.Running):
+    """In the place of subprocess.Popen: a program that need not import torch again."""
+
+    def __init__(self, command, stdout, cwd, env, **_):
+        self._log = Path(stdout.name)
+        super().__init__(tuple(command[1:]), env, cwd)
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # until it leads a group, as Popen's does
+            time.sleep(0.01)
+
+    def poll(self):
+        if (code := super().poll()) is not None:
+            self._log.write_text(self.stdout + self.stderr)
+        return code
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    monkeypatch.setattr(runs.subprocess, "Popen", Forked)
+
+
+@pytest.fixture(scope="module")
+def directory():
+    with runs.shards() as path:
+        yield path
+
+
+@pytest.fixture
+def start(directory):
+    """Words of a program, fields that differ -> a run, which is paused."""
+    started = []
+
+    def start(*words, **differs) -> Run:
+        started.append(Run(list(words) or trainer(), FIELDS | differs, directory))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["transformers", pytest.param("trainer", marks=pytest.mark.slow), pytest.param("nanogpt", marks=pytest.mark.slow)],
+)
+def test_every_peer_takes_the_same_steps(kind, start, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
-    worker = start(name="nanoGPT", kind="nanogpt", checkout=str(tmp_path))
-    worker.turn(COMPARED - 1)
-    # its 47 rows more in the vocabulary stand in the softmax: log(50304 / 50257) = 9e-4
-    assert worker.losses[0] - reference.losses[0] == pytest.approx(9.3e-4, abs=2e-4)
-    assert agree(worker, reference) < 2e-3
+    ours, peer = start(), start(PEER, kind, *([f"--nanogpt={tmp_path}"] if kind == "nanogpt" else []))
+    found = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
+    # nanoGPT's 47 rows more in the vocabulary stand in the softmax: log(50304 / 50257) = 9e-4
+    assert (
+        found["losses_apart"] == pytest.approx(9.3e-4, abs=1e-3) if kind == "nanogpt" else found["losses_apart"] < 2e-5
+    )
+    assert ours.lines[peers.COMPARED - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
+    assert 0 < found["low"] <= found["ratio"] <= found["high"]
+    assert min(found["peak_memory_bytes"]) > 10**8
 
 
-def test_the_rows_of_the_peers_trainer_reach_the_processes_of_its_data_loader():
-    """As on a GPU; on a CPU the Trainer reads them itself."""
-    rows = Rows(torch.arange(12).view(3, 4))
-    loader = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="forkserver")
-    batches = [batch["input_ids"].tolist() for batch in islice(loader, 2)]
-    assert batches == [[[0, 1, 2], [4, 5, 6]], [[8, 9, 10], [0, 1, 2]]]
+def test_other_work_and_a_run_that_fails_are_void(start):
+    """A model that is not the same one: its losses differ, and no ratio comes of it."""
+    with pytest.raises(Void, match="losses differ"):
+        peers.compare(start(), start(n_layer=1, n_embd=64), 1, 0.05, tolerance=0.01)
+    with pytest.raises(Void, match="n_head"):
+        start(n_head=3).turn(0)
+
+
+def test_a_program_takes_no_steps_between_its_turns(start):
+    run = start()
+    run.turn(0.1, least=3)
+    taken = len(run.lines)
+    time.sleep(1)
+    run.turn(0.1)
+    assert run.lines[taken + 1]["tokens_per_second"] > 128  # its step did not take the second
+    assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1))
 
 
 def test_the_compiled_peer_is_one_graph():
     """transformers' model warns at a loss without a type, and a warning breaks the graph."""
-    model = transformers_model(TINY)
-    rows = torch.zeros(2, 33, dtype=torch.int64)
-    explained = torch._dynamo.explain(loss_of(TINY.but(kind="hf-loop"), model))(rows[:, :-1], rows[:, 1:])
+    _, loss = transformers_model(parse_config([f"--{name}={value}" for name, value in (runs.FIELDS | FIELDS).items()]))
+    windows = torch.zeros(2, 33, dtype=torch.int64)
+    explained = torch._dynamo.explain(loss)(windows[:, :-1], windows[:, 1:])
     assert explained.graph_break_count == 0, explained.break_reasons
-
-
-def test_other_work_and_a_variant_that_fails_are_void(start, reference):
-    """A model that is not the same one: its losses differ, and no ratio comes of it."""
-    with pytest.raises(Void, match="losses differ"):
-        compare(start(name="narrow", model=replace(TINY.model, n_layer=1, n_embd=64)), reference, QUICK)
-    with pytest.raises(Void, match=r"exit code 2: error: .*n_head"):
-        start(name="wrong", model=replace(TINY.model, n_head=3)).turn(1)
-    with pytest.raises(Void, match="nan"):
-        agree(SimpleNamespace(variant=TINY, losses=[float("nan")] * COMPARED), reference)
 
 
 def test_ratios_are_of_neighbors_in_time():
     # the machine slows down to half in the middle: the pairs do not mind, a ratio of all to all would
-    found = Paired([(1.0, 2.0), (1.1, 2.2), (2.0, 4.0), (2.2, 4.4), (1.0, 2.6)])
-    assert found.ratio == pytest.approx(2.0)
-    low, high = found.interval()
-    assert low == pytest.approx(2.0)
-    assert 2.0 <= high <= 2.6
-    assert (found.seconds(0), found.seconds(1)) == (1.1, 2.6)
+    clock = iter([2.0, 1.0, 1.1, 2.2, 1.0, 0.5, 0.5, 1.3])
+    rates = interleave({"ours": lambda: next(clock), "peer": lambda: next(clock)}, rounds=2)
+    assert rates == {"ours": [2.0, 2.2, 1.0, 1.3], "peer": [1.0, 1.1, 0.5, 0.5]}  # A B B A
+    assert times_as_fast(rates["ours"], rates["peer"]) == pytest.approx((2.0, 2.0, 2.6))
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_every_row_takes_the_same_steps_with_one_flag_more(on_cpu, monkeypatch):
-    monkeypatch.setattr("benchmarks.scoreboard.hardware.resolve_precision", lambda p, cpu: "bf16")
-    config = parse_config(["--config", "gpt2", "--torch_compile_mode", "default"])
-    ours, arguments = Variant("ours", micro_batch=64), SimpleNamespace(processes=4)
-    first, rows = ladder(SimpleNamespace(config=config, on_cpu=on_cpu, ours=ours, arguments=arguments))
-    variants, now = [], first
-    for row in rows:
-        if not row.cannot:
-            assert len(row.changes) == (row.name != first.name)
-            variants.append(now.but(name=row.name, **row.changes))
-            now = variants[-1] if row.kept else now
-    assert {v.accumulation * v.micro_batch * v.processes for v in variants} == {4 * 64}
-    assert len({row.name for row in rows}) == len(rows)
-    last = variants[-1]
-    assert (last.kind, last.precision, last.compile, last.processes) == ("recipe", "bf16", "default", 4)
-    assert (last.gradient_checkpointing, last.loss_chunk_size, last.fused_loss) == (False, 0, False)
+SEEN: list[dict] = []  # the fields of each
 
 
 class Stopwatch:
-    """A worker that takes no steps: its variant's speed is `loss_chunk_size`, in tokens a second."""
+    """A run that takes no steps: its speed follows from its fields."""
 
-    def __init__(self, variant, directory):
-        self.variant, self.peak_memory = variant, 10**9
+    def __init__(self, program, fields, directory, processes):
+        SEEN.append(fields)
+        self.lines = [{"peak_memory_bytes": 10**9}]
+        self._fields, self._processes = fields, processes
 
-    def rate(self, timing) -> float:
-        if self.variant.checkout:
-            raise Void("it failed")
-        return self.variant.loss_chunk_size or 1.0
-
-    def over(self, other, timing) -> Paired:
-        return Paired([(1 / self.rate(timing), 1 / other.rate(timing))])
+    def turn(self, seconds, patience) -> float:
+        if self._fields["precision"] == "tf32":
+            raise Void("not here")
+        rate = 100 * (2 if self._fields["precision"] == "auto" else 1) * (1.5 if self._fields["torch_compile"] else 1)
+        return rate * self._processes * (0.5 if self._fields["gradient_checkpointing"] else 1)
 
     def close(self) -> None:
         pass
 
 
+def test_the_scoreboard_builds_on_what_is_kept(tmp_path, monkeypatch, capsys):
+    """A row that cannot be run and one that is not kept do not end the table, nor change what the others build on."""
+    monkeypatch.setattr(scoreboard, "Run", Stopwatch)
+    SEEN.clear()
+    words = ["--sequences=4", "--sweep=micro_batch_size", "--processes", "2", f"--out={tmp_path}"]
+    assert scoreboard.main(words) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "scoreboard.json").read_text())["rows"]}
+    assert (rows["tf32"]["tokens_per_second"], rows["tf32"]["source"]) == (None, "not here")
+    assert rows["compile"]["gain"] == 3
+    assert rows["(gradient checkpointing)"]["gain"] == 1.5
+    assert {"micro_batch_size 1", "micro_batch_size 2", "micro_batch_size 4"} <= rows.keys()
+    assert (rows["2 processes"]["tokens_per_second"], rows["2 processes"]["predicted"]) == (600, 300)
+    assert {seen["total_batch_tokens"] for seen in SEEN[:-1]} == {4 * 128}  # all rows take the same steps
+    assert SEEN[-1]["total_batch_tokens"] == 8 * 128
+    assert not SEEN[-1]["gradient_checkpointing"]
+    assert scoreboard.main(["--minutes=0", f"--out={tmp_path}"]) == 0
+    assert "time is up" in capsys.readouterr().out
+
+
+def test_several_machines_are_one_table_and_one_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scoreboard, "Run", Stopwatch)
+    files = [tmp_path / name / "scoreboard.json" for name in ("a", "b")]
+    for file in files:
+        monkeypatch.setattr(hardware, "processor", lambda name=file.parent.name: f"machine {name}")
+        assert bench.main(["scoreboard", "--processes", "--out", str(file.parent)]) == 0
+    assert bench.main(["scoreboard", "--merge", *map(str, files), "--out", str(tmp_path)]) == 0
+    lines = (tmp_path / "scoreboard.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines if "fp32" in line][:2] == ["| machine a   ", "| machine b   "]
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    journal = next(line for line in lines if "3,046,409" in line)
+    assert all(text in journal for text in ("8 x H100", "32.9%", "published: journal"))
+    assert any("jjschwartz.github.io/blog/scaling-gpt2" in line for line in lines)
+    assert (tmp_path / "scoreboard.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_prediction_is_that_of_the_page(monkeypatch):
+    """8 A100 with DDP, 64 sequences each: 1.74 M tokens a second, of 218.75 K of one."""
+    monkeypatch.setattr(scoreboard, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    assert scoreboard.predicted(parse_config(["--config=gpt2"]), 218_750, 8, 64) == pytest.approx(1.74e6, rel=0.005)
+
+
 @pytest.fixture
-def stopwatch(monkeypatch):
-    for module in ("scoreboard", "peers"):
-        monkeypatch.setattr(f"benchmarks.{module}.Worker", Stopwatch)
-        monkeypatch.setattr(f"benchmarks.{module}.compare", Stopwatch.over)
-    monkeypatch.setattr("benchmarks.scoreboard.rate_of", Stopwatch.rate)
-
-
-def test_the_scoreboard_builds_on_what_is_kept(stopwatch, tmp_path):
-    """A row that cannot be run, one that fails and one that is not kept do not end the table, nor change its base."""
-
-    rows = [
-        Row("first", {"loss_chunk_size": 100}),
-        Row("cannot", cannot="not here"),
-        Row("fails", {"checkout": "none"}),
-        Row("aside", {"loss_chunk_size": 50}, kept=False),
-        Row("kept", {"loss_chunk_size": 200}),
-        Row("last", {"loss_chunk_size": 300}),
-    ]
-    results = scoreboard(TINY, rows, tmp_path, QUICK)
-    assert [r["tokens_per_second"] for r in results] == [100, None, None, 50, 200, 300]
-    assert [r["kept"] for r in results] == [True, False, False, False, True, True]
-    assert [r["total"] for r in results] == [1, None, None, 0.5, 2, 3]  # over the first row
-    assert [r["speedup"] and r["speedup"][0] for r in results] == [None, None, None, 0.5, 2, 1.5]  # over the last kept
-    assert [r["void"] for r in results[1:3]] == ["not here", "it failed"]
-    assert scoreboard(TINY, rows[:1], tmp_path, Timing(1, 0.05, ends=0.0))[0]["void"] == "skipped: the time is up"
-
-
-@pytest.fixture
-def command(tmp_path):
-    """words -> the exit code of `python -m benchmarks` for a tiny recipe."""
+def tiny(tmp_path) -> str:
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        "dataset_name: data/none\nn_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\n"
-        "total_batch_tokens: 256\nmicro_batch_size: 4\n"
-    )
-    options = ["--quick", "--config", recipe, "--precision", "fp32", "--out", tmp_path / "out"]
-    return lambda *words: bench.main([str(word) for word in (words[0], *options, *words[1:])])
+    recipe.write_text("".join(f"{name}: {value}\n" for name, value in SIZES.items()) + "dataset_name: data/none\n")
+    return str(recipe)
 
 
-def check_results(out, printed: str) -> None:
-    board = json.loads((out / "scoreboard.json").read_text())
-    rows = {r["name"]: r for r in board["rows"]}
-    assert board["model"]["recipe"] == "tiny"
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_scoreboard_times_the_trainer(processes, tiny, tmp_path, monkeypatch, capsys):
+    """`make scoreboard` without what compiles; with two processes, as `accelerate launch` starts it."""
+    monkeypatch.setattr(runs.subprocess, "Popen", Forked if processes == 1 else subprocess.Popen)
+    whole = scoreboard.rows_of
+    chosen = {1: ("fp32", "tf32", "micro-batch 4"), 2: ("fp32", "2 processes")}[processes]
+    monkeypatch.setattr(scoreboard, "rows_of", lambda *a: [row for row in whole(*a) if row.name in chosen])
+    words = ["--config", tiny, "--sequences", "4", "--seconds", "0.2", "--processes", "2", "--out", str(tmp_path)]
+    assert bench.main(["scoreboard", *words]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "scoreboard.json").read_text())["rows"]}
     assert rows["fp32"]["tokens_per_second"] > 0
-    assert rows["fp32"]["mfu"] > 0
-    assert rows["gradient checkpointing"]["void"] == "skipped by --quick"
-    assert all(name in printed for name in rows)
-    found = json.loads((out / "peers.json").read_text())["rows"]
-    assert {r["environment"] for r in found} == {"as shipped", "our allocator"}
-    assert all(r["ratio"] > 0 and r["losses_apart"] < 1e-3 for r in found)
-    assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("scoreboard", "peers"))
+    assert rows["fp32"]["gain"] == 1
+    assert 0 < rows["fp32"]["mfu"] < 1
+    assert rows["fp32"]["memory_gb"] > 0.1
+    if processes == 1:
+        assert "Ampere" in rows["tf32"]["source"]  # the trainer's own message
+        assert rows["micro-batch 4"]["gain"] > 0
+    else:
+        assert rows["2 processes"]["tokens_per_second"] > 0
+        assert rows["2 processes"]["predicted"] == rows["fp32"]["tokens_per_second"]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in chosen)
 
 
-@pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_commands_write_tables_json_and_charts(timed, request, command, tmp_path, monkeypatch, capsys):
-    """`timed` without what compiles, which takes most of the time."""
-    if not timed:
-        request.getfixturevalue("stopwatch")
-    contenders, whole = peers.contenders, bench.ladder
-    monkeypatch.setattr(bench, "ladder", lambda c: (whole(c)[0], [r for r in whole(c)[1] if r.name != "compile"]))
-    monkeypatch.setattr(peers, "contenders", lambda *a: [v for v in contenders(*a) if not v.compile])
-    assert command("scoreboard") == command("peers") == 0
-    check_results(tmp_path / "out", capsys.readouterr().out)
+def test_the_comparison_writes_a_table_json_and_a_chart(tiny, tmp_path, capsys):
+    only = "bare loop, fp32, our"
+    words = [
+        "--config",
+        tiny,
+        "--micro_batch_size=2",
+        "--precision=fp32",
+        "--rounds=1",
+        "--seconds=0.05",
+        "--only",
+        only,
+    ]
+    assert bench.main(["peers", *words, "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert row["ratio"] > 0
+    assert only in capsys.readouterr().out
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_of_the_command_are_named(tmp_path, capsys):
@@ -272,28 +275,9 @@ def test_the_gpu_tests_go_on_where_they_were(tmp_path, monkeypatch):
 
     def outcomes(*words) -> dict[str, str]:
         gpu_tests.main(["--out", str(tmp_path), *words])
-        return {r["name"]: r["outcome"] for r in json.loads((tmp_path / "gpu_tests.json").read_text())["rows"]}
+        return json.loads((tmp_path / "gpu_tests.json").read_text())["outcomes"]
 
     assert outcomes("--minutes", "0") == {"test_once": "passed"}
     assert outcomes() == {"test_once": "passed", "test_mended": "failed"}
     (tmp_path / "mended").touch()
     assert outcomes() == {"test_once": "passed", "test_mended": "passed"}
-
-
-def test_results_of_several_commands_become_one(tmp_path, capsys):
-    about = json.loads((ROOT / "docs/results/cpu-peers.json").read_text())
-    row = {"environment": "", "low": 1.0, "high": 1.2, "void": ""}
-    void = row | {"ratio": None, "void": "skipped: the time is up"}
-    for name, rows in {
-        "a": [row | {"name": "one", "ratio": 1.1}, void | {"name": "two"}],
-        "b": [void | {"name": "one"}, row | {"name": "two", "ratio": 1.2}],
-    }.items():
-        report.write(about | {"rows": rows}, tmp_path / name / "peers.json")
-    report.write(about | {"device": "another"}, tmp_path / "c" / "peers.json")
-    words = ["merge", f"--out={tmp_path}", *(f"{tmp_path}/{name}/peers.json" for name in "abc")]
-    assert bench.main(words[:-1]) == 0
-    found = json.loads((tmp_path / "gpu-peers.json").read_text())
-    assert {r["name"]: r["ratio"] for r in found["rows"]} == {"one": 1.1, "two": 1.2}
-    assert (tmp_path / "gpu-peers.png").read_bytes().startswith(b"\x89PNG")
-    assert bench.main(words) == 2
-    assert "differ in device" in capsys.readouterr().err

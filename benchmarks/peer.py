@@ -1,0 +1,220 @@
+"""A peer of recipe/train.py as a program: the same tokens, first weights, micro-batches, clipping and AdamW, and a line
+of metrics.jsonl a step.
+
+    python benchmarks/peer.py KIND [--tuned] [--nanogpt DIRECTORY] FLAGS of recipe/train.py
+
+KIND is transformers (its model in a bare loop), trainer (transformers' Trainer with that model) or nanogpt (its model
+and optimizer from a checkout, in a bare loop).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+
+if __package__ in (None, ""):  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import transformers
+
+from benchmarks.runs import device
+from recipe.config import Config, parse_config
+from recipe.data.dataset import TokenDataset
+from recipe.data.shards import find_shards
+from recipe.engine import device as hardware
+from recipe.model.build import build_model
+from recipe.optim.optimizer import make_optimizer
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs and targets, each (B, T) -> mean, in nats
+
+
+class Log:
+    """Writes each step's line, whose seconds are those since the step before it."""
+
+    def __init__(self, config: Config):
+        directory = Path(config.run.output_dir)
+        directory.mkdir(parents=True)
+        self._file = open(directory / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115, as long as the program runs
+        self._step, self._step_tokens = 0, config.optimizer.total_batch_tokens
+        self._loss = torch.zeros((), device=device())
+        self._begun = time.perf_counter()
+
+    def add(self, loss: torch.Tensor) -> None:
+        """A micro-step's share of the step's mean loss, on the device."""
+        self._loss += loss.detach()
+
+    def end_step(self) -> None:
+        """Waits for the device, as recipe/train.py does at a step that it logs."""
+        loss = self._loss.item()
+        self._loss.zero_()
+        now = time.perf_counter()
+        self._step += 1
+        line = {"step": self._step, "tokens": self._step * self._step_tokens, "loss": loss}
+        line["tokens_per_second"] = self._step_tokens / (now - self._begun)
+        line["peak_memory_bytes"] = hardware.peak_memory(device())
+        self._file.write(json.dumps(line) + "\n")
+        self._begun = now
+
+
+def bare_loop(config: Config, checkout: str) -> None:
+    """The least that trains a model: batches, forward, backward, clip, AdamW. Never returns."""
+    opt, run, on = config.optimizer, config.run, device()
+    model, loss_function = nanogpt(config, checkout) if checkout else transformers_model(config)
+    model.to(on)
+    if checkout:
+        betas = opt.adam_beta1, opt.adam_beta2
+        optimizer = model.configure_optimizers(opt.weight_decay, opt.learning_rate, betas, on.type)
+    else:
+        optimizer = make_optimizer(model, opt, fused=True)
+    if run.torch_compile:
+        hardware.compile_model(model, run.torch_compile_mode)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
+    scaler = torch.amp.GradScaler(on.type, enabled=run.precision == "fp16")
+    accumulation, batches, log = accumulation_of(config), micro_batches(config, on), Log(config)
+    while True:
+        for _ in range(accumulation):
+            windows = next(batches)
+            with torch.autocast(on.type, half) if half else nullcontext():
+                loss = loss_function(windows[:, :-1], windows[:, 1:]) / accumulation
+            scaler.scale(loss).backward()
+            log.add(loss)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), opt.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        log.end_step()
+
+
+def accumulation_of(config: Config) -> int:
+    """Micro-steps of a step."""
+    return config.optimizer.total_batch_tokens // (config.optimizer.micro_batch_size * config.data.sequence_length)
+
+
+def dataset(config: Config) -> TokenDataset:
+    """The trainer's data, in its order."""
+    length = config.data.sequence_length
+    sequences = config.optimizer.total_batch_tokens // length
+    return TokenDataset(find_shards(Path(config.data.dataset_name), "train"), length, sequences, config.run.seed)
+
+
+def micro_batches(config: Config, on: torch.device) -> Iterator[torch.Tensor]:
+    """Micro-batches, (micro_batch_size, T + 1), copied to the device without waiting for it."""
+    data, micro = dataset(config), config.optimizer.micro_batch_size
+    pinned = on.type == "cuda"  # as the trainer
+    for step in count():
+        for start in range(0, data.batch_size, micro):
+            windows = torch.from_numpy(data.rows(step, start, start + micro))
+            yield windows.pin_memory().to(on, non_blocking=True) if pinned else windows.to(on)
+
+
+def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
+    """transformers' GPT2LMHeadModel with the weights that recipe/train.py starts from, on the CPU."""
+    ours = build_model(config)
+    theirs = ours.config
+    theirs.use_cache = False
+    theirs._attn_implementation = "sdpa"
+    model = transformers.GPT2LMHeadModel(theirs)
+    missing, unexpected = model.load_state_dict(ours.state_dict(), strict=False)
+    if unexpected or set(missing) > {"lm_head.weight"}:
+        raise RuntimeError(f"transformers' names are others now: {missing}, {unexpected}")
+    model.loss_type = "ForCausalLM"  # its own is None, about which it warns at every loss: a break in a compiled graph
+    return model.train(), lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
+
+
+def nanogpt(config: Config, checkout: str) -> tuple[torch.nn.Module, Loss]:
+    """nanoGPT's GPT from the checkout, at the vocabulary of 50,304 that it trains from scratch with, with
+    recipe/train.py's first weights in its first 50,257 rows; the others are as it draws them."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    m = config.model
+    sizes = {"n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "block_size": m.n_positions}
+    torch.manual_seed(config.run.seed)
+    model = module.GPT(module.GPTConfig(vocab_size=50304, dropout=m.dropout, bias=True, **sizes))
+    theirs = model.state_dict()
+    with torch.no_grad():
+        for name, ours in build_model(config).state_dict().items():
+            # Conv1D's weights are (in, out), nn.Linear's (out, in).
+            ours = ours.t() if ours.ndim == 2 and ".h." in name else ours
+            theirs[name][: ours.shape[0]].copy_(ours)
+    return model.train(), lambda x, y: model(x, y.contiguous())[1]
+
+
+def hf_trainer(config: Config) -> None:
+    """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
+    data, log = dataset(config), Log(config)
+    windows = torch.from_numpy(data.rows(0, 0, 64 * data.batch_size))  # the first steps, more than are compared
+    examples = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in windows]
+    repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # a new epoch would start new data loaders
+
+    class Logged(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__) -> None:
+            log.end_step()
+
+    class Recorded(transformers.Trainer):
+        def training_step(self, *arguments, **named):
+            loss = super().training_step(*arguments, **named)
+            log.add(loss)
+            return loss
+
+    model, _ = transformers_model(config)
+    Recorded(model, training_arguments(config), train_dataset=repeated, callbacks=[Logged()]).train()
+
+
+def training_arguments(config: Config) -> transformers.TrainingArguments:
+    """The Trainer's arguments for the same steps."""
+    opt, run, on_cpu = config.optimizer, config.run, device().type == "cpu"
+    same = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+    return transformers.TrainingArguments(
+        output_dir=run.output_dir,
+        max_steps=10**6,
+        per_device_train_batch_size=opt.micro_batch_size,
+        gradient_accumulation_steps=accumulation_of(config),
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        **{name: getattr(opt, name) for name in same},
+        optim="adamw_torch_fused",
+        bf16=run.precision == "bf16",
+        fp16=run.precision == "fp16",
+        torch_compile=run.torch_compile,
+        use_cpu=on_cpu,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        logging_nan_inf_filter=False,
+        dataloader_num_workers=0 if on_cpu else 4,
+        dataloader_pin_memory=not on_cpu,
+    )
+
+
+def main() -> None:
+    """Trains as the command line says, until the process is killed."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("kind", choices=("transformers", "trainer", "nanogpt"))
+    parser.add_argument("--tuned", action="store_true", help="with the allocator and threads of recipe/train.py")
+    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT")
+    arguments, flags = parser.parse_known_args()
+    config = parse_config(flags)
+    if arguments.tuned and device().type == "cpu":
+        hardware.tune_cpu(local_world_size=1)
+    torch.set_float32_matmul_precision("highest" if config.run.precision == "fp32" else "high")
+    torch.manual_seed(config.run.seed)
+    if arguments.kind == "trainer":
+        hf_trainer(config)
+    else:
+        bare_loop(config, arguments.nanogpt)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Training programs in processes of their own, timed by the metrics.jsonl that they write: recipe/train.py as a user
+starts it, and peers that do the same work."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+
+import torch
+
+from recipe.config import ROOT, DataConfig
+from recipe.data.prepare.pipeline import prepare
+
+# What all runs share. The learning rate is constant, and small enough that rounding does not grow within the steps
+# whose losses are compared.
+FIELDS = {
+    "optim": "adamw",
+    "lr_scheduler_type": "cosine",
+    "learning_rate": 1e-4,
+    "min_lr_fraction": 1.0,
+    "warmup_steps": 0,
+    "weight_decay": 0.1,
+    "max_steps": 10**9,
+    "logging_steps": 1,
+    "streaming": False,
+    "run_name": "bench",
+} | dict.fromkeys(("eval_steps", "save_steps", "milestone_steps", "hellaswag_steps", "sample_steps"), 0)
+
+
+class Void(Exception):
+    """A run that this device cannot do, or that did other work; the message has the reason."""
+
+
+class Run:
+    """A program that trains until it is closed, but not while it is paused.
+
+    Attributes:
+        lines: what each step has written so far, the first one first.
+    """
+
+    def __init__(self, program: list, fields: dict, directory: Path, processes: int = 1):
+        """`program`, the words of a Python command, takes `fields` as flags. `directory` is that of `shards`."""
+        output_dir = Path(tempfile.mkdtemp(dir=directory)) / "run"
+        self.lines: list[dict] = []
+        self._metrics, self._read = output_dir / "metrics.jsonl", 0  # bytes
+        self._log, self._step_tokens = output_dir.with_name("log"), fields["total_batch_tokens"]
+        fields = FIELDS | {"dataset_name": directory / "shards"} | fields | {"output_dir": output_dir}
+        command = [sys.executable, *map(str, program), *(f"--{name}={value}" for name, value in fields.items())]
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(processes)))
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus.split(",")[:processes])}
+        if device().type == "cpu" and processes > 1:
+            environment["ACCELERATE_USE_CPU"] = "true"
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            )
+
+    def turn(self, seconds: float, least: int = 1, patience: float = 600) -> float:
+        """Lets the program go on for `seconds` of whole steps, and until it has taken `least` steps in all; then pauses
+        it, and returns the median of these steps' tokens a second. Raises Void where it ends, or takes no step for
+        `patience` seconds."""
+        self._send(signal.SIGCONT)
+        self._read_lines()
+        # The next step was interrupted, or is the first one, which compiles; in it comes back what the other run has
+        # displaced from caches and memory.
+        begin, given_up = len(self.lines) + 1, time.monotonic() + patience
+        while True:
+            time.sleep(0.1)
+            self._read_lines()
+            rates = [line["tokens_per_second"] for line in self.lines[begin:]]
+            enough = sum(self._step_tokens / rate for rate in rates) >= seconds and len(self.lines) >= least
+            if rates and (enough or time.monotonic() > given_up):
+                self.pause()
+                return statistics.median(rates)
+            if self._process.poll() is not None:
+                raise Void(self._error())
+            if time.monotonic() > given_up:
+                raise Void(f"no step in {patience:.0f} s")
+
+    def pause(self) -> None:
+        """Stops the program until its next turn."""
+        self._send(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Ends the program and what it has started."""
+        self._send(signal.SIGKILL)
+        self._process.wait()
+
+    def _send(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # `turn` finds out
+            os.killpg(self._process.pid, number)
+
+    def _read_lines(self) -> None:
+        """Only what is new, so that reading takes no time from what is measured."""
+        with suppress(FileNotFoundError), open(self._metrics, "rb") as file:
+            file.seek(self._read)
+            for text in file:
+                if text.endswith(b"\n"):  # else it is being written
+                    self._read += len(text)
+                    if (line := json.loads(text))["step"] > 0:
+                        self.lines.append(line)
+
+    def _error(self) -> str:
+        """Why the program has ended, in a line."""
+        output = self._log.read_text(errors="replace").strip()
+        if "out of memory" in output.lower():
+            return "out of memory"
+        found = re.findall(r"^error: (.*)", output, re.MULTILINE)
+        return found[-1] if found else f"it ended: {output.rpartition(chr(10))[2]}"
+
+
+def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each returns of two turns in every round, A B B A; those at the same index are neighbors in time, so that a
+    drift of the machine cancels in their ratio."""
+    found = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name in [*turns, *reversed(turns)]:
+            found[name].append(turns[name]())
+    return found
+
+
+def times_as_fast(rates: list[float], peer: list[float]) -> tuple[float, float, float]:
+    """How many times as fast the first is as its peer: the median over neighbors in time, the lowest, the highest."""
+    ratios = [ours / theirs for ours, theirs in zip(rates, peer, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def trainer(processes: int = 1) -> list:
+    """The words that start recipe/train.py in so many processes."""
+    script = ROOT / "recipe/train.py"
+    if processes == 1:
+        return [script]
+    hardware = ROOT / "accelerate_configs/ddp.yaml"
+    launch = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", hardware]
+    return [*launch, "--num_processes", processes, "--main_process_port", 0, script]
+
+
+def device() -> torch.device:
+    """The accelerator of this machine, or its CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@contextmanager
+def shards() -> Iterator[Path]:
+    """A directory with `shards`, of tiny Shakespeare, the text that ships, and for the runs; deleted in the end."""
+    text = ROOT / "recipe/data/tiny_shakespeare.txt"
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
+        with redirect_stdout(io.StringIO()):
+            prepare(DataConfig(train_text=str(text), dataset_name=f"{name}/shards", val_fraction=0.1))
+        yield Path(name)
