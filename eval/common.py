@@ -45,11 +45,6 @@ class Loaded:
         """Token ids of plain text: no special tokens added, and a literal "<|endoftext|>" is read as text."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
-    @property
-    def has_gpt2_tokens(self) -> bool:
-        """Whether its tokens are GPT-2's, so that numbers a token can stand beside those of OpenAI's models."""
-        return self.encode("Hello world") == [15496, 995]
-
     def describe(self) -> dict[str, str]:
         """What every result records about the model that it belongs to."""
         return {"model": self.name, "device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}

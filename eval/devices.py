@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -17,36 +17,35 @@ class UserError(ValueError):
     """A mistake the user can mend. The message names the bad value and the way out."""
 
 
-def _several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
-
-
-def _state() -> PartialState:
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """Context of a command that may be one of several processes: the first alone is heard on standard output."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_main() else nowhere):
-        yield
-    if _several():
-        _state().destroy_process_group()
-
-
-def processes() -> tuple[int, int]:
-    """(number of this process, how many there are)."""
-    return (_state().process_index, _state().num_processes) if _several() else (0, 1)
+def _launched() -> PartialState | None:
+    """The state of a launch of several processes; None in one process, which may use another device than Accelerate
+    would choose."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")) if several else None
 
 
 def is_main() -> bool:
     """Whether this process is the one that prints and writes."""
-    return processes()[0] == 0
+    return int(os.environ.get("RANK", 0)) == 0
 
 
-def gather(items: Iterable) -> list:
-    """The items of all processes, on each of them. A collective call."""
-    return gather_object(list(items)) if _several() else list(items)
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """Context of a command that may be one of several processes: only the main process's standard output is shown."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_main() else nowhere):
+        yield
+    if state := _launched():
+        state.destroy_process_group()
+
+
+def split(score: Callable[[Sequence], Sequence], items: Sequence) -> list:
+    """What `score` returns for each item, on every process; each process scores its share. A collective call."""
+    state = _launched()
+    if state is None:
+        return list(score(items))
+    share = range(state.process_index, len(items), state.num_processes)
+    found = dict(gather_object(list(zip(share, score([items[i] for i in share]), strict=True))))
+    return [found[i] for i in range(len(items))]
 
 
 def choose_device(name: str, shared: bool = False) -> torch.device:
@@ -56,8 +55,8 @@ def choose_device(name: str, shared: bool = False) -> torch.device:
     `shared`: of a command whose shapes are few enough for a device that compiles a program for each. There `auto` may
     be a TPU.
     """
-    if name == "auto" and _several():
-        return _state().device
+    if name == "auto" and (state := _launched()):
+        return state.device
     xla = find_spec("torch_xla") is not None
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True, "xla": xla}
     if xla and (shared or name == "xla"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.published import HELLASWAG_ROWS, WAYS
-from eval.scores import all_scores, hellaswag_scores, score, table_row, text_dataset
+from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.config import ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
@@ -40,10 +40,17 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
     state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
     lines = [n for n in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if n["step"] <= step]
-    found = _scores(checkpoint, lines, state, texts)
+    line = next((line for line in reversed(lines) if line["step"] == step), {})
+    results = checkpoint / "results.json"
+    try:
+        measured = redacted(json.loads(results.read_text())) if results.is_file() else {}
+        scores = all_scores({"run": {"scores": [*_of_run(line, config, texts)]}} | measured)
+        comparison = _comparison(measured["compare"]) if "compare" in measured else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{results} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
-    whole = [score for score in found if score["whole"]]
+    whole = [score for score in scores if score["whole"]]
     data = ModelCardData(
         language="en" if {text.get("id") for text in texts} <= _ENGLISH else None,
         license=license or config["hub_license"],
@@ -65,37 +72,30 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         shape=_shape(config),
         start="from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}",
         tokens=f"{state['tokens']:,}",
-        dataset_link=_listed([_link(text, mixed=len(texts) > 1) for text in texts]),
+        dataset_link=", ".join(_link(text) for text in texts),
         step=f"{step:,}",
         whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
         end_of_text=state["tokenizer"],
-        scores=[[plain(cell) for cell in table_row(score)] for score in found],
+        scores=[[plain(cell) for cell in table_row(score)] for score in scores],
+        comparison=comparison,
         dtype=dtype,
         tables=[(title, [(plain(k), plain(v)) for k, v in rows if v not in (None, "")]) for title, rows in tables],
     )
     return card.content.rstrip() + "\n"
 
 
-def _link(text: dict, mixed: bool) -> str:
+def _link(text: dict) -> str:
     link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
-    return f"{link} ({text['share']:.1%})" if mixed else link
+    return link + (f" ({text['share']:.1%})" if text["share"] < 1 else "")
 
 
-def _listed(words: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def _scores(checkpoint: Path, lines: list[dict], state: dict, texts: list[dict]) -> list[dict]:
-    """What the run itself and the evaluations beside the checkpoint have measured."""
-    line = next((line for line in reversed(lines) if line["step"] == state["step"]), {})
-    path = checkpoint / "results.json"
-    try:
-        results = redacted(json.loads(path.read_text())) if path.is_file() else {}
-        return all_scores({"run": {"scores": [*_of_run(line, state["config"], texts)]}} | results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
+def _comparison(found: dict) -> dict:
+    """What eval/compare.py has written, as Markdown."""
+    rows = [[plain(cell) for cell in comparison_row(row)] for row in found["rows"]]
+    samples = [f"{plain(found['prompt'])} ... {plain(text)}" for text in found["samples"]]
+    return {"other": plain(found["other"]), "rows": rows, "samples": samples}
 
 
 def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
