@@ -18,7 +18,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 import numpy as np
 
 from eval import common, devices, hellaswag, perplexity, sample
-from eval.published import WAYS
+from eval.published import HELLASWAG_ROWS, WAYS
 from eval.scores import comparison_row
 
 GPT2 = "openai-community/gpt2"
@@ -44,13 +44,14 @@ def sign_test(ours: Sequence[int], theirs: Sequence[int]) -> float:
 def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) -> list[dict]:
     """A row of the table for each accuracy in each way, from `hellaswag.score_rows` of both models."""
     found = []
+    part = "" if len(rows) == HELLASWAG_ROWS else f", first {len(rows):,} rows"
     for way, style in WAYS.items():
         a, b = ([score[way].correct(row["label"]) for score, row in zip(s, rows, strict=True)] for s in (ours, theirs))
         for kind in ("acc", "acc_norm"):
             right = [x[kind] for x in a], [x[kind] for x in b]
             values = [float(np.mean(side)) for side in right]
             found.append(
-                {"metric": f"HellaSwag {kind}, {style}", "ours": values[0], "theirs": values[1], "n": len(rows)}
+                {"metric": f"HellaSwag {kind}, {style}{part}", "ours": values[0], "theirs": values[1], "n": len(rows)}
                 | paired_difference(*right)
                 | {"p": sign_test(*right)}
             )
@@ -106,8 +107,9 @@ def table(rows: list[dict], ours: str, theirs: str) -> str:
     """The rows as a user reads them."""
     cells = [("", "first", "second", "difference, 95 % interval", "p")]
     cells += [comparison_row(row) for row in rows]
-    lines = [f"first: {ours}\nsecond: {theirs}\n"]
-    return "\n".join(lines + [f"{a:<36} {b:>8} {c:>8}  {d:<28} {p}".rstrip() for a, b, c, d, p in cells])
+    width = max(len(row[0]) for row in cells)
+    lines = [f"{metric:<{width}} {a:>8} {b:>8}  {change:<26} {p}".rstrip() for metric, a, b, change, p in cells]
+    return "\n".join([f"first: {ours}", f"second: {theirs}", "", *lines])
 
 
 def main() -> None:

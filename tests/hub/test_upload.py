@@ -116,7 +116,7 @@ def test_training_is_not_affected_by_a_fault(shards, whole_run, tmp_path, fault)
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, capsys, monkeypatch, fault):
-    monkeypatch.setattr(upload, "_PAUSES", (0.1,) * 4)
+    monkeypatch.setattr(upload, "PAUSE", 0.1)
     hub.faults.append(Fault(**FAULTS[fault]))
     code = push(run)
     screen = capsys.readouterr().out
@@ -128,7 +128,6 @@ def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, cap
         assert push(run) == 0
     else:
         assert code == 0
-    assert screen.count(f"upload     to {REPO} failed: ") <= 1
     assert not hub.faults
     on_the_hub(hub, run)
 
@@ -146,17 +145,8 @@ def test_an_upload_through_xet(hub, run, tmp_path, monkeypatch):
     assert 0.8 * bytes_sent < stored < 1.2 * bytes_sent  # floats hardly compress
 
 
-def test_a_refusal_through_xet_is_final(hub, run, monkeypatch):
-    """hf-xet itself calls a 403 for the write token a network error."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
-    hub.faults.append(Fault(path="*/xet-write-token/*", status=403, times=ALWAYS))
-    assert push(run) == 2
-    assert hub.count("GET", "/xet-write-token/") == 1
-
-
 def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub, run, monkeypatch):
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
-    monkeypatch.setattr(upload, "_PAUSES", ())
     hub.faults.append(Fault(path="/api/*", kind="stall", times=ALWAYS))
     uploads = Uploads(run, target_of(run))
     start = time.monotonic()
@@ -172,7 +162,7 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
 
 
 def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog, monkeypatch):
-    monkeypatch.setattr(upload, "_QUIET", 2.0)
+    monkeypatch.setattr(upload, "PAUSE", 2.0)
     hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
     uploads = Uploads(run, target_of(run))
 
@@ -308,7 +298,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     config = parse_config(flags(**TINY | fields | {"output_dir": run}))
     one_process = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
-    monkeypatch.setattr(upload, "_PAUSES", ())
+    monkeypatch.setattr(upload, "PAUSE", 0.1)
     uploads = upload.open_uploads(config, one_process)
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
@@ -333,7 +323,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
 @pytest.mark.parametrize(
     ("where", "repo", "message"),
     [
-        ("run/nowhere", REPO, "no such run"),
+        ("run/nowhere", REPO, "no checkpoint there"),
         # Only the command names where something goes, and not a run's directory, which may be somebody else's.
         ("run", "", "--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)"),
         ("run", "../gpt2", "--repo '../gpt2' must be ORG/NAME"),
