@@ -153,12 +153,14 @@ def _speed(run: Run) -> Iterator[Finding]:
             text = f"It slows down: {last:,.0f} tokens/s in its last quarter, {first:,.0f} in its first. "
             yield Finding("note", text + "Look for other work on the machine, heat, and the wait for data.")
     waits = run.series("data_wait")[1]
-    if len(waits) and waits.mean() > WAITING:
-        text = f"It spends {waits.mean():.0%} of its time waiting for data: "
-        yield Finding("note", text + "prepare the shards before training (make data), or put them on a faster disk.")
-    if run.last("save_wait") > WAITING:
-        text = f"It spends {run.last('save_wait'):.0%} of its time waiting for checkpoints: "
-        yield Finding("note", text + "a larger save_steps or a faster disk would help.")
+    faster = "prepare the shards before training (make data), or put them on a faster disk"
+    rarer = "a larger save_steps or a faster disk would help"
+    for name, share, way_out in (
+        ("data_wait", waits.mean() if len(waits) else 0.0, faster),
+        ("save_wait", run.last("save_wait"), rarer),  # the log has its share of the whole run
+    ):
+        if share > WAITING:
+            yield Finding("note", f"It spends {share:.0%} of its time waiting ({name}): {way_out}.")
 
 
 def tokens(n: float) -> str:

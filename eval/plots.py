@@ -1,6 +1,5 @@
 """The report's pictures: matplotlib figures of one run or several. A legend names what is drawn, and nothing else."""
 
-import math
 from dataclasses import dataclass
 
 import matplotlib
@@ -27,20 +26,13 @@ RC = {
     "legend.frameon": False,
     "text.parse_math": False,  # a $ in a run's name is a $
 }
+SIZE = (7.6, 3.7)  # inches
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), told apart with every kind of color blindness; runs differ in
 # their markers too, for a print without colors.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
-# Columns of metrics.jsonl -> title; drawn in this order where the log has them.
-COLUMNS = {
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm, before clipping",
-    "tokens_per_second": "throughput (tokens/s)",
-    "mfu": "MFU (share of the device's peak FLOP/s)",
-    "data_wait": "waiting for data (share of the time)",
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Picture:
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
     """The pictures for which the runs have numbers."""
     with matplotlib.rc_context(RC):
-        found = [draw_loss(runs, references), draw_hellaswag(runs, references), draw_training(runs)]
+        found = [draw_loss(runs, references), draw_hellaswag(runs, references)]
     return [picture for picture in found if picture]
 
 
@@ -64,7 +56,8 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     """Training and validation loss against tokens: the whole run, and its last four fifths."""
     end = max(run.tokens for run in runs) or 1
     first = min((x for run in runs for x in run.series("loss")[0]), default=end)
-    figure, (whole, rest) = _figure(1)
+    figure = Figure(figsize=SIZE, layout="constrained")
+    whole, rest = figure.subplots(1, 2)
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = dict.fromkeys((run.dataset, run.size) for run in runs if run.size in OPENAI_LOSS.get(run.dataset, {}))
     late = [OPENAI_LOSS[dataset][size] for dataset, size in openai]  # what the second panel has to show
@@ -110,7 +103,8 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | No
     (else the smallest)."""
     if not any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         return None
-    figure, panels = _figure(1)
+    figure = Figure(figsize=SIZE, layout="constrained")
+    panels = figure.subplots(1, 2)
     for axes, way in zip(panels, WAYS, strict=True):
         for i, run in enumerate(runs):
             x, accuracy = run.series(f"hellaswag_{way}_acc_norm")
@@ -136,34 +130,6 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | No
     return Picture("hellaswag", "HellaSwag against tokens", caption, figure)
 
 
-def draw_training(runs: list[Run]) -> Picture | None:
-    """Small panels: loss against time, and a column of the log each against tokens."""
-    columns = [column for column in COLUMNS if any(run.series(column)[1].any() for run in runs)]
-    if not columns or not any(run.records[-1]["seconds"] for run in runs):
-        return None
-    figure, panels = _figure(math.ceil((len(columns) + 1) / 2), height=2.5)
-    for i, run in enumerate(runs):
-        line = {"color": COLORS[i % len(COLORS)], "linewidth": 1.3, "marker": "." if len(run.records) < 4 else None}
-        seconds, loss = run.series("loss", "seconds")
-        panels[0].plot(seconds / 3600, smooth(loss), label=_short(run.name), **line)
-        for axes, column in zip(panels[1:], columns, strict=False):
-            x, y = run.series(column)
-            axes.plot(x, y if column == "learning_rate" else smooth(y), gid=f"{i}-{column}", **line)
-    panels[0].set(title="training loss", xlabel="training time (hours)")
-    for axes, column in zip(panels[1:], columns, strict=False):
-        axes.set_title(COLUMNS[column])
-        _token_axis(axes)
-        axes.set_ylim(bottom=0)
-        if column in ("mfu", "data_wait"):
-            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-    for axes in panels[len(columns) + 1 :]:
-        axes.remove()
-    if len(runs) > 1:
-        _legend(figure, panels[0])
-    caption = "Moving averages of the log's lines. Throughput and MFU are without evaluations and checkpoints."
-    return Picture("training", "Training", caption, figure)
-
-
 def smooth(y: np.ndarray) -> np.ndarray:
     """The mean over a fortieth of a curve's points around each, (N,) -> (N,); over fewer at the beginning, where a loss
     falls steeply, and at the end."""
@@ -172,11 +138,6 @@ def smooth(y: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(y)])
     low, high = at - half, np.minimum(at + half, len(y) - 1) + 1
     return (sums[high] - sums[low]) / (high - low)
-
-
-def _figure(rows: int, height: float = 3.7) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(7.6, height * rows), layout="constrained")
-    return figure, list(figure.subplots(rows, 2, squeeze=False).flat)
 
 
 def _marked(i: int, x: np.ndarray) -> dict:

@@ -4,9 +4,9 @@
     python -m recipe.hub.export RUN --best --dtype bfloat16 the one with the lowest validation loss, in half the bytes
     python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones to branches, the newest to main
 
-An export holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a model card
-with what the run recorded and what eval/ has measured (results.json beside the checkpoint). A push uploads the same
-files, but nothing that is there already; it replaces a README.md that differs (its history stays).
+An export holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a model
+card with what the run recorded and what eval/ has measured (results.json beside the checkpoint). A push uploads these
+files, unless they are there already; it replaces a README.md that differs (its history stays).
 """
 
 import argparse

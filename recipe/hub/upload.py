@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shlex
 import threading
 import time
@@ -61,14 +60,15 @@ class Target:
     license: str = ""
     card: bool = True
 
-    def branches(self, run: Path, up_to: float = math.inf) -> dict[str, Path]:
-        """{branch: checkpoint} of what is on the disk, the oldest first, up to step `up_to`."""
+    def branches(self, run: Path) -> dict[str, Path]:
+        """{branch: checkpoint} of what is on the disk, the oldest first."""
         steps = {step_of(path): path for path in checkpoints(run)}
         steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
+        final = {}
         if self.final and (self.final / "trainer_state.json").is_file():
             steps[recorded_step(self.final)] = self.final
-        found = {f"step-{step:06d}": path for step, path in sorted(steps.items()) if step <= up_to}
-        return found | {MAIN: self.final} if self.final in found.values() else found
+            final = {MAIN: self.final}
+        return {f"step-{step:06d}": path for step, path in sorted(steps.items())} | final
 
 
 def recorded_step(checkpoint: Path) -> int:
@@ -76,17 +76,13 @@ def recorded_step(checkpoint: Path) -> int:
     return json.loads((checkpoint / "trainer_state.json").read_text())["step"]
 
 
-def sync(run: Path, target: Target, known: dict[str, bool], up_to: float = math.inf) -> None:
-    """Uploads the checkpoints of `run` up to step `up_to`; huggingface_hub skips files that the Hub has.
+def sync(target: Target, wanted: dict[str, Path], known: dict[str, bool]) -> None:
+    """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has.
 
-    `known` is {branch: whether it is up to date} from earlier calls: False where the checkpoint does not agree with its
-    manifest, which is refused with a warning. Raises UserError for a public repository where a private one is wanted
-    and for a card that cannot be written, and whatever huggingface_hub raises: ValueError for a card that the Hub
-    refuses.
+    Notes each branch in `known`: True, or False where the checkpoint does not agree with its manifest, which is refused
+    with a warning. Raises UserError for a public repository where a private one is wanted and for a card that cannot be
+    written, and whatever huggingface_hub raises.
     """
-    wanted = {branch: path for branch, path in target.branches(run, up_to).items() if branch not in known}
-    if not wanted:
-        return
     api = HfApi()
     open_repository(api, target.repo, target.private)
     for branch, checkpoint in wanted.items():
@@ -126,13 +122,13 @@ class Uploads:
             set_verbosity_error()  # a branch that is up to date is no warning
             limit_requests()
 
-    def start(self, step: float) -> None:
-        """Starts to upload what was evaluated up to `step`, unless an upload is running or failed in the last minute.
-        Call it after the metrics of `step` were written, since a model card has them."""
-        if self._target is None or self._refused or self._busy() or time.monotonic() < self._not_before:
-            return
-        self._thread = threading.Thread(target=self._upload, args=(step,), name="upload", daemon=True)
-        self._thread.start()
+    def start(self) -> None:
+        """Starts to upload what is on the disk, unless an upload is running or failed in the last minute. Call it after
+        the metrics of the newest checkpoint's step were written, since a model card has them."""
+        wanted = self._unknown()
+        if wanted and not self._refused and not self._busy() and time.monotonic() >= self._not_before:
+            self._thread = threading.Thread(target=self._upload, args=(wanted,), name="upload", daemon=True)
+            self._thread.start()
 
     def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
         """Uploads all that is left. Ends after `limit` seconds, after ATTEMPTS failures, or when `stopped()`.
@@ -146,10 +142,10 @@ class Uploads:
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
         deadline = time.monotonic() + limit
         self._failures, self._not_before = 0, 0.0
-        while self._busy() or self._hopeful():
+        while self._busy() or (self._unknown() and not self._refused and self._failures < ATTEMPTS):
             if time.monotonic() >= deadline or stopped():
                 break
-            self.start(math.inf)
+            self.start()
             time.sleep(0.05)
         if not (missing := self._missing()):
             return ExitCode.DONE
@@ -161,17 +157,17 @@ class Uploads:
     def _busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _hopeful(self) -> bool:
-        """Whether another attempt may help."""
-        unknown = any(branch not in self._known for branch in self._target.branches(self._run))
-        return unknown and not self._refused and self._failures < ATTEMPTS
+    def _unknown(self) -> dict[str, Path]:
+        """What another attempt may upload."""
+        branches = self._target.branches(self._run) if self._target else {}
+        return {branch: path for branch, path in branches.items() if branch not in self._known}
 
     def _missing(self) -> list[str]:
         return [branch for branch in self._target.branches(self._run) if not self._known.get(branch)]
 
-    def _upload(self, up_to: float) -> None:
+    def _upload(self, wanted: dict[str, Path]) -> None:
         try:
-            sync(self._run, self._target, self._known, up_to)
+            sync(self._target, wanted, self._known)
         except Exception as error:
             self._refused = is_lasting(error)
             self._failures += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from eval.scores import hellaswag_scores

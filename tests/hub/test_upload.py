@@ -151,7 +151,7 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
     uploads = Uploads(run, target_of(run))
     start = time.monotonic()
     for _ in range(100):  # lines of metrics.jsonl
-        uploads.start(20)
+        uploads.start()
     assert time.monotonic() - start < 1
     assert uploads.wait(limit=1) == 75
     assert time.monotonic() - start < 10
@@ -169,7 +169,7 @@ def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog
     def lines_of_metrics(seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            uploads.start(20)
+            uploads.start()
             time.sleep(0.01)
 
     lines_of_metrics(1.5)
@@ -185,22 +185,22 @@ def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog
 
 
 def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
-    known: dict[str, bool] = {}
-    sync(run, target_of(run), known, up_to=9)
-    assert not hub.models
-    sync(run, target_of(run), known, up_to=10)
+    target, known = target_of(run), {}
+    wanted = target.branches(run)
+    sync(target, {"step-000010": wanted.pop("step-000010")}, known)
     assert hub.models[REPO].branches.keys() == {"main", "step-000010"}
     hub.faults.append(Fault(path="*/commit/*", kind="reset", after=None))  # the answer is lost, not the commit
     with pytest.raises(Exception, match=r"disconnected|reset|closed"):
-        sync(run, target_of(run), known)
+        sync(target, wanted, known)
     (run / "step_00000020" / "notes.txt").write_text("of mine")
-    sync(run, target_of(run), known)
+    sync(target, wanted, known)
+    assert known == dict.fromkeys(BRANCHES, True)
     on_the_hub(hub, run)
     sent = hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")
-    sync(run, target_of(run), {})
+    sync(target, target.branches(run), {})
     assert (hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")) == sent
     change(run / "step_00000010", weights=b"another seed")
-    sync(run, target_of(run), {})
+    sync(target, target.branches(run), {})
     assert hub.files(REPO, "step-000010")["model.safetensors"] == b"another seed"
     assert len(hub.models[REPO].branches["main"]) == 2
 
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog,
 
 
 def test_a_card_is_renewed_unless_it_is_to_stay(hub, run, capsys):
-    sync(run, target_of(run), {})
+    sync(target_of(run), target_of(run).branches(run), {})
     main = hub.models[REPO].branches["main"]
     main[-1].files["README.md"] = b"a person's"
     assert push(run, "--no_card") == 0
@@ -313,7 +313,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     assert push(run) == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     logging.getLogger("recipe").propagate = True
-    upload.open_uploads(config, one_process).start(20)
+    upload.open_uploads(config, one_process).start()
     assert "HF_HUB_OFFLINE is set, so this run uploads nothing" in caplog.text
 
 
