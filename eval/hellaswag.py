@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
     args = parser.parse_args()
     with devices.launched():
-        loaded = common.load(args, shared=True)
+        loaded = common.load(args)
         output = common.results_path(args.output, loaded)
         rows = load_rows(args.limit)
         start = time.monotonic()
