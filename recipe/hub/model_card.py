@@ -168,7 +168,7 @@ def _shape(config: dict) -> str:
     model = ModelConfig(**{key: config[key] for key in sizes if key in config})
     return (
         f"{si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-        f"{model.n_positions:,} positions, {model.vocab_size:,} tokens)"
+        f"{model.n_positions:,} positions)"
     )
 
 
@@ -186,7 +186,7 @@ def _data(state: dict, text: dict) -> dict[str, object]:
         "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far"),
         "epochs": f"{text['share'] * state['tokens'] / tokens:.3g}" if complete else None,
         "SHA-256 of the shard": shards[0][2] if len(shards) == 1 else None,
-        "tokenizer": f"{whose} byte-level BPE",
+        "tokenizer": f"{whose} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
     }
 
 
