@@ -9,6 +9,7 @@ OUT ?= model
 LIMIT ?=
 PROMPT ?= The king
 TEXT ?=
+WITH ?= openai-community/gpt2
 ROWS ?=
 TASKS ?= hellaswag
 FRESH ?=
@@ -64,7 +65,7 @@ endef
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm report audit export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-xla bench-data scoreboard bench-peers bench-eval gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -119,7 +120,10 @@ eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a 
 	$(BIN)/python eval/hellaswag.py $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
-	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(TEXT),--text $(TEXT)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
+compare: .venv/installed ## MODEL beside WITH (GPT-2): loss, HellaSwag, a sample
+	$(BIN)/python eval/compare.py $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 

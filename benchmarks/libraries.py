@@ -133,7 +133,7 @@ def hellaswag(argv: list[str]) -> int:
 
     def measure() -> None:
         harness.require()
-        loaded = common.load(arguments, shared=True) if arguments.model else _random_gpt2(arguments)
+        loaded = common.load(arguments) if arguments.model else _random_gpt2(arguments)
         rows = scorer.load_rows()[:: -(-10042 // arguments.rows)]
         print(f"{loaded.describe()}, {len(rows)} rows, {torch.get_num_threads()} threads")
         compare(hellaswag_ways(loaded, rows, arguments.batch_size), arguments.rounds, len(rows), "rows")
@@ -175,7 +175,7 @@ def hellaswag_ways(loaded: common.Loaded, rows: list[dict], batch_size: int) -> 
 
 def _random_gpt2(arguments: argparse.Namespace) -> common.Loaded:
     torch.manual_seed(0)
-    device = devices.choose_device(arguments.device, shared=True)
+    device = devices.choose_device(arguments.device)
     dtype = common.choose_dtype(arguments.dtype, device)
     model = GPT2LMHeadModel(GPT2Config(activation_function="gelu_pytorch_tanh")).eval().to(device, dtype)
     return common.Loaded("GPT-2 124M, random weights", None, model, hf_tokenizer(), device, dtype)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from recipe.config import ROOT, DataConfig
-from recipe.data.prepare.pipeline import prepare
+from recipe.data.prepare import prepare
 
 # What all runs share. The learning rate is constant, and small enough that rounding does not grow within the steps
 # whose losses are compared.

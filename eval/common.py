@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
 
-from eval.devices import UserError, choose_device, placement
+from eval.devices import UserError, choose_device
 from eval.loglikelihood import LanguageModel
 
 STEP_DIR = re.compile(r"step_(\d+)")
@@ -45,11 +45,6 @@ class Loaded:
         """Token ids of plain text: no special tokens added, and a literal "<|endoftext|>" is read as text."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
-    @property
-    def has_gpt2_tokens(self) -> bool:
-        """Whether its tokens are GPT-2's, so that numbers a token can stand beside those of OpenAI's models."""
-        return self.encode("Hello world") == [15496, 995]
-
     def describe(self) -> dict[str, str]:
         """What every result records about the model that it belongs to."""
         return {"model": self.name, "device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
@@ -72,7 +67,8 @@ class Loaded:
             n_positions=self.n_positions,
             device=self.device,
             shares_contexts=gpt2 and model.config._attn_implementation == "sdpa",
-            **placement(self.device),
+            # cuDNN plans attention with a mask for each length.
+            multiples=(1, 64, 1) if self.device.type == "cuda" else (1, 1, 1),
         )
 
 
@@ -80,7 +76,7 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
     """The arguments that all evaluation commands take. `batch_size` is the default, in `batch_unit`."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
-    result.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu", "xla"])
+    result.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     if batch_size:
         result.add_argument("--batch_size", type=positive_int, default=batch_size, help=f"{batch_unit} a forward pass")
@@ -151,9 +147,8 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
     return str(path), path
 
 
-def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
-    """Load the model and tokenizer that the arguments of `parser` name, and print what was loaded; `shared` is
-    `choose_device`'s.
+def load(args: argparse.Namespace) -> Loaded:
+    """Load the model and tokenizer that the arguments of `parser` name, and print what was loaded.
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
     """
@@ -165,7 +160,7 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
     name, directory = resolve_model(args.model)
-    device = choose_device(args.device, shared)
+    device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
     problem, way_out = "", "Check the directory"
     if directory is None:
@@ -180,7 +175,7 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
         model, report = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
         if directory and not directory.exists():  # deleted meanwhile, by the run that trains there
-            return load(args, shared)
+            return load(args)
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
     # transformers makes up what is absent, an empty tokenizer and random weights: such a model must not get a score.
     if len(tokenizer) < 2:
@@ -189,7 +184,6 @@ def load(args: argparse.Namespace, shared: bool = False) -> Loaded:
     if absent:
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
     model.to(device).eval()
-    model.tie_weights()  # torch_xla copies each parameter by itself, the head's and the embedding's too
     loaded = Loaded(name, directory, model, tokenizer, device, dtype)
     parameters, kind = f"{model.num_parameters():,} parameters", loaded.describe()["dtype"]
     print(f"model {name}: {parameters}, {device.type}, {kind}", flush=True)
@@ -223,7 +217,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if native or device.type == "xla" else torch.float32
+    return torch.bfloat16 if native else torch.float32
 
 
 def trainer_config(directory: Path | None) -> dict:

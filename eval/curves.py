@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from eval.common import STEP_DIR, UserError, step_of, steps_of
-from eval.published import HELLASWAG_ROWS
+from eval.published import HELLASWAG_ROWS, SIZES
 
 REFERENCES = Path(__file__).resolve().parent / "references"
-# (layers, width) of OpenAI's four models.
-SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
 NEAR = 0.05
 # Texts for which a loss was published, by a repository on the Hub or a file's SHA-256. The repositories are those of
@@ -75,74 +73,56 @@ class Run:
         return self.config.get("vocab_size", 50257)
 
     @property
-    def parameters(self) -> int:
-        """GPT-2's count, with the head tied to the embedding: V d + P d + L (12 d^2 + 13 d) + 2 d; 0 if unknown."""
-        layers, d, positions = (self.config.get(key, 0) for key in ("n_layer", "n_embd", "n_positions"))
-        return self.vocab_size * d + positions * d + layers * (12 * d * d + 13 * d) + 2 * d
-
-    def hellaswag(self, way: str) -> list[tuple[int, float, int]]:
-        """(tokens, acc_norm, rows) in order of tokens: of evaluations during training and of results.json, the one on
-        more rows where a step has both."""
-        rows = self.config.get("hellaswag_limit") or HELLASWAG_ROWS
-        points = {int(t): (float(y), rows) for t, y in zip(*self.series(f"hellaswag_{way}_acc_norm"), strict=True)}
-        for step, results in self.results.items():
-            if found := results.get("hellaswag"):
-                at = step * self.config["total_batch_tokens"]
-                if found["rows"] >= points.get(at, (0, 0))[1]:
-                    points[at] = (found[way]["acc_norm"], found["rows"])
-        return [(at, *point) for at, point in sorted(points.items())]
+    def hellaswag_rows(self) -> int:
+        """How many rows each evaluation during training scores."""
+        return self.config.get("hellaswag_limit") or HELLASWAG_ROWS
 
 
 def read_run(path: str | Path) -> Run:
     """The run in a directory, or of a checkpoint in it. Raises UserError if there is none, or no line of it yet."""
     directory = Path(path).expanduser()
-    if not directory.is_dir():
-        raise UserError(f"run {path}: no such directory. Name a run directory, such as runs/shakespeare")
     if STEP_DIR.fullmatch(directory.name):
         directory = directory.parent
     log = directory / "metrics.jsonl"
     if not log.is_file():
-        raise UserError(f"run {path}: no metrics.jsonl in it. Name a directory that recipe/train.py has written")
+        raise UserError(f"run {path}: no metrics.jsonl there. Name a run directory, such as runs/shakespeare")
     records = []
     for line in log.read_text(errors="replace").splitlines():
         with suppress(ValueError):  # the last line of a run that was killed, or that is writing now
             records.append(json.loads(line))
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    name, steps = directory.resolve().name, steps_of(directory)
+    run = Run(directory.resolve().name, directory, records)
+    steps = steps_of(directory)
     if not steps:
-        return Run(name, directory, records)
+        return run
     state = json.loads((steps[-1] / "trainer_state.json").read_text())
     files = {step_of(step): step / "results.json" for step in steps}
-    results = {step: json.loads(file.read_text()) for step, file in files.items() if file.is_file()}
-    dataset = dataset_of(state["config"], state["about"])
-    return Run(name, directory, records, state["config"], state["engine"], dataset, results)
-
-
-def read_runs(paths: list[str]) -> list[Run]:
-    """The runs; where two have one name, all are called by their paths."""
-    runs = [read_run(path) for path in paths]
-    if len({run.name for run in runs}) < len(runs):
-        runs = [replace(run, name=str(path)) for run, path in zip(runs, paths, strict=True)]
-    return runs
+    return replace(
+        run,
+        config=state["config"],
+        engine=state["engine"],
+        dataset=dataset_of(state["config"], state["about"]),
+        results={step: json.loads(file.read_text()) for step, file in files.items() if file.is_file()},
+    )
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
     """Which of DATASETS a run trains and validates on; empty for any other, for shards of which neither a manifest nor
-    dataset_source says what they are, and for another tokenizer than GPT-2's, with which a loss a token is another
+    dataset_source says what they are, and for another tokenizer than GPT-2's, with which a loss per token is another
     measure.
 
-    `about` is trainer_state.json's: for each part of the run, the text that the shards were made from. All parts read
-    the same shards, so that those which say nothing of them do not count.
+    `about` is trainer_state.json's: for each part of the run, the text that the shards were made from.
     """
+    # All parts of a run read the same shards, so those that name nothing but the shards do not count.
     sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
-    names = {_dataset_of_manifest(source) for source in sources}
+    names = {_known_text(source) for source in sources}
     declared = any("shards" in source for source in sources)
     own = (config["val_data"] and not declared) or config.get("tokenizer", "gpt2") != "gpt2"
     return names.pop() if len(names) == 1 and not own else ""
 
 
-def _dataset_of_manifest(source: dict) -> str:
+def _known_text(source: dict) -> str:
     """`source` has ORG/NAME, hf://datasets/ORG/NAME[@REVISION]/PATTERN, or local files."""
     hub = source.get("train_text") or source.get("uri") or ""
     repository = "/".join(hub.removeprefix("hf://datasets/").split("/")[:2]).split("@")[0].lower()
@@ -166,23 +146,22 @@ class Reference:
 
     def differences(self, run: Run) -> list[str]:
         """Settings of the run that make its loss another one at equal steps, in words."""
-        pairs = {key: (run.config.get(key, math.nan), value) for key, value in self.settings.items()}
-        unlike = {key: pair for key, pair in pairs.items() if not _alike(*pair)}
-        return [f"{key} {ours} (reference: {theirs})" for key, (ours, theirs) in unlike.items()]
-
-
-def _alike(ours: float | str, theirs: float | str) -> bool:
-    if isinstance(ours, str) or isinstance(theirs, str):
-        return ours == theirs
-    return math.isclose(ours, theirs, rel_tol=NEAR)
+        found = []
+        for key, wanted in self.settings.items():
+            value = run.config.get(key, math.nan)
+            text = isinstance(value, str) or isinstance(wanted, str)
+            if not (value == wanted if text else math.isclose(value, wanted, rel_tol=NEAR)):
+                found.append(f"{key} {value} (reference: {wanted})")
+        return found
 
 
 def load_references() -> list[Reference]:
     """The published curves in eval/references/, in the order of their file names."""
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
-        fields = {key: value for key, value in json.loads(path.read_text()).items() if key in Reference.__annotations__}
-        curves = {k: np.array(fields[k], dtype=float) for k in ("val_loss", "hellaswag_llmc_acc_norm") if k in fields}
+        content = json.loads(path.read_text())
+        fields = {name: content.get(name) for name in Reference.__annotations__}
+        curves = {k: np.array(fields[k]) for k in ("val_loss", "hellaswag_llmc_acc_norm") if fields[k]}
         references.append(Reference(**fields | curves))
     return references
 

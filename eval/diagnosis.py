@@ -1,7 +1,7 @@
 """Does my loss look right? Plain sentences about a run: beside its reference curve, and by what needs none."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,9 @@ class Finding:
 
 def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All there is to say of a run, the comparison with its reference first."""
-    found = [finding for check in CHECKS for finding in check(run)]
+    found = [*_learning(run), *_rise(run), *_spikes(run), *_speed(run)]
     if not any(finding.kind == "bad" for finding in found):
-        checked = "Its first loss, spikes, skipped steps, overfitting and speed were checked: nothing stands out."
-        found.append(Finding("good", "Nothing else stands out." if found else checked))
+        found.append(Finding("good", "First loss, spikes, skipped steps, overfitting: nothing else stands out."))
     return [beside_reference(run, references), *found]
 
 
@@ -57,23 +56,19 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
         return Finding("note", f"It cannot be compared with {name} at equal steps: {'; '.join(differing)}.")
     at, above, tolerance = distance(run.series("val_loss"), reference)
     if not len(at):
-        return Finding(
-            "note", f"It cannot be compared yet: {name} begins at {tokens(reference.val_loss[1, 0])} tokens."
-        )
+        start = tokens(reference.val_loss[1, 0])
+        return Finding("note", f"It cannot be compared yet: {name} begins at {start} tokens.")
     last = f"{abs(above[-1]):.2f} nats {'above' if above[-1] > 0 else 'below'} it at {tokens(at[-1])} tokens"
     inside = np.flatnonzero(np.abs(above) <= tolerance)
     if len(above) - 1 in inside:
-        worst = np.abs(above).argmax()
-        most = f"at most {abs(above[worst]):.2f} away, at {tokens(at[worst])}"
-        return Finding("good", f"The validation loss follows {name}: {last}, and {most}.")
+        return Finding("good", f"The validation loss follows {name}: {last}.")
     since = tokens(at[inside[-1] + 1 if len(inside) else 0])
-    text = f"The validation loss has departed from {name} since {since} tokens: {last}, expected within "
-    text += f"{tolerance[-1]:.2f}."
     if above[-1] > 0:
-        text += " Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
+        causes = "Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
     else:
-        text += " Lower is suspicious too: other or easier validation data, or validation text in training."
-    return Finding("bad", text)
+        causes = "Lower is suspicious too: other or easier validation data, or validation text in training."
+    text = f"The validation loss has departed from {name} since {since} tokens: {last}, expected within"
+    return Finding("bad", f"{text} {tolerance[-1]:.2f}. {causes}")
 
 
 def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,36 +88,28 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
     return x, y - there, reference.noise + np.maximum(np.abs(earlier - there), np.abs(later - there))
 
 
-def _begins(run: Run) -> Iterator[Finding]:
-    steps, losses = run.series("val_loss", "step")
-    if run.config.get("init_from") or not len(steps) or steps[0] != 0:
-        return
-    nothing = math.log(run.vocab_size)
-    if not nothing - FIRST_LOSS[0] <= losses[0] <= nothing + FIRST_LOSS[1]:
-        text = f"The loss begins at {losses[0]:.2f}; a model that knows nothing has "
-        text += f"ln {run.vocab_size:,} = {nothing:.2f}. "
-        yield Finding("bad", text + "Look at the initial weights, and at whether the targets are shifted by one.")
-
-
-def _learns(run: Run) -> Iterator[Finding]:
-    steps, losses = run.series("loss", "step")
-    if len(steps) and steps[-1] >= LEARNT[0] and np.median(losses[-5:]) > math.log(run.vocab_size) - LEARNT[1]:
-        text = f"It hardly learns: a training loss of {losses[-1]:.2f} after {steps[-1]:,.0f} steps. "
+def _learning(run: Run) -> Iterator[Finding]:
+    """The first loss, whether the loss falls, and the steps that were skipped."""
+    know_nothing, done = math.log(run.vocab_size), run.records[-1]["step"]
+    steps, val = run.series("val_loss", "step")
+    below, above = FIRST_LOSS
+    from_scratch = len(steps) and steps[0] == 0 and not run.config.get("init_from")
+    if from_scratch and not know_nothing - below <= val[0] <= know_nothing + above:
+        text = f"The loss begins at {val[0]:.2f}; a model that knows nothing has ln {run.vocab_size:,} = "
+        advice = "Look at the initial weights, and at whether the targets are shifted by one."
+        yield Finding("bad", f"{text}{know_nothing:.2f}. {advice}")
+    steps, loss = run.series("loss", "step")
+    if len(steps) and steps[-1] >= LEARNT[0] and np.median(loss[-5:]) > know_nothing - LEARNT[1]:
+        text = f"It hardly learns: a training loss of {loss[-1]:.2f} after {steps[-1]:,.0f} steps. "
         yield Finding("bad", text + "Look at learning_rate and warmup_steps, and at the data.")
+    skipped = run.last("skipped_steps")
+    if skipped > 0:  # fp16's loss scaling skips some steps at the start and one now and then
+        kind = "bad" if skipped > max(SKIPPED, 0.01 * done) else "note"
+        text = f"{skipped:,.0f} of {done:,} steps were skipped, for a spike or a gradient that was not finite. "
+        yield Finding(kind, text + "Where they are many: a lower learning_rate, or another precision than fp16.")
 
 
-def _skips(run: Run) -> Iterator[Finding]:
-    """fp16's loss scaling skips some steps at the start and one now and then."""
-    skipped, done = run.last("skipped_steps"), run.records[-1]["step"]
-    if skipped > 0:
-        text = f"{skipped:,.0f} of {done:,} steps were skipped, for a spike or a gradient that was not finite."
-        if skipped > max(SKIPPED, 0.01 * done):
-            yield Finding("bad", f"{text} Lower learning_rate, or use another precision than fp16.")
-        else:
-            yield Finding("note", text)
-
-
-def _rises(run: Run) -> Iterator[Finding]:
+def _rise(run: Run) -> Iterator[Finding]:
     """Overfitting, or a divergence: the validation loss above its own lowest."""
     x, val = run.series("val_loss")
     if len(x) < 3 or val[-1] - val.min() <= RISE:
@@ -149,11 +136,9 @@ def _spikes(run: Run) -> Iterator[Finding]:
     high = np.flatnonzero(above > max(0.3, 8 * spread))
     if not len(high):
         return
-    count = (np.diff(high, prepend=-10) > 5).sum()  # a spike is several points wide
     worst = high[above[high].argmax()]
     recovered = np.median(loss[-3:]) <= before[high[-1]] + 0.05
-    times = "once" if count == 1 else f"{count} times"
-    text = f"The training loss spikes {times}, by {above[worst]:.2f} at {tokens(x[10 + worst])} tokens, and "
+    text = f"The training loss spikes, by {above[worst]:.2f} at {tokens(x[10 + worst])} tokens, and "
     text += "comes back" if recovered else "has not come back"
     text += ". --skip_loss_z 5 skips such steps; a lower learning_rate or more warm-up prevents them."
     yield Finding("note" if recovered else "bad", text)
@@ -161,28 +146,21 @@ def _spikes(run: Run) -> Iterator[Finding]:
 
 def _speed(run: Run) -> Iterator[Finding]:
     rates = run.series("tokens_per_second")[1][2:]  # the first lines compile and warm up
-    if len(rates) >= 16:
-        quarter = len(rates) // 4
+    quarter = len(rates) // 4
+    if quarter >= 4:
         first, last = np.median(rates[:quarter]), np.median(rates[-quarter:])
         if last < SLOWER * first:
             text = f"It slows down: {last:,.0f} tokens/s in its last quarter, {first:,.0f} in its first. "
             yield Finding("note", text + "Look for other work on the machine, heat, and the wait for data.")
     waits = run.series("data_wait")[1]
-    if len(waits) and waits.mean() > WAITING:
-        text = f"It spends {waits.mean():.0%} of its time waiting for data: "
-        yield Finding("note", text + "prepare the shards before training (make data), or put them on a faster disk.")
-    if run.last("save_wait") > WAITING:
-        text = f"It spends {run.last('save_wait'):.0%} of its time waiting for checkpoints: "
-        yield Finding("note", text + "a larger save_steps or a faster disk would help.")
-
-
-def _goes_on(run: Run) -> Iterator[Finding]:
-    done, planned = run.records[-1]["step"], run.config.get("max_steps", 0)
-    if done < planned:
-        yield Finding("note", f"It is at step {done:,} of {planned:,}.")
-
-
-CHECKS: list[Callable[[Run], Iterator[Finding]]] = [_begins, _learns, _skips, _rises, _spikes, _speed, _goes_on]
+    faster = "prepare the shards before training (make data), or put them on a faster disk"
+    rarer = "a larger save_steps or a faster disk would help"
+    for name, share, way_out in (
+        ("data_wait", waits.mean() if len(waits) else 0.0, faster),
+        ("save_wait", run.last("save_wait"), rarer),  # the log has its share of the whole run
+    ):
+        if share > WAITING:
+            yield Finding("note", f"It spends {share:.0%} of its time waiting ({name}): {way_out}.")
 
 
 def tokens(n: float) -> str:

@@ -1,9 +1,8 @@
 """lm-evaluation-harness on a model: `python eval/harness.py MODEL --tasks lambada_openai,wikitext [--limit N]`.
 
 Tasks are the harness's own, with its prompts, metrics and versions. HellaSwag reads the rows that ship with the
-project, lambada_openai those of --rows and wikitext the text of --text, if given; any other task takes its data from
-the Hub. The model is the one that the other commands load, and log-probabilities are computed in float32 whatever its
-dtype.
+project, lambada_openai and wikitext those of --rows, if given; any other task takes its data from the Hub. The model is
+the one that the other commands load, and log-probabilities are computed in float32 whatever its dtype.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -81,34 +79,24 @@ def local_tasks(docs: dict[str, list[dict]], tasks: list[str]):
         yield lm_eval.tasks.TaskManager(include_path=folders, include_defaults=not set(tasks) <= set(TASKS))
 
 
-def read_rows(path: Path) -> list[dict]:
-    """LAMBADA's rows, of a file of JSON lines, each with "text", or with "context" and "continuation". Raises UserError
-    if a line holds something else."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            rows.append({"text": row["text"] if "text" in row else f"{row['context']} {row['continuation']}"})
-        except (ValueError, KeyError, TypeError):
-            wanted = 'one JSON object a line, with "text" or with "context" and "continuation"'
-            raise common.UserError(f"--rows {path}, line {number}: {wanted}") from None
-    return rows
-
-
-def read_pages(path: Path) -> list[dict]:
-    """WikiText's articles, of a file of its raw text: each begins with a heading such as " = Robert Boulter = "."""
+def read_rows(words: list[str]) -> dict[str, list[dict]]:
+    """{task: rows} of words TASK=FILE, each file JSON lines with the columns of the task's data set. Raises UserError
+    for a task that is not in TASKS and for another kind of file."""
     try:
-        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise common.UserError(f"--text {path}: not UTF-8 at byte {error.start}") from None
-    return [{"page": page} for page in re.split(r"(?m)^(?= = [^=].* = $)", text) if page.strip()]
+        files = dict(word.split("=", 1) for word in words)
+        rows = {task: [*map(json.loads, Path(file).read_bytes().splitlines())] for task, file in files.items()}
+    except ValueError as error:
+        raise common.UserError(f"--rows {' '.join(words)}: not TASK=FILE with a file of JSON lines ({error})") from None
+    if unknown := rows.keys() - TASKS:
+        raise common.UserError(f"--rows {', '.join(unknown)}: only {', '.join(TASKS)} can read rows from a file")
+    return rows
 
 
 def evaluate(
     loaded: common.Loaded, tasks: list[str], local: dict[str, list[dict]], *, limit: int | None = None, batch_size: int
 ) -> dict:
     """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `local` has the rows
-    of LAMBADA and the pages of WikiText, by task, where they are not to come from the Hub.
+    of tasks that are not to take them from the Hub.
 
     Raises UserError for a task that the harness does not know, and for data that cannot be had.
     """
@@ -128,8 +116,7 @@ def evaluate(
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
         except (OSError, RuntimeError) as error:  # an absent network or data set; one that wants to run code
             reason = f"--tasks {','.join(tasks)}: the data cannot be loaded: {problem or common.first_line(error)}"
-            way_out = "Without a network there are hellaswag, lambada_openai with --rows and wikitext with --text FILE"
-            raise common.UserError(f"{reason}. {way_out}") from error
+            raise common.UserError(f"{reason}. Without a network there is hellaswag, and what --rows names") from error
 
 
 def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
@@ -155,28 +142,29 @@ def main() -> None:
     """Runs the tasks on one model, prints lm-eval's table and writes the results. Raises UserError."""
     parser = common.parser("lm-evaluation-harness's tasks.", batch_size=8, batch_unit="requests")
     parser.add_argument("--tasks", default="hellaswag", help="names, with commas between (default: hellaswag)")
-    parser.add_argument("--rows", type=Path, help="of lambada_openai, JSON lines (default: from the Hub)")
-    parser.add_argument("--text", type=Path, help="of wikitext, its raw test split (default: from the Hub)")
+    parser.add_argument(
+        "--rows",
+        nargs="*",
+        default=[],
+        metavar="TASK=FILE",
+        help="JSON lines for lambada_openai (text) or wikitext (page), instead of the Hub's",
+    )
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows of each task (default: all)")
     args = parser.parse_args()
     require()
     tasks = list(dict.fromkeys(task.strip() for task in args.tasks.split(",") if task.strip()))
     if not tasks:
         raise common.UserError("--tasks: names none. Give one: --tasks hellaswag")
-    local = {"lambada_openai": read_rows(args.rows)} if args.rows else {}
-    local |= {"wikitext": read_pages(args.text)} if args.text else {}
+    local = read_rows(args.rows)
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
-    version = importlib.metadata.version("lm-eval")
-    print(
-        f"lm-eval {version}: {', '.join(tasks)}" + (f", {args.limit:,} rows of each" if args.limit else ""), flush=True
-    )
     results = evaluate(loaded, tasks, local, limit=args.limit, batch_size=args.batch_size)
     from lm_eval.utils import make_table
 
     print(f"\n{make_table(results)}")
     if results.get("groups"):
         print(make_table(results, "groups"))
+    version = importlib.metadata.version("lm-eval")
     about = loaded.describe() | {"version": version, "limit": args.limit, "versions": results["versions"]}
     how = f"lm-evaluation-harness {version}" + (f", limit {args.limit:,}" if args.limit else "")
     found = scores_of(results, f"{how}, in {about['dtype']}", args.limit)

@@ -9,10 +9,8 @@ context.
 All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.07830).
 """
 
-import argparse
 import gzip
 import json
-import math
 import re
 import sys
 import textwrap
@@ -96,30 +94,23 @@ def count_correct(
 
     Every rank calls the model equally often, because a forward pass of sharded weights is collective.
     """
+    # As many rows for each rank; a number that is not below len(rows) stands for a row that only fills the share up.
+    numbers = range(rank, rank + world_size * -(-len(rows) // world_size), world_size)
+    scores = score_rows(model, [rows[i % len(rows)] for i in numbers], batch_size=batch_size)
     counts = {"rows": 0} | {f"{way}_{kind}": 0 for way in WAYS for kind in ("acc", "acc_norm")}
-    mine, share = share_of(rows, rank, world_size)
-    for i, scores in zip(mine, score_rows(model, share, batch_size=batch_size), strict=True):
+    for i, row_scores in zip(numbers, scores, strict=True):
         if i < len(rows):
             counts["rows"] += 1
             for way in WAYS:
-                for kind, right in scores[way].correct(rows[i]["label"]).items():
+                for kind, right in row_scores[way].correct(rows[i]["label"]).items():
                     counts[f"{way}_{kind}"] += right
     return counts
 
 
-def share_of(rows: list[dict], rank: int, world_size: int) -> tuple[range, list[dict]]:
-    """The rows of one of `world_size` processes, as many for each, and their numbers; a number that is not below
-    len(rows) stands for a row that only fills the share up."""
-    mine = range(rank, rank + world_size * -(-len(rows) // world_size), world_size)
-    return mine, [rows[i % len(rows)] for i in mine]
-
-
 def score_shared(loaded: common.Loaded, rows: list[dict], batch_size: int) -> list[dict[str, RowScore]]:
-    """The scores of all `rows`, on every process of a launch, each of which has scored its share. A collective call."""
-    mine, share = share_of(rows, *devices.processes())
-    scores = score_rows(loaded.lm, share, batch_size=batch_size, desc="HellaSwag" if devices.is_main() else "")
-    together = dict(devices.gather(zip(mine, scores, strict=True)))
-    return [together[i] for i in range(len(rows))]
+    """The scores of all `rows`, on every process of a launch. A collective call."""
+    desc = "HellaSwag" if devices.is_main() else ""
+    return devices.split(lambda share: score_rows(loaded.lm, share, batch_size=batch_size, desc=desc), rows)
 
 
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
@@ -136,90 +127,41 @@ def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
     return result
 
 
-def paired_difference(ours: Sequence[int], theirs: Sequence[int]) -> dict:
-    """What is known of the difference of two models' accuracies on the same rows (1 or 0 for each row).
-
-    Only rows that one model alone has right tell. The interval is the normal approximation of the mean of the rows'
-    differences, each -1, 0 or 1. `p` is exact, of the sign test on those rows (McNemar's, by the binomial): with few of
-    them the interval is too sure of itself.
-
-    Returns {"difference": ours - theirs, "ci95": [low, high], "p": two-sided, "only_ours", "only_theirs": rows}.
-    """
-    apart = np.asarray(ours) - np.asarray(theirs)
-    mean, half = float(apart.mean()), 1.96 * float(apart.std()) / len(apart) ** 0.5
-    only_ours, only_theirs = int((apart == 1).sum()), int((apart == -1).sum())
-    n = only_ours + only_theirs
-    p = min(1.0, 2 * sum(math.comb(n, k) for k in range(min(only_ours, only_theirs) + 1)) / 2**n)
-    interval = [mean - half, mean + half]
-    return {"difference": mean, "ci95": interval, "p": p, "only_ours": only_ours, "only_theirs": only_theirs}
-
-
-def compare(ours: list[dict[str, RowScore]], theirs: list[dict[str, RowScore]], rows: list[dict]) -> dict:
-    """`paired_difference` of both accuracies in both ways: {"llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
-    result: dict = {}
-    for way in WAYS:
-        a, b = ([score[way].correct(row["label"]) for score, row in zip(s, rows, strict=True)] for s in (ours, theirs))
-        result[way] = {name: paired_difference([x[name] for x in a], [x[name] for x in b]) for name in a[0]}
-    return result
-
-
 def table(result: dict) -> str:
     """The result beside what is published, way by way."""
-    lines = [f"HellaSwag validation, {result['rows']:,} rows (chance: 0.2500; +- is the 95 % interval)"]
+    rows = result["rows"]
+    lines = [f"HellaSwag validation, {rows:,} rows (chance: 0.2500; +- is the 95 % interval)"]
     for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style"}).items():
         lines += ["", f"{title:<49} {'acc':<18} acc_norm"]
         if way in result:
-            found = (result[way][name] for name in ("acc", "acc_norm"))
-            ours = [f"{p:.4f} +- {ci95(p, result['rows']):.4f}" for p in found]
-            lines.append(f"   {'this model':<46} {ours[0]:<18} {ours[1]}")
+            acc, norm = (f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[way]["acc"], result[way]["acc_norm"]))
+            lines.append(f"   {'this model':<46} {acc:<18} {norm}")
         for model, numbers in HELLASWAG[way].items():
             acc, norm = ("-" if number is None else f"{number:.4f}" for number in numbers)
             lines.append(f"   {model:<46} {acc:<18} {norm}")
         lines.append(textwrap.fill(f"({SOURCES[way]})", 110, initial_indent="   ", subsequent_indent="    "))
-    if result["rows"] < HELLASWAG_ROWS:
+    if rows < HELLASWAG_ROWS:
         lines += ["", f"Published numbers are on all {HELLASWAG_ROWS:,} rows, where the interval is about +- 0.009."]
     return "\n".join(lines)
 
 
-def comparison(differences: dict, ours: str, theirs: str) -> str:
-    """`compare`'s result as a user reads it."""
-    lines = [f"{ours} minus {theirs}, on the same rows (paired, 95 % interval)"]
-    for way in WAYS:
-        for name, d in differences[way].items():
-            low, high = d["ci95"]
-            verdict = "no clear difference" if d["p"] > 0.05 else ("better" if d["difference"] > 0 else "worse")
-            lines.append(
-                f"   {WAYS[way]:<13} {name:<9} {d['difference']:+.4f}  [{low:+.4f}, {high:+.4f}]  p = {d['p']:.2g}  "
-                f"{verdict} (right alone: {d['only_ours']:,} and {d['only_theirs']:,} rows)"
-            )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Scores one model, or two on the same rows, prints and writes the accuracies. Raises UserError."""
+    """Scores one model, prints and writes the accuracies. Raises UserError."""
     parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
-    parser.add_argument("--compare", metavar="DIR_OR_ID", help="a second model, on the same rows")
     args = parser.parse_args()
     with devices.launched():
-        loaded = common.load(args, shared=True)
+        loaded = common.load(args)
         output = common.results_path(args.output, loaded)
-        second = argparse.Namespace(**vars(args) | {"model": args.compare})
-        other = common.load(second, shared=True) if args.compare else None
         rows = load_rows(args.limit)
         start = time.monotonic()
-        ours = score_shared(loaded, rows, args.batch_size)
+        result = accuracies(score_shared(loaded, rows, args.batch_size), rows)
         seconds = time.monotonic() - start
-        result = accuracies(ours, rows)
         print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
-        if other:
-            differences = compare(ours, score_shared(other, rows, args.batch_size), rows)
-            print(f"\n{comparison(differences, loaded.name, other.name)}\n")
-            result["compared_with"] = {"model": other.name} | differences
-        result |= {"seconds": round(seconds, 1)}
         if devices.is_main():
             found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
-            common.write_results(output, "hellaswag", loaded.describe() | result | {"scores": found})
+            result |= {"seconds": round(seconds, 1), "scores": found}
+            common.write_results(output, "hellaswag", loaded.describe() | result)
 
 
 if __name__ == "__main__":

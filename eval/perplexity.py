@@ -53,9 +53,8 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
 
     `data` is a directory, of which the .bin files with "val" in their name are taken, or a glob of .bin files.
     """
-    directory = Path(data)
-    paths = directory.glob("*val*.bin") if directory.is_dir() else map(Path, glob.glob(data))
-    paths = sorted(path for path in paths if path.is_file())
+    pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
+    paths = [Path(name) for name in sorted(glob.glob(pattern)) if os.path.isfile(name)]
     if not paths:
         raise common.UserError(f"--data {data}: no .bin file with `val` in its name. Prepare one (make data)")
     windows = []
@@ -65,15 +64,7 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
         windows += [tokens[start : start + sequence_length + 1] for start in starts]
     if not windows:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
-    return windows, {path.name: _file_digest(path) for path in paths}
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()[:12]
+    return windows, {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in paths}
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -95,53 +86,55 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return lengths
 
 
-def evaluate_windows(loaded: common.Loaded, windows: list[np.ndarray], batch_size: int, desc: str) -> dict:
-    """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} over all windows,
-    `batch_size` at a time. `desc` is the progress bar's."""
-    model, table = loaded.lm, byte_lengths(loaded.tokenizer)
+def window_losses(loaded: common.Loaded, windows: list[np.ndarray], batch_size: int, desc: str) -> list[float]:
+    """The summed negative log-likelihood of each window's tokens but the first, in nats. `batch_size` windows at
+    a time; with `desc` behind a progress bar."""
+    model, losses = loaded.lm, []
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
-    total = 0.0  # of the negative log-likelihoods, in nats
     for batch in progress_bar(batches, desc):
         tokens = torch.from_numpy(np.stack(batch).astype(np.int64)).to(loaded.device)  # (N, T + 1)
         with torch.no_grad():
             states = model.body(tokens[:, :-1]).flatten(0, 1)  # (N * T, D)
             log_probs = token_log_probs(states, tokens[:, 1:].flatten(), model.head)  # (N * T,)
-        total -= log_probs.cpu().double().sum().item()
+        losses += (-log_probs.cpu().double().view(len(batch), -1).sum(1)).tolist()
+    return losses
+
+
+def summarize(loaded: common.Loaded, windows: list[np.ndarray], losses: list[float]) -> dict:
+    """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} of `window_losses`."""
+    table, total = byte_lengths(loaded.tokenizer), sum(losses)
     tokens = sum(len(window) - 1 for window in windows)
     size = sum(int(table[window[1:]].sum()) for window in windows)
-    # Bits per byte as in section 3.1 of arXiv:2101.00027.
-    found = {
-        "loss": total / tokens,
-        "perplexity": float(np.exp(total / tokens)),
-        "bits_per_byte": total / math.log(2) / size,
-    }
+    loss, bits = total / tokens, total / math.log(2) / size  # bits per byte as in section 3.1 of arXiv:2101.00027
+    found = {"loss": loss, "perplexity": float(np.exp(loss)), "bits_per_byte": bits}
     return found | {"windows": len(windows), "tokens": tokens, "bytes": size}
 
 
-def choose_length(args: argparse.Namespace, loaded: common.Loaded) -> int:
-    """--sequence_length, or the training's, or the model's, 1024 at most. Raises UserError where the model has fewer
-    positions."""
-    trained = common.trainer_config(loaded.directory).get("sequence_length")
-    length = args.sequence_length or trained or min(1024, loaded.n_positions)
+def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
+    """The windows that the arguments ask for, and what the result records about them. Raises UserError."""
+    config = common.trainer_config(loaded.directory)
+    length = args.sequence_length or config.get("sequence_length") or min(1024, loaded.n_positions)
     if not 2 <= length <= loaded.n_positions:
         raise common.UserError(f"--sequence_length {length}: from 2 to {loaded.n_positions}, the model's positions")
-    return length
-
-
-def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
-    """The windows that the arguments ask for, and what the result records about them."""
-    config = common.trainer_config(loaded.directory)
-    sequence_length, limit = choose_length(args, loaded), args.limit_windows
     source = args.data or config.get("val_data") or config.get("dataset_name")
     if not source:
         raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR")
     if mixed := common.mixture(source):
         raise common.UserError(f"the model was trained on {len(mixed)} data sets. Name one: --data {next(iter(mixed))}")
-    windows, files = shard_windows(os.path.expanduser(source), sequence_length)  # a run writes ~ for the home
+    windows, files = shard_windows(os.path.expanduser(source), length)  # a run writes ~ for the home
+    limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:
-        limit = max(1, config["eval_tokens"] // sequence_length)  # as many as each validation of the training
-    about = {"data": source, "files": files, "sequence_length": sequence_length, "limit_windows": args.limit_windows}
+        limit = max(1, config["eval_tokens"] // length)  # as many as each validation of the training
+    about = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
     return windows[:limit], about
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `choose_windows` reads."""
+    length = "predicted tokens a window (default: as in training)"
+    parser.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")
+    parser.add_argument("--sequence_length", type=common.positive_int, help=length)
+    parser.add_argument("--limit_windows", type=common.positive_int, help="the first N windows only (default: all)")
 
 
 def scores_of(result: dict) -> list[dict]:
@@ -157,23 +150,17 @@ def scores_of(result: dict) -> list[dict]:
 def main() -> None:
     """Evaluates one model on shards, prints and writes the loss. Raises UserError."""
     parser = common.parser("Loss, perplexity and bits per byte.", batch_size=8, batch_unit="windows")
-    parser.add_argument("--data", help="directory or glob of shards (default: the training's validation shards)")
-    parser.add_argument(
-        "--sequence_length", type=common.positive_int, help="predicted tokens a window (default: as in training)"
-    )
-    parser.add_argument("--limit_windows", type=common.positive_int, help="the first N windows only (default: all)")
+    add_arguments(parser)
     args = parser.parse_args()
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
     windows, about = choose_windows(args, loaded)
     print(f"data {about['data']}: {json.dumps(about['files'])}, {len(windows):,} windows", flush=True)
-    result = evaluate_windows(loaded, windows, args.batch_size, "perplexity")
-    units = {"loss": "nats/token", "perplexity": "", "bits_per_byte": "bits/byte", "tokens": "", "bytes": ""}
-    print()
-    for name, unit in units.items():
-        shown = f"{result[name]:,}" if isinstance(result[name], int) else f"{result[name]:.4f}"
-        print(f"{name:<14} {shown:>14} {unit}".rstrip())
-    print()
+    result = summarize(loaded, windows, window_losses(loaded, windows, args.batch_size, "perplexity"))
+    print(f"\nloss           {result['loss']:14.4f} nats/token")
+    print(f"perplexity     {result['perplexity']:14.4f}")
+    print(f"bits_per_byte  {result['bits_per_byte']:14.4f} bits/byte")
+    print(f"tokens         {result['tokens']:14,}\nbytes          {result['bytes']:14,}\n")
     found = loaded.describe() | about | result
     common.write_results(output, "perplexity", found | {"scores": scores_of(found)})
 

@@ -1,6 +1,5 @@
 """The report's pictures: matplotlib figures of one run or several. A legend names what is drawn, and nothing else."""
 
-import math
 from dataclasses import dataclass
 
 import matplotlib
@@ -27,20 +26,13 @@ RC = {
     "legend.frameon": False,
     "text.parse_math": False,  # a $ in a run's name is a $
 }
+SIZE = (7.6, 3.7)  # inches
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), told apart with every kind of color blindness; runs differ in
 # their markers too, for a print without colors.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4}
-OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1}
-# Columns of metrics.jsonl -> title; drawn in this order where the log has them.
-COLUMNS = {
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm, before clipping",
-    "tokens_per_second": "throughput (tokens/s)",
-    "mfu": "MFU (share of the device's peak FLOP/s)",
-    "data_wait": "waiting for data (share of the time)",
-}
+REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
+OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Picture:
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
     """The pictures for which the runs have numbers."""
     with matplotlib.rc_context(RC):
-        found = [draw_loss(runs, references), draw_hellaswag(runs, references), draw_training(runs)]
+        found = [draw_loss(runs, references), draw_hellaswag(runs, references)]
     return [picture for picture in found if picture]
 
 
@@ -64,22 +56,28 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     """Training and validation loss against tokens: the whole run, and its last four fifths."""
     end = max(run.tokens for run in runs) or 1
     first = min((x for run in runs for x in run.series("loss")[0]), default=end)
-    figure, (whole, rest) = _figure(1, 2)
+    figure = Figure(figsize=SIZE, layout="constrained")
+    whole, rest = figure.subplots(1, 2)
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = dict.fromkeys((run.dataset, run.size) for run in runs if run.size in OPENAI_LOSS.get(run.dataset, {}))
     late = [OPENAI_LOSS[dataset][size] for dataset, size in openai]  # what the second panel has to show
     for axes in (whole, rest):
         for reference in references:
-            _reference_loss(axes, reference, end)
+            x, y = reference.val_loss[(reference.val_loss[:, 0] > 0) & (reference.val_loss[:, 0] <= end)].T
+            tolerance = distance((x, y), reference)[2]
+            axes.fill_between(x, y - tolerance, y + tolerance, color="#dfdfdf", linewidth=0)
+            axes.plot(x, y, label=f"reference: {reference.name}, validation", **REFERENCE)
         for dataset, size in openai:
             loss = OPENAI_LOSS[dataset][size]
-            axes.axhline(loss, label=f"OpenAI's GPT-2 {size} on {dataset}: {loss:.3f}", gid="openai", **OPENAI)
+            axes.axhline(loss, label=f"OpenAI's GPT-2 {size} on {dataset}: {loss:.3f}", **OPENAI)
         for i, run in enumerate(runs):
-            _run_loss(axes, run, i, f"{_short(run.name)}, " if runs[1:] else "")
+            (x, y), (val_x, val) = run.series("loss"), run.series("val_loss")
+            color = COLORS[i % len(COLORS)]
+            axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=color)
+            axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{_short(run.name)}, training", color=color)
+            axes.plot(val_x, val, label=f"{_short(run.name)}, validation", gid=f"{i}-val_loss", **_marked(i, val_x))
+            late += [*smooth(y)[x >= 0.2 * end], *val[val_x >= 0.2 * end]]
         _token_axis(axes)
-    for run in runs:
-        for x, y in (_smoothed(run, "loss"), run.series("val_loss")):
-            late += list(y[x >= 0.2 * end])
     whole.set(ylabel="loss (nats a token)", title="(a) whole run, logarithmic")
     if first < end:
         whole.set_xscale("log", nonpositive="mask")
@@ -100,95 +98,36 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     return Picture("loss", "Loss against tokens", caption, figure)
 
 
-def _reference_loss(axes: Axes, reference: Reference, end: float) -> None:
-    """A reference with its tolerance, as far as the runs have come."""
-    known = reference.val_loss[(reference.val_loss[:, 0] > 0) & (reference.val_loss[:, 0] <= end)]
-    x, y = known.T
-    tolerance = distance((x, y), reference)[2]
-    axes.fill_between(x, y - tolerance, y + tolerance, color="#dfdfdf", linewidth=0)
-    axes.plot(x, y, label=f"reference: {reference.name}, validation", gid="reference", **REFERENCE)
-
-
-def _run_loss(axes: Axes, run: Run, i: int, prefix: str) -> None:
-    line = {"color": COLORS[i % len(COLORS)]}
-    axes.plot(*run.series("loss"), linewidth=0.5, alpha=0.3, gid=f"{i}-loss", **line)
-    axes.plot(*_smoothed(run, "loss"), linewidth=1.1, alpha=0.8, label=f"{prefix}training", **line)
-    x, val = run.series("val_loss")
-    if len(x):
-        axes.plot(x, val, linewidth=1.6, label=f"{prefix}validation", gid=f"{i}-val_loss", zorder=3, **_marked(i, x))
-
-
 def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | None:
-    """acc_norm against tokens, a panel for each way, beside OpenAI's models of the runs' sizes (else the smallest)."""
-    points = {way: [run.hellaswag(way) for run in runs] for way in WAYS}
-    if not any(points["llmc"]):
+    """acc_norm of the evaluations during training, a panel for each way, beside OpenAI's models of the runs' sizes
+    (else the smallest)."""
+    if not any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         return None
-    figure, panels = _figure(1, 2)
-    end = max(at for of_run in points["llmc"] for at, _, _ in of_run)
-    rows = min(n for of_run in points["llmc"] for _, _, n in of_run)
-    sizes = {run.size for run in runs if run.size} or {"124M"}
-    for axes, way in zip(panels, points, strict=True):
-        for i, of_run in enumerate(points[way]):
-            if of_run:
-                x, score, n = np.array(of_run).T
-                axes.plot(x, score, linewidth=1.4, label=_short(runs[i].name), gid=f"{i}-hellaswag", **_marked(i, x))
-                half = ci95(score, n)
-                axes.fill_between(x, score - half, score + half, color=COLORS[i % len(COLORS)], alpha=0.1, linewidth=0)
+    figure = Figure(figsize=SIZE, layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, way in zip(panels, WAYS, strict=True):
+        for i, run in enumerate(runs):
+            x, accuracy = run.series(f"hellaswag_{way}_acc_norm")
+            half = ci95(accuracy, run.hellaswag_rows)
+            axes.plot(x, accuracy, label=_short(run.name), gid=f"{i}-hellaswag", **_marked(i, x))
+            axes.fill_between(x, accuracy - half, accuracy + half, color=COLORS[i % len(COLORS)], alpha=0.1)
         for r in references:
             if way == "llmc" and r.hellaswag_llmc_acc_norm is not None:
-                axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", gid="reference", **REFERENCE)
-        for size in sorted(sizes):
-            if score := HELLASWAG[way].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
-                axes.axhline(score, label=f"OpenAI's GPT-2 {size}: {score:.1%}", gid="openai", **OPENAI)
+                axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", **REFERENCE)
+        for size in sorted({run.size for run in runs if run.size} or {"124M"}):
+            if accuracy := HELLASWAG[way].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
+                axes.axhline(accuracy, label=f"OpenAI's GPT-2 {size}: {accuracy:.1%}", **OPENAI)
         axes.axhline(0.25, color="#666666", linewidth=0.8, label="chance")
         _token_axis(axes)
-        axes.set_xlim(0, 1.04 * end or 1)
+        axes.set_xlim(0, 1.04 * max(run.tokens for run in runs) or 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
         axes.set_title(WAYS[way])
     panels[0].set_ylabel("accuracy, normalized by length")
     _legend(figure, panels[0])
-    caption = f"HellaSwag, acc_norm on {rows:,} validation rows, with 95 % intervals. OpenAI's models"
-    caption += ":" if rows == HELLASWAG_ROWS else f", on all {HELLASWAG_ROWS:,} rows:"
-    # The parts of a source about OpenAI's models: those that begin with a size, or stand for all.
-    for way in points:
-        parts = [part for part in SOURCES[way].split("; ") if part[0].isdigit() or ": " not in part]
-        caption += f" {WAYS[way]}: {'; '.join(parts)}."
+    caption = f"HellaSwag, acc_norm on {min(run.hellaswag_rows for run in runs):,} of {HELLASWAG_ROWS:,} validation "
+    caption += "rows, with 95 % intervals; OpenAI's models on all rows."
+    caption += "".join(f" {WAYS[way]}: {SOURCES[way]}." for way in WAYS)
     return Picture("hellaswag", "HellaSwag against tokens", caption, figure)
-
-
-def draw_training(runs: list[Run]) -> Picture | None:
-    """Small panels: loss against time, and a column of the log each against tokens."""
-    columns = [column for column in COLUMNS if any(run.series(column)[1].any() for run in runs)]
-    seconds = max(run.records[-1]["seconds"] for run in runs)
-    if not columns or not seconds:
-        return None
-    figure, panels = _figure(math.ceil((len(columns) + 1) / 2), 2, height=2.5)
-    unit, unit_name = unit_of_time(seconds)
-    for i, run in enumerate(runs):
-        x, y = run.series("loss", "seconds")
-        line = {"color": COLORS[i % len(COLORS)], "linewidth": 1.3, "marker": "." if len(run.records) < 4 else None}
-        panels[0].plot(x / unit, smooth(y), label=_short(run.name), **line)
-        for axes, column in zip(panels[1:], columns, strict=False):
-            x, y = run.series(column) if column == "learning_rate" else _smoothed(run, column)
-            axes.plot(x, y, gid=f"{i}-{column}", **line)
-    panels[0].set(title="training loss", xlabel=f"training time ({unit_name})")
-    for axes, column in zip(panels[1:], columns, strict=False):
-        axes.set_title(COLUMNS[column])
-        _token_axis(axes)
-        axes.set_ylim(bottom=0)
-        if column in ("mfu", "data_wait"):
-            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-    for axes in panels[len(columns) + 1 :]:
-        axes.remove()
-    if len(runs) > 1:
-        _legend(figure, panels[0])
-    caption = "Moving averages of the log's lines. Throughput and MFU are without evaluations and checkpoints."
-    return Picture("training", "Training", caption, figure)
-
-
-def _smoothed(run: Run, column: str) -> tuple[np.ndarray, np.ndarray]:
-    x, y = run.series(column)
-    return x, smooth(y)
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -201,22 +140,9 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def unit_of_time(seconds: float) -> tuple[float, str]:
-    """(seconds a unit, its name) in which a span of time is three or more."""
-    for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if seconds > 3 * size:
-            return size, name
-    return 1.0, "seconds"
-
-
-def _figure(rows: int, columns: int, height: float = 3.7) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(7.6, height * rows), layout="constrained")
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
 def _marked(i: int, x: np.ndarray) -> dict:
     """The look of run i, its markers far enough apart to be seen."""
-    look = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4.5}
+    look = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "linewidth": 1.5}
     return look | {"markeredgecolor": "white", "markeredgewidth": 0.6, "markevery": 0.05 if len(x) > 12 else None}
 
 

@@ -1,6 +1,8 @@
 """Numbers that others have published of HellaSwag and of OpenAI's weights; none of them was measured here."""
 
 HELLASWAG_ROWS = 10_042  # of the validation split
+# (layers, width) of OpenAI's four models.
+SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 # How HellaSwag is scored: key in results and metrics, and name.
 WAYS = {"llmc": "llm.c-style", "lmeval": "lm-eval-style"}
 # Of each way, what was scored, and (acc, acc_norm) on all 10,042 rows; None where that was not published.

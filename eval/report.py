@@ -19,7 +19,7 @@ import matplotlib
 import numpy as np
 
 from eval import common, plots
-from eval.curves import Run, find_reference, load_references, read_runs
+from eval.curves import Run, find_reference, load_references, read_run
 from eval.diagnosis import Finding, diagnose, tokens
 from eval.published import WAYS
 from eval.scores import all_scores, ci95, table_row
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()
-    runs = read_runs(args.runs or [str(common.newest_run("metrics.jsonl"))])
+    runs = [read_run(path) for path in args.runs or [common.newest_run("metrics.jsonl")]]
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out}: this is a file. Name a directory")
@@ -76,42 +76,34 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     """A row a quantity, a column a run; quantities that no run has are not shown."""
     columns = []
     for run in runs:
-        seconds = run.records[-1]["seconds"]
-        unit, unit_name = plots.unit_of_time(seconds)
         rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
+        dataset_name = run.config.get("dataset_name", "")
+        mixture = ", ".join(f"{share:.1%} {name}" for name, share in common.mixture(dataset_name).items())
         cells = {
             "run": run.name,
-            "parameters": f"{run.parameters / 1e6:,.4g} M" if run.parameters else "",
-            "data": run.dataset or _data(run.config.get("dataset_name", "")),
+            "data": run.dataset or mixture or dataset_name,
             "tokens": tokens(run.tokens),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),
-            **{f"HellaSwag, {name}": _accuracy(run.hellaswag(way)) for way, name in WAYS.items()},
+            **{f"HellaSwag, {name}": _accuracy(run, way) for way, name in WAYS.items()},
             "tokens/s": f"{np.median(rate):,.0f}" if len(rate) else "",
             "MFU": f"{np.median(mfu):.1%}" if len(mfu) else "",
             "peak memory": f"{memory.max() / 1e9:.2f} GB" if len(memory) else "",
-            "training time": f"{seconds / unit:.3g} {unit_name}" if seconds else "",
+            "training time": f"{run.records[-1]['seconds'] / 3600:.3g} hours",
             "hardware": run.engine,
         }
         columns.append(cells)
     return [[key, *(cells[key] for cells in columns)] for key in columns[0] if any(cells[key] for cells in columns)]
 
 
-def _data(dataset_name: str | list[dict]) -> str:
-    mixed = common.mixture(dataset_name)
-    return ", ".join(f"{share:.1%} {name}" for name, share in mixed.items()) or dataset_name
-
-
 def _fixed(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else ""
 
 
-def _accuracy(points: list[tuple[int, float, int]]) -> str:
-    """The last one, with its 95 % interval."""
-    if not points:
-        return ""
-    _, p, n = points[-1]
-    return f"{p:.4f} ± {ci95(p, n):.4f} ({n:,} rows)"
+def _accuracy(run: Run, way: str) -> str:
+    """The last one during training, with its 95 % interval."""
+    p, rows = run.last(f"hellaswag_{way}_acc_norm"), run.hellaswag_rows
+    return f"{p:.4f} ± {ci95(p, rows):.4f} ({rows:,} rows)" if math.isfinite(p) else ""
 
 
 if __name__ == "__main__":

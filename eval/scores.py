@@ -54,3 +54,10 @@ def table_row(score: dict) -> tuple[str, str, str, str]:
     data = ", ".join(filter(None, (score["dataset_name"], score.get("dataset_split"))))
     interval = "" if score["ci95"] is None else f" ± {score['ci95']:.4f}"
     return data, score["metric_name"], f"{score['metric_value']:.4f}{interval}", score["how"]
+
+
+def comparison_row(row: dict) -> tuple[str, str, str, str, str]:
+    """(metric, ours, theirs, difference with its interval, p) of a row that eval/compare.py writes, for a reader."""
+    interval = "" if row["ci95"] is None else "  [{:+.4f}, {:+.4f}]".format(*row["ci95"])
+    p = "" if row["p"] is None else f"{row['p']:.2g}"
+    return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", f"{row['difference']:+.4f}{interval}", p

@@ -104,7 +104,7 @@ def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
             if due.sample:
                 record |= parts.evaluator.sample(step)
             metrics.write(step, record)
-            parts.uploads.start(step)  # a checkpoint goes to the Hub with its evaluations
+            parts.uploads.start()  # a checkpoint goes to the Hub with its evaluations
             if due.last:
                 break
             engine.wait_for_batches(parts.batches)  # no process starts a step that another cannot finish

@@ -38,7 +38,8 @@ NOTE = """#!/bin/sh
 # What makes a program quick and independent of a network; of an option that stands twice, the last counts.
 SHORTER = {
     "eval/hellaswag.py": ["--limit", "4"],
-    "eval/harness.py": ["--limit", "4", "--rows", "texts.jsonl", "--text", "recipe/data/tiny_shakespeare.txt"],
+    "eval/compare.py": ["--limit", "4"],
+    "eval/harness.py": ["--limit", "4", "--rows", "lambada_openai=texts.jsonl", "wikitext=pages.jsonl"],
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1"],
@@ -75,7 +76,8 @@ def clone(tmp_path_factory, whole_run) -> Path:
     for name, tokens in {"train": 600_000, "val": 6_000}.items():
         (at / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\xc0" * tokens)  # of GPT-2's vocabulary
     lines = SHAKESPEARE.read_text().split("\n\n")[:400]
-    (at / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    for name, column in {"texts": "text", "pages": "page"}.items():
+        (at / f"{name}.jsonl").write_text("".join(json.dumps({column: line}) + "\n" for line in lines))
     return at
 
 

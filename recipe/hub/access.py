@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 
 import huggingface_hub.constants
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -18,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 _CONNECT, _SILENCE = 10.0, 60.0  # seconds within which the Hub must accept a connection, and send or take a byte
 _PASSING = (408, 409, 412, 429)  # of the statuses from 400 to 499, those that another attempt may not meet
-# hf-xet calls every status a connection error; only its text has the one by which the Hub refuses a token to write.
-_XET_REFUSAL = re.compile(r"client error \((401|403|404)\b.*/xet-write-token/", re.DOTALL)
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
+_LICENSES = (
+    "huggingface.co/docs/hub/repositories-licenses lists the licenses that hub_license, or a push's --license, may name"
+)
 
 
 def check_access(repo: str, private: bool, license: str, field: str) -> None:
@@ -33,26 +33,13 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
     try:
         open_repository(HfApi(), repo, private)
         if license:
-            check_card(f"---\n{ModelCardData(license=license).to_yaml()}\n---\n")
-    except UserError as error:
-        raise UserError(f"{field} {repo}: {error}") from None
+            ModelCard(f"---\n{ModelCardData(license=license).to_yaml()}\n---\n").validate()
     except Exception as error:
         if is_lasting(error):
-            raise UserError(f"{field} {repo}: the Hub answers {reason(error)}; {_LOG_IN}") from None
+            way_out = f"; {_LOG_IN}" if isinstance(error, HfHubHTTPError) else ""
+            raise UserError(f"{field} {repo}: {reason(error)}{way_out}") from None
         where = redact(huggingface_hub.constants.ENDPOINT)
         logger.warning("upload     %s cannot be used now (%s); trying again later", where, reason(error))
-
-
-def check_card(card: str) -> None:
-    """Raises UserError where the Hub refuses a model card, such as for a license that it does not know."""
-    try:
-        ModelCard(card).validate()
-    except ValueError as error:
-        answer = redact(" ".join(str(error).split()))[:300]
-        raise UserError(
-            f"the Hub refuses the model card ({answer}); huggingface.co/docs/hub/repositories-licenses lists the "
-            "licenses that hub_license, or a push's --license, may name"
-        ) from None
 
 
 def open_repository(api: HfApi, repo: str, private: bool) -> None:
@@ -69,11 +56,15 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
 
 def is_lasting(error: Exception) -> bool:
     """Whether trying again will not help: a mistake of the user's, or a refusal by the Hub."""
-    if not isinstance(error, HfHubHTTPError):
-        return isinstance(error, UserError) or _XET_REFUSAL.search(str(error)) is not None
-    status = error.response.status_code
-    # PUT goes to the storage, by a link that expires after a while.
-    return 400 <= status < 500 and status not in _PASSING and error.response.request.method != "PUT"
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        return 400 <= status < 500 and status not in _PASSING
+    return isinstance(error, UserError) or _is_bad_card(error)
+
+
+def _is_bad_card(error: Exception) -> bool:
+    """Whether it is huggingface_hub's error for a model card that the Hub refuses."""
+    return isinstance(error, ValueError) and isinstance(error.__context__, HfHubHTTPError)
 
 
 def reason(error: Exception) -> str:
@@ -83,9 +74,11 @@ def reason(error: Exception) -> str:
     if isinstance(error, HfHubHTTPError):
         answer = error.response
         text = f"HTTP {answer.status_code}: {answer.headers.get('X-Error-Message') or answer.reason_phrase}"
+    elif _is_bad_card(error):
+        text = f"the Hub refuses the model card ({error}); {_LICENSES}"
     else:  # no connection, a file that cannot be read, an answer that makes no sense
         text = f"{type(error).__name__}: {error}"
-    return redact(" ".join(text.split()))[:300]
+    return redact(" ".join(text.split()))[:400]
 
 
 def limit_requests() -> None:

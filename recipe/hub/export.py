@@ -2,10 +2,11 @@
 
     python -m recipe.hub.export RUN --out my-model          the newest checkpoint as a directory for transformers
     python -m recipe.hub.export RUN --best --dtype bfloat16 the one with the lowest validation loss, in half the bytes
-    python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones and the newest checkpoint
+    python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones to branches, the newest to main
 
-Such a directory holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a
-model card with what the run recorded and what eval/ has measured (results.json beside the checkpoint).
+An export holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a model
+card with what the run recorded and what eval/ has measured (results.json beside the checkpoint). A push uploads these
+files, unless they are there already; it replaces a README.md that differs (its history stays).
 """
 
 import argparse
@@ -32,7 +33,7 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # __name__ is __main__ where this is the command
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")  # not float16, whose range weights may leave
 
 
 def export(
@@ -46,29 +47,20 @@ def export(
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license, dtype=dtype)
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        for path in model_only(checkpoint):
-            shutil.copyfile(path, temporary / path.name, follow_symlinks=False)
-        if dtype != "float32":
-            _cast(temporary, dtype)
-        (temporary / CARD).write_text(card)
-        out.mkdir(exist_ok=True)
-        for path in temporary.iterdir():
-            path.replace(out / path.name)
-        return checkpoint
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in model_only(checkpoint):
+        (out / path.name).unlink(missing_ok=True)  # never through a link
+        shutil.copyfile(path, out / path.name, follow_symlinks=False)
+    if dtype != "float32":
+        _round(out, dtype)
+    (out / CARD).write_text(card)
+    return checkpoint
 
 
-def _cast(model: Path, dtype: str) -> None:
-    """Rounds the fp32 weights of a model to `dtype`. Raises UserError where one is beyond its range."""
+def _round(model: Path, dtype: str) -> None:
+    """Rounds the fp32 weights of a model to `dtype`."""
     weights = model / "model.safetensors"
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(weights).items()}
-    if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise UserError(f"--dtype {dtype}: {beyond[0]} has weights beyond its range; choose bfloat16 or float32")
     save_file(tensors, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors makes it private to its owner
     config = json.loads((model / "config.json").read_text()) | {"dtype": dtype}
@@ -83,28 +75,23 @@ def choose(run: Path, best: bool) -> Path:
         if problems := verify(run.resolve()):  # a link to it is as good
             raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
         return run
-    checkpoint = best_valid(run) if best else newest_whole(run)
-    if checkpoint is None:
+    if not checkpoints(run):
         raise UserError(f"{run}: no checkpoint there; name a run directory, such as runs/shakespeare")
+    checkpoint = best_whole(run) if best else newest_whole(run)
+    if checkpoint is None:
+        wanted = ", evaluated at its step (eval_steps); omit --best to take the newest" if best else ""
+        raise UserError(f"{run}: no checkpoint there is whole{wanted}")
     return checkpoint
 
 
-def best_valid(run: Path) -> Path | None:
-    """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those that are kept; None where
-    there is no checkpoint. Raises UserError where none was evaluated."""
+def best_whole(run: Path) -> Path | None:
+    """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those that are kept."""
     losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
-    found = checkpoints(run)
-    evaluated = [path for path in found if losses.get(step_of(path)) is not None]
+    evaluated = [path for path in checkpoints(run) if losses.get(step_of(path)) is not None]
     for path in sorted(evaluated, key=lambda path: losses[step_of(path)]):
-        if not (problems := verify(path)):
+        if not verify(path):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, losses[step_of(path)])
             return path
-        logger.warning("skipping %s: %s", path, problems[0])
-    if found:
-        raise UserError(
-            f"{run}: none of the whole checkpoints was evaluated at its step (eval_steps); omit --best to take the "
-            "newest one"
-        )
     return None
 
 
@@ -113,22 +100,18 @@ def push(args: argparse.Namespace) -> ExitCode:
 
     Returns what Uploads.wait does. Raises UserError.
     """
-    repo = args.repo
-    if not repo:
+    if not args.repo:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
-    check_repo_name(repo, "--repo")
-    run = args.run or _newest_run()
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run; name its directory, such as runs/shakespeare")
+    check_repo_name(args.repo, "--repo")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set; unset it where the Hub can be reached, and push there")
-    final = choose(run, args.best)
+    final = choose(args.run, args.best)
     config = json.loads((final / "trainer_state.json").read_text()).get("config", {})
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")
-    target = Target(repo, private, config.get("milestone_steps", 0), final, license, card=not args.no_card)
-    check_access(repo, private, license, "--repo")
-    code = Uploads(run, target).wait(limit=math.inf)
+    target = Target(args.repo, private, config.get("milestone_steps", 0), final, license, card=not args.no_card)
+    check_access(args.repo, private, license, "--repo")
+    code = Uploads(args.run, target).wait(limit=math.inf)
     if code == ExitCode.DONE:
         logger.info("upload     everything is on the Hub")
     return code
@@ -143,10 +126,11 @@ def _newest_run(runs: Path = Path("runs")) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    args = _arguments(sys.argv[1:] if argv is None else argv)
     set_up_logging()
     try:
-        return push(_push_arguments(argv[1:])) if argv[:1] == ["push"] else _export_command(_export_arguments(argv))
+        args.run = args.run or _newest_run()
+        return args.command(args)
     except (UserError, OSError) as e:
         print(f"error: {redact(str(e))}", file=sys.stderr)
         return ExitCode.USER_ERROR
@@ -154,57 +138,45 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.RUN_AGAIN
 
 
-def _export_command(args: argparse.Namespace) -> ExitCode:
-    run = args.run or _newest_run()
-    checkpoint = export(run, args.out, best=args.best, dtype=args.dtype, license=args.license, force=args.force)
-    files = sorted(args.out.iterdir())
-    print(f"exported   {checkpoint} to {args.out}, {sum(p.stat().st_size for p in files) / 1e6:,.1f} MB, {args.dtype}")
-    print(f"files      {', '.join(p.name for p in files)}")
+def _export(args: argparse.Namespace) -> ExitCode:
+    checkpoint = export(args.run, args.out, best=args.best, dtype=args.dtype, license=args.license, force=args.force)
+    size = sum(path.stat().st_size for path in args.out.iterdir())
+    print(f"exported   {checkpoint} to {args.out}, {size / 1e6:,.1f} MB, {args.dtype}")
     print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
     print(f"card       {args.out / CARD}; it has the results that eval/ writes beside the checkpoint")
     return ExitCode.DONE
 
 
-def _parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """The arguments of both commands."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter)
-    parser.add_argument("run", nargs="?", type=Path, help="run directory or checkpoint (default: the newest run)")
-    parser.add_argument(
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    pushes = argv[:1] == ["push"]
+    raw = argparse.RawDescriptionHelpFormatter
+    name = "python -m recipe.hub.export" + (" push" if pushes else "")
+    parser = argparse.ArgumentParser(prog=name, description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("run", nargs="?", type=Path, help="run directory or checkpoint (default: the newest run)")
+    add(
         "--best",
         action="store_true",
-        help="the checkpoint with the lowest validation loss in metrics.jsonl, among those kept, instead of the newest",
+        help="the checkpoint with the lowest validation loss of those kept, not the newest",
     )
-    parser.add_argument(
+    add(
         "--license",
         default="",
         help="license of the weights in the card, by the Hub's name for it, or other (default: the run's hub_license, "
         "which is mit unless you chose another; whether your data allow it is for you to know)",
     )
-    return parser
-
-
-def _export_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = _parser("python -m recipe.hub.export", __doc__)
-    parser.add_argument("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
-    parser.add_argument("--force", action="store_true", help="replace an earlier export in --out")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32, as in the checkpoint)"
-    )
-    return parser.parse_args(argv)
-
-
-def _push_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = _parser(
-        "python -m recipe.hub.export push",
-        "Upload a run's milestones to branches and its newest checkpoint to main, each with its model card.\nWhat is "
-        "there already is not uploaded again. A README.md that differs is replaced (its history stays),\nunless "
-        "--no_card is given.",
-    )
-    parser.add_argument("--repo", default="", help="ORG/NAME on the Hub")
-    parser.add_argument("--private", action="store_true", help="create a private repository, push to no public one")
-    parser.add_argument("--no_card", action="store_true", help="leave README.md on the Hub as it is")
-    return parser.parse_args(argv)
+    if pushes:
+        add("--repo", default="", help="ORG/NAME on the Hub")
+        add("--private", action="store_true", help="create a private repository, push to no public one")
+        add("--no_card", action="store_true", help="leave README.md on the Hub as it is")
+    else:
+        add("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
+        add("--force", action="store_true", help="replace an earlier export in --out")
+        add(
+            "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32, as in the checkpoint)"
+        )
+    parser.set_defaults(command=push if pushes else _export)
+    return parser.parse_args(argv[1:] if pushes else argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.published import HELLASWAG_ROWS, WAYS
-from eval.scores import all_scores, hellaswag_scores, score, table_row, text_dataset
+from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.config import ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
@@ -40,10 +40,17 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
     state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
     lines = [n for n in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if n["step"] <= step]
-    found = _scores(checkpoint, lines, state, texts)
+    line = next((line for line in reversed(lines) if line["step"] == step), {})
+    results = checkpoint / "results.json"
+    try:
+        measured = redacted(json.loads(results.read_text())) if results.is_file() else {}
+        scores = all_scores({"run": {"scores": [*_of_run(line, config, texts)]}} | measured)
+        comparison = _comparison(measured["compare"]) if "compare" in measured else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{results} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
-    whole = [score for score in found if score["whole"]]
+    whole = [score for score in scores if score["whole"]]
     data = ModelCardData(
         language="en" if {text.get("id") for text in texts} <= _ENGLISH else None,
         license=license or config["hub_license"],
@@ -65,61 +72,54 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         shape=_shape(config),
         start="from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}",
         tokens=f"{state['tokens']:,}",
-        dataset_link=_listed([_link(text, mixed=len(texts) > 1) for text in texts]),
+        dataset_link=", ".join(_link(text) for text in texts),
         step=f"{step:,}",
         whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
         end_of_text=state["tokenizer"],
-        scores=[[plain(cell) for cell in table_row(score)] for score in found],
+        scores=[[plain(cell) for cell in table_row(score)] for score in scores],
+        comparison=comparison,
         dtype=dtype,
-        tables=[(title, [(plain(k), plain(v)) for k, v in rows if v not in (None, "")]) for title, rows in tables],
+        tables=[
+            (title, [(plain(k), plain(v)) for k, v in rows.items() if v not in (None, "")]) for title, rows in tables
+        ],
     )
     return card.content.rstrip() + "\n"
 
 
-def _link(text: dict, mixed: bool) -> str:
+def _link(text: dict) -> str:
     link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
-    return f"{link} ({text['share']:.1%})" if mixed else link
+    return link + (f" ({text['share']:.1%})" if text["share"] < 1 else "")
 
 
-def _listed(words: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def _scores(checkpoint: Path, lines: list[dict], state: dict, texts: list[dict]) -> list[dict]:
-    """What the run itself and the evaluations beside the checkpoint have measured."""
-    line = next((line for line in reversed(lines) if line["step"] == state["step"]), {})
-    path = checkpoint / "results.json"
-    try:
-        results = redacted(json.loads(path.read_text())) if path.is_file() else {}
-        return all_scores({"run": {"scores": [*_of_run(line, state["config"], texts)]}} | results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
+def _comparison(found: dict) -> dict:
+    """What eval/compare.py has written, as Markdown."""
+    rows = [[plain(cell) for cell in comparison_row(row)] for row in found["rows"]]
+    samples = [f"{plain(found['prompt'])} ... {plain(text)}" for text in found["samples"]]
+    return {"other": plain(found["other"]), "rows": rows, "samples": samples}
 
 
 def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
+    """The scores in a line of metrics.jsonl. The validation text is a part of the training's, unless there is
+    val_data."""
     how, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
     tokens = f", at most {config['eval_tokens']:,} tokens" if config.get("eval_tokens") else ""
+    if config.get("val_data"):
+        data = text_dataset(Path(config["val_data"]).name)
+    else:
+        data = text_dataset(" + ".join(text["name"] for text in texts) + ", held out")
+        if len(texts) == 1 and (id := texts[0].get("id")):
+            of_hub = {"dataset_config": texts[0]["subset"], "dataset_revision": texts[0]["commit"]}
+            data |= {"dataset_type": id} | of_hub
     if line.get("val_loss") is not None:
         weighted = ", weighted by the shares" if len(texts) > 1 else ""
-        yield score(_validation_data(config, texts), metric, line["val_loss"], how + tokens + weighted)
+        yield score(data, metric, line["val_loss"], how + tokens + weighted)
     for text in texts:
         if (loss := line.get(f"val_loss/{text['name']}")) is not None:
             yield score(text_dataset(f"{text['name']}, held out"), metric, loss, how + tokens)
     found = {way: {kind: line.get(f"hellaswag_{way}_{kind}") for kind in ("acc", "acc_norm")} for way in WAYS}
     yield from hellaswag_scores(found, config.get("hellaswag_limit") or HELLASWAG_ROWS, how, ", during training")
-
-
-def _validation_data(config: dict, texts: list[dict]) -> dict:
-    """The data set of the run's validation loss: a part of the training text, unless the run has val_data."""
-    if config.get("val_data"):
-        return text_dataset(Path(config["val_data"]).name)
-    name = " + ".join(text["name"] for text in texts) + ", held out"
-    if len(texts) == 1 and (id := texts[0].get("id")):
-        of_hub = {"dataset_config": texts[0]["subset"], "dataset_revision": texts[0]["commit"]}
-        return {"dataset_type": id, "dataset_name": name} | of_hub
-    return text_dataset(name)
 
 
 def _entry(score: dict) -> EvalResult:
@@ -148,78 +148,73 @@ def data_sets(state: dict) -> list[dict]:
         own = _text(source) or {"text": Path(state["config"]["dataset_name"]).name}
         return [own | {"name": own["text"], "share": 1.0, "state": saved}]
     both = zip(source["mixture"], saved["mixture"], strict=True)
-    return [
-        {"text": its["name"]} | _text(its) | {"name": its["name"], "share": its["share"], "state": shards}
-        for its, shards in both
-    ]
+    return [{"text": text["name"]} | _text(text) | text | {"state": shards} for text, shards in both]
 
 
 def _text(source: dict) -> dict:
     hub = source.get("train_text") or source.get("uri", "").removeprefix("hf://datasets/")
     if hub and (source.get("commit") or source.get("shards")):  # shards: by dataset_source
-        subset, split = source.get("dataset_config"), source.get("dataset_split")
         repository = "/".join(hub.split("@")[0].split("/")[:2])
-        return {"text": repository, "id": repository, "commit": source.get("commit"), "subset": subset, "split": split}
+        found = {"text": repository, "id": repository, "commit": source.get("commit")}
+        return found | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
     if files := source.get("files"):
         more = source["of"] - 1
         return {"text": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
     return {"text": source["shards"]} if source.get("shards") else {}
 
 
-def _model(config: dict) -> ModelConfig:
-    sizes = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
-    return ModelConfig(**{key: config[key] for key in sizes if key in config})
-
-
 def _shape(config: dict) -> str:
-    model = _model(config)
+    sizes = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+    model = ModelConfig(**{key: config[key] for key in sizes if key in config})
     return (
         f"{si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{model.n_positions:,} positions)"
     )
 
 
-def _data(state: dict, text: dict) -> Iterator[tuple]:
+def _data(state: dict, text: dict) -> dict[str, object]:
     shards, complete = text["state"]["shards"], text["state"]["complete"]
-    tokens = sum(count for _, count, _ in shards)
-    yield "text", text["text"]
-    yield "share", f"{text['share']:.1%} of every 1,000 sequences" if text["share"] < 1 else None
-    yield "subset, split", ", ".join(filter(None, (text.get("subset"), text.get("split"))))
-    yield "commit of the data set", text.get("commit")
-    if len(files := text.get("files", [])) == 1:
-        yield "SHA-256 of the text", files[0]["sha256"]
-    yield "shards", f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far")
-    if complete:
-        yield "epochs", f"{text['share'] * state['tokens'] / tokens:.3g}"
-    if len(shards) == 1:
-        yield "SHA-256 of the shard", shards[0][2]
+    tokens, files = sum(count for _, count, _ in shards), text.get("files", [])
     tokenizer = state["tokenizer"]
     whose = "GPT-2's" if tokenizer["digest"] == GPT2 else f"{tokenizer['name']}, a"
-    yield "tokenizer", f"{whose} byte-level BPE, {_model(state['config']).vocab_size:,} tokens"
+    return {
+        "text": text["text"],
+        "share": f"{text['share']:.1%} of every 1,000 sequences" if text["share"] < 1 else None,
+        "subset, split": ", ".join(filter(None, (text.get("subset"), text.get("split")))),
+        "commit of the data set": text.get("commit"),
+        "SHA-256 of the text": files[0].get("sha256") if len(files) == 1 else None,
+        "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far"),
+        "epochs": f"{text['share'] * state['tokens'] / tokens:.3g}" if complete else None,
+        "SHA-256 of the shard": shards[0][2] if len(shards) == 1 else None,
+        "tokenizer": f"{whose} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
+    }
 
 
-def _training(state: dict, lines: list[dict]) -> Iterator[tuple]:
+def _training(state: dict, lines: list[dict]) -> dict[str, object]:
     config, parts = state["config"], state["about"]
-    yield "steps", f"{state['step']:,}"
-    yield "tokens", f"{state['tokens']:,}"
-    yield "objective", "next token, cross-entropy"
-    for field in hyperparameters(config):
-        yield field, config.get(field)
-    yield "hardware", _history(parts, _hardware)
-    yield "precision", _history(parts, _precision)
-    yield "seconds of training, without validation and saving", f"{state['metrics']['seconds']:,.0f}"
-    yield "tokens per second, median of the log", _median(lines, "tokens_per_second", "{:,.0f}")
-    yield "MFU, median of the log", _median(lines, "mfu", "{:.1%}")
-    yield "steps skipped", next((line["skipped_steps"] for line in reversed(lines) if line.get("skipped_steps")), None)
+    return {
+        "steps": f"{state['step']:,}",
+        "tokens": f"{state['tokens']:,}",
+        "objective": "next token, cross-entropy",
+        **{field: config.get(field) for field in hyperparameters(config)},
+        "hardware": _history(parts, _hardware),
+        "precision": _history(parts, _precision),
+        "seconds of training, without validation and saving": f"{state['metrics']['seconds']:,.0f}",
+        "tokens per second, median of the log": _median(lines, "tokens_per_second", "{:,.0f}"),
+        "MFU, median of the log": _median(lines, "mfu", "{:.1%}"),
+        "steps skipped": max((line.get("skipped_steps") or 0 for line in lines), default=0) or None,
+    }
 
 
-def _code(config: dict, parts: list[dict]) -> Iterator[tuple]:
-    yield "recipe", Path(config["config"]).name
-    yield "gpt2-recipe", _history(parts, lambda part: part["recipe"])
-    yield "commit", _history(parts, lambda part: (part["commit"] or "").replace("+", ", with local changes"))
-    yield "Python", _history(parts, lambda part: part["python"])
-    for name in dict.fromkeys(name for part in parts for name in part["packages"]):
-        yield name, _history(parts, lambda part, name=name: part["packages"].get(name))
+def _code(config: dict, parts: list[dict]) -> dict[str, object]:
+    packages = dict.fromkeys(name for part in parts for name in part["packages"])
+    return {
+        "recipe": Path(config["config"]).name,
+        "gpt2-recipe": _history(parts, lambda part: part["recipe"]),
+        "commit": _history(parts, lambda part: (part["commit"] or "").replace("+", ", with local changes")),
+        "Python": _history(parts, lambda part: part["python"]),
+        **{name: _history(parts, lambda part, name=name: part["packages"].get(name)) for name in packages},
+    }
 
 
 def _history(parts: list[dict], value_of: Callable[[dict], str | None]) -> str:

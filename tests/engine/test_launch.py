@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from eval import devices
 from recipe.engine import factory
 from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, fail
@@ -222,12 +221,3 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
         factory.open_engine()
     assert found == [None, "10.0.0.1:8476"]
-
-
-def test_an_evaluation_drops_kaggles_address_too(monkeypatch):
-    monkeypatch.setattr(devices, "find_spec", lambda name: name)
-    monkeypatch.setattr(devices, "_on_tpu", lambda: found.append(os.environ.get("TPU_PROCESS_ADDRESSES")))
-    found = []
-    monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")
-    devices.choose_device("auto", shared=True)
-    assert found == [None]

@@ -44,9 +44,10 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     output, rows = checkpoint / "results.json", tmp_path / "rows.jsonl"
     output.write_text('{"perplexity": {"loss": 1.5}}')
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    text = tmp_path / "wiki.test.raw"
-    text.write_text("\n" + "".join(PAGES))
-    flags = [checkpoint, "--device", "cpu", "--rows", rows, "--text", text, "--limit", 3]
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES))
+    local = [f"lambada_openai={rows}", f"wikitext={pages}"]
+    flags = [checkpoint, "--device", "cpu", "--rows", *local, "--limit", 3]
     command(monkeypatch, *flags, "--tasks", "hellaswag, lambada_openai,wikitext,hellaswag")
     out, err = capfd.readouterr()
     assert err == ""
@@ -76,9 +77,7 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     found = [log_likelihood(loaded, " " + word, after=context) for context, _, word in words]
     assert theirs["metric_value"] == pytest.approx(math.exp(-sum(found) / 3), rel=1e-3)
     assert theirs["ci95"] > 0
-    pages = harness.read_pages(text)
-    assert [page["page"] for page in pages] == PAGES  # a lower heading begins none
-    found = harness.evaluate(loaded, ["wikitext"], {"wikitext": pages}, limit=1, batch_size=1)
+    found = harness.evaluate(loaded, ["wikitext"], {"wikitext": [{"page": PAGES[0]}]}, limit=1, batch_size=1)
     bits = -log_likelihood(loaded, DETOKENIZED) / math.log(2)
     assert found["results"]["wikitext"]["bits_per_byte,none"] == pytest.approx(bits / len(PAGES[0]), rel=1e-3)
 
@@ -114,10 +113,13 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: whole(None, include_path, False))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
         harness.evaluate(loaded, ["no_such", "hellaswag"], {}, limit=1, batch_size=1)
-    with pytest.raises(common.UserError, match=r"the data cannot be loaded: .*lambada_openai with --rows"):
+    with pytest.raises(common.UserError, match=r"the data cannot be loaded: .*what --rows names"):
         harness.evaluate(loaded, ["lambada_openai"], {}, limit=1, batch_size=1)
     with pytest.raises(common.UserError, match="--tasks: names none"):
         command(monkeypatch, "--tasks", " , ")
+    for words in (["lambada_openai"], ["lambada_openai=" + __file__], ["arc_easy=/dev/null"]):
+        with pytest.raises(common.UserError, match="--rows"):
+            command(monkeypatch, "--rows", *words)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(monkeypatch, "--tasks", "hellaswag")

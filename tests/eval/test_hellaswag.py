@@ -2,16 +2,14 @@
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from eval import common, hellaswag
+from eval import hellaswag
 from eval.loglikelihood import LanguageModel, Request, score
-from tests.conftest import launch
 
 ROW = {"ctx": "", "endings": [""] * 4, "activity_label": "", "ctx_a": "", "ctx_b": "", "label": 0}
 
@@ -179,47 +177,3 @@ def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
     assert "0.2955" in llmc
     assert "0.3114" in lmeval  # each number under the way in which it was published
     assert "0.3114" not in llmc
-
-
-@pytest.mark.slow
-def test_processes_share_the_rows_and_models_are_compared(whole_run, tmp_path):
-    """Under accelerate launch with two processes, 13 rows; at 64 positions some are cut."""
-    run = whole_run[0]
-    arguments = ["eval/hellaswag.py", str(run), "--limit", "13", "--compare", str(run / "step_00000010")]
-    two = launch("ddp", 2, *arguments, "--output", str(tmp_path / "two.json"))
-    assert two.returncode == 0, two.stdout + two.stderr
-    assert two.stdout.count("this model") == 2  # one process alone is heard
-    rows, scores = hellaswag.load_rows(13), []
-    for step in ("step_00000020", "step_00000010"):
-        loaded = common.load(common.parser("").parse_args([str(run / step), "--device", "cpu"]))
-        scores.append(hellaswag.score_rows(loaded.lm, rows))
-    found = json.loads((tmp_path / "two.json").read_text())["hellaswag"]
-    expected = hellaswag.accuracies(scores[0], rows)
-    assert {key: found[key] for key in expected} == expected
-    differences = hellaswag.compare(*scores, rows)
-    assert found["compared_with"] == {"model": str(run / "step_00000010")} | differences
-    assert f"{differences['lmeval']['acc']['difference']:+.4f}" in two.stdout
-
-
-def test_paired_difference():
-    """The interval beside a bootstrap's, the p-value beside tossed coins, and where the answer is known."""
-    rng = np.random.default_rng(1)
-    ours = rng.random(400) < 0.4
-    theirs = np.where(rng.random(400) < 0.8, ours, rng.random(400) < 0.3)  # they agree on most rows
-    found = hellaswag.paired_difference(ours.astype(int), theirs.astype(int))
-    difference = ours.astype(int) - theirs.astype(int)
-    assert found["difference"] == pytest.approx(difference.mean())
-    drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])
-    assert found["ci95"] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.004)
-    coins = rng.binomial(found["only_ours"] + found["only_theirs"], 0.5, 200_000)
-    fewer = min(found["only_ours"], found["only_theirs"])
-    assert found["p"] == pytest.approx(2 * (coins <= fewer).mean(), abs=0.005)
-    assert (found["only_ours"], found["only_theirs"]) == ((ours & ~theirs).sum(), (theirs & ~ours).sum())
-
-    assert hellaswag.paired_difference([1, 0, 1], [1, 0, 1])["p"] == 1.0
-    few = hellaswag.paired_difference([1] * 4 + [0] * 96, [0] * 100)  # four rows to none: a coin does that, 1 in 8
-    assert few["p"] == 0.125
-    assert (
-        hellaswag.comparison({way: {"acc": few} for way in ("llmc", "lmeval")}, "a", "b").count("no clear difference")
-        == 2
-    )

@@ -73,7 +73,7 @@ def diagnosed(directory) -> list[Finding]:
 
 
 def drawn(*directories) -> dict[str, plots.Picture]:
-    runs = curves.read_runs([str(directory) for directory in directories])
+    runs = [curves.read_run(directory) for directory in directories]
     references = [r for r in curves.load_references() if any(curves.find_reference(run, [r]) for run in runs)]
     return {picture.name: picture for picture in plots.draw_pictures(runs, references)}
 
@@ -102,10 +102,6 @@ def test_what_is_drawn_is_what_the_trainer_wrote(whole_run):
         assert len(expected) >= 3
         for axes in pictures["loss"].figure.axes:
             assert line(axes, f"0-{column}") == expected
-    panels = {str(axes.lines[0].get_gid()): axes for axes in pictures["training"].figure.axes}
-    expected = [[line["tokens"], line["learning_rate"]] for line in log]
-    assert line(panels["0-learning_rate"], "0-learning_rate") == expected
-    assert "0-mfu" not in panels  # null on a CPU
 
 
 def test_runs_lie_over_each_other_and_a_legend_names_what_is_drawn(healthy, tmp_path):
@@ -122,20 +118,17 @@ def test_runs_lie_over_each_other_and_a_legend_names_what_is_drawn(healthy, tmp_
     assert {"healthy, training", r"$\run$, validation"} <= set(legend(picture))
 
 
-def test_hellaswag_of_training_and_of_a_checkpoint_beside_openais(tmp_path):
+def test_hellaswag_beside_openais(tmp_path):
     lines = lines_of("gpt2", upto=2e9)
     for i, record in enumerate(lines[1:]):
         record |= {"hellaswag_llmc_acc_norm": 0.26 + i / 1000, "hellaswag_lmeval_acc_norm": 0.27 + i / 1000}
-    scores = {"llmc": {"acc_norm": 0.281}, "lmeval": {"acc_norm": 0.291}}
     config = config_of("gpt2", hellaswag_limit=1000)
-    run = write_run(tmp_path / "gpt2", lines, config, {"hellaswag": {"rows": 10042} | scores}, ABOUT["FineWeb-Edu"])
-    picture = drawn(run)["hellaswag"]
+    picture = drawn(write_run(tmp_path / "gpt2", lines, config, about=ABOUT["FineWeb-Edu"]))["hellaswag"]
     for axes, way, published in zip(picture.figure.axes, ("llmc", "lmeval"), (0.2955, 0.3114), strict=True):
         expected = [[line["tokens"], line[f"hellaswag_{way}_acc_norm"]] for line in lines[1:]]
-        expected[-1][1] = scores[way]["acc_norm"]  # of all rows, at the same step
         assert line(axes, "0-hellaswag") == expected
         assert line(axes, "openai")[0][1] == published
-    assert [point[2] for point in curves.read_run(run).hellaswag("llmc")] == [1000] * (len(lines) - 2) + [10042]
+    assert "1,000 of 10,042" in picture.caption
     assert "karpathy/build-nanogpt" in picture.caption
 
 
@@ -156,9 +149,10 @@ def test_openais_loss_is_drawn_on_its_own_data_and_size_only(preset, about, chan
 def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, capsys):
     hostile = '"><script src=https://example.org/x.js></script>'
     found = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
-    hellaswag = {"rows": 100, "llmc": {"acc_norm": 0.3}, "lmeval": {"acc_norm": 0.31}}
-    results = {"hellaswag": hellaswag, "perplexity": {"scores": found}, "sample": {"texts": ["a text"]}}
-    run = write_run(tmp_path / "<b>run", lines_of(), config_of(run_name=hostile), results)
+    results = {"perplexity": {"scores": found}, "sample": {"texts": ["a text"]}}
+    lines = lines_of()
+    lines[-1] |= {"hellaswag_llmc_acc_norm": 0.3, "hellaswag_lmeval_acc_norm": 0.31}
+    run = write_run(tmp_path / "<b>run", lines, config_of(run_name=hostile, hellaswag_limit=100), results)
     monkeypatch.setattr("sys.argv", ["report.py", str(run)])
     report.main()
     text = (run / "report" / "report.html").read_text()
@@ -171,8 +165,8 @@ def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, c
         assert shown in text, shown
     # The summary is as wide as its values, whatever the number of quantities: a row each.
     rows = re.findall(r"<tr>.*", text[text.index("Summary") : text.index("Curves")])
-    assert [row.count("<td>") for row in rows] == [1] * 11
-    assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png, training.png" in capsys.readouterr().out
+    assert [row.count("<td>") for row in rows] == [1] * 10
+    assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png" in capsys.readouterr().out
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "report").glob("*.png"))
 
 
@@ -276,11 +270,11 @@ def diverging(lines):
         (changed("skipped_steps", 2, 20), "note", "2 of 700 steps were skipped"),
         (changed("val_loss", 4.5, 20, 30), "bad", "from 4.50 to 4.66, while the training loss falls"),
         (diverging, "bad", "and the training loss does not fall"),
-        (changed("loss", lambda loss: loss + 2, 30, 31), "note", "spikes once, .*, and comes back"),
+        (changed("loss", lambda loss: loss + 2, 30, 31), "note", "spikes, .*, and comes back"),
         (changed("loss", lambda loss: loss + 2, 49), "bad", "has not come back"),
         (changed("tokens_per_second", 500, 35), "note", "500 tokens/s in its last quarter, 1,000"),
-        (changed("data_wait", 0.2), "note", "20% of its time waiting for data"),
-        (changed("save_wait", 0.2), "note", "20% of its time waiting for checkpoints"),
+        (changed("data_wait", 0.2), "note", "20% of its time waiting .data_wait"),
+        (changed("save_wait", 0.2), "note", "20% of its time waiting .save_wait"),
     ],
 )
 def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
@@ -293,20 +287,17 @@ def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
 # Runs and references
 
 
-def test_a_log_is_read_as_far_as_it_is_whole_and_names_are_told_apart(tmp_path):
-    paths = [write_run(tmp_path / side / "run", [{"step": 0, "tokens": 0, "loss": 5.0}]) for side in ("a", "b")]
-    with (paths[0] / "metrics.jsonl").open("a") as log:
+def test_a_log_is_read_as_far_as_it_is_whole(tmp_path):
+    path = write_run(tmp_path / "run", [{"step": 0, "tokens": 0, "loss": 5.0}])
+    with (path / "metrics.jsonl").open("a") as log:
         log.write('{"step": 1, "tok')
-    runs = curves.read_runs(list(map(str, paths)))
-    assert [run.name for run in runs] == list(map(str, paths))
-    assert [len(run.records) for run in runs] == [1, 1]
+    assert len(curves.read_run(path).records) == 1
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "no such directory"),
-        (lambda path: path.mkdir(), r"no metrics\.jsonl"),
+        (lambda path: None, r"no metrics\.jsonl"),
         (lambda path: write_run(path, []), "no complete line"),
     ],
 )

@@ -92,35 +92,31 @@ FAULTS = {
     "reset": {"path": "/lfs/*", "method": "PUT", "kind": "reset", "after": None},
     "stall": {"path": "/lfs/*", "method": "PUT", "kind": "stall", "after": None},
 }
-LASTING = ("403",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["403", "stall"])
-def test_training_is_not_affected_by_a_fault(shards, whole_run, tmp_path, fault):
+def test_training_is_not_affected_by_a_refusal(shards, whole_run, tmp_path):
     run = tmp_path / "run"
     with Hub(tmp_path / "hub", TOKEN) as hub:
-        hub.faults.append(Fault(**FAULTS[fault]))
+        hub.faults.append(Fault(**FAULTS["403"]))
         result = train(hub, shards, run)
         output = result.stdout + result.stderr
-        assert result.returncode == (2 if fault in LASTING else 0), output
+        assert result.returncode == 2, output
         assert "Traceback" not in output
         assert losses(run) == losses(whole_run[0])
-        if fault in LASTING:
-            assert "not on the Hub: step-000010, step-000020, main; to upload it, run python -m recipe.hub" in output
-            hub.faults.clear()
-            assert train(hub, shards, run).returncode == 0  # the whole run is there, and is uploaded
-        assert not hub.faults
+        assert "not on the Hub: step-000010, step-000020, main; to upload it, run python -m recipe.hub" in output
+        hub.faults.clear()
+        assert train(hub, shards, run).returncode == 0  # the whole run is there, and is uploaded
         on_the_hub(hub, run)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, capsys, monkeypatch, fault):
-    monkeypatch.setattr(upload, "_PAUSES", (0.1,) * 4)
+    monkeypatch.setattr(upload, "PAUSE", 0.1)
     hub.faults.append(Fault(**FAULTS[fault]))
     code = push(run)
     screen = capsys.readouterr().out
-    if fault in LASTING:
+    if fault == "403":
         assert code == 2
         assert hub.count("POST", "/commit/") == 1
         assert f"upload     to {REPO} failed: HTTP {fault}: " in screen
@@ -128,7 +124,6 @@ def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, cap
         assert push(run) == 0
     else:
         assert code == 0
-    assert screen.count(f"upload     to {REPO} failed: ") <= 1
     assert not hub.faults
     on_the_hub(hub, run)
 
@@ -146,22 +141,13 @@ def test_an_upload_through_xet(hub, run, tmp_path, monkeypatch):
     assert 0.8 * bytes_sent < stored < 1.2 * bytes_sent  # floats hardly compress
 
 
-def test_a_refusal_through_xet_is_final(hub, run, monkeypatch):
-    """hf-xet itself calls a 403 for the write token a network error."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
-    hub.faults.append(Fault(path="*/xet-write-token/*", status=403, times=ALWAYS))
-    assert push(run) == 2
-    assert hub.count("GET", "/xet-write-token/") == 1
-
-
 def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub, run, monkeypatch):
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
-    monkeypatch.setattr(upload, "_PAUSES", ())
     hub.faults.append(Fault(path="/api/*", kind="stall", times=ALWAYS))
     uploads = Uploads(run, target_of(run))
     start = time.monotonic()
     for _ in range(100):  # lines of metrics.jsonl
-        uploads.start(20)
+        uploads.start()
     assert time.monotonic() - start < 1
     assert uploads.wait(limit=1) == 75
     assert time.monotonic() - start < 10
@@ -172,14 +158,14 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
 
 
 def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog, monkeypatch):
-    monkeypatch.setattr(upload, "_QUIET", 2.0)
+    monkeypatch.setattr(upload, "PAUSE", 2.0)
     hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
     uploads = Uploads(run, target_of(run))
 
     def lines_of_metrics(seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            uploads.start(20)
+            uploads.start()
             time.sleep(0.01)
 
     lines_of_metrics(1.5)
@@ -195,22 +181,22 @@ def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog
 
 
 def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
-    known: dict[str, bool] = {}
-    sync(run, target_of(run), known, up_to=9)
-    assert not hub.models
-    sync(run, target_of(run), known, up_to=10)
+    target, known = target_of(run), {}
+    wanted = target.branches(run)
+    sync(target, {"step-000010": wanted.pop("step-000010")}, known)
     assert hub.models[REPO].branches.keys() == {"main", "step-000010"}
     hub.faults.append(Fault(path="*/commit/*", kind="reset", after=None))  # the answer is lost, not the commit
     with pytest.raises(Exception, match=r"disconnected|reset|closed"):
-        sync(run, target_of(run), known)
+        sync(target, wanted, known)
     (run / "step_00000020" / "notes.txt").write_text("of mine")
-    sync(run, target_of(run), known)
+    sync(target, wanted, known)
+    assert known == dict.fromkeys(BRANCHES, True)
     on_the_hub(hub, run)
     sent = hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")
-    sync(run, target_of(run), {})
+    sync(target, target.branches(run), {})
     assert (hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")) == sent
     change(run / "step_00000010", weights=b"another seed")
-    sync(run, target_of(run), {})
+    sync(target, target.branches(run), {})
     assert hub.files(REPO, "step-000010")["model.safetensors"] == b"another seed"
     assert len(hub.models[REPO].branches["main"]) == 2
 
@@ -232,7 +218,7 @@ def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog,
 
 
 def test_a_card_is_renewed_unless_it_is_to_stay(hub, run, capsys):
-    sync(run, target_of(run), {})
+    sync(target_of(run), target_of(run).branches(run), {})
     main = hub.models[REPO].branches["main"]
     main[-1].files["README.md"] = b"a person's"
     assert push(run, "--no_card") == 0
@@ -308,7 +294,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     config = parse_config(flags(**TINY | fields | {"output_dir": run}))
     one_process = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
-    monkeypatch.setattr(upload, "_PAUSES", ())
+    monkeypatch.setattr(upload, "PAUSE", 0.1)
     uploads = upload.open_uploads(config, one_process)
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
@@ -323,7 +309,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     assert push(run) == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     logging.getLogger("recipe").propagate = True
-    upload.open_uploads(config, one_process).start(20)
+    upload.open_uploads(config, one_process).start()
     assert "HF_HUB_OFFLINE is set, so this run uploads nothing" in caplog.text
 
 
@@ -333,7 +319,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
 @pytest.mark.parametrize(
     ("where", "repo", "message"),
     [
-        ("run/nowhere", REPO, "no such run"),
+        ("run/nowhere", REPO, "no checkpoint there"),
         # Only the command names where something goes, and not a run's directory, which may be somebody else's.
         ("run", "", "--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)"),
         ("run", "../gpt2", "--repo '../gpt2' must be ORG/NAME"),
