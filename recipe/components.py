@@ -21,7 +21,7 @@ from recipe.data.open import check_dataset, open_datasets
 from recipe.data.prefetch import BatchLoader
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
-from recipe.engine.launch import restarts
+from recipe.engine.launch import max_restarts
 from recipe.evaluation import Evaluator
 from recipe.hub.upload import Uploads
 from recipe.model.build import build_model, check_init_from
@@ -29,6 +29,7 @@ from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, read_metrics
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import Unreachable, UserError
+from recipe.utils.processes import Processes
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Components:
         """Raises UserError, on all processes, where the data of one could not be read, which has stopped the run. A
         collective call."""
         error = self.batches.error()
-        if self.engine.anywhere(error is not None):
+        if self.engine.processes.anywhere(error is not None):
             cause = error or "the data of another process cannot be read; its error message has the cause"
             raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
 
@@ -83,14 +84,15 @@ def open_components(
     UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as closing:
-        train_data, val_data = closing.enter_context(open_datasets(config, batch, engine, step, state.get("data")))
+        opened = open_datasets(config, batch, engine.processes, step, state.get("data"))
+        train_data, val_data = closing.enter_context(opened)
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
         raw_model, model, optimizer = _model_and_optimizer(config, batch, engine, checkpoint)
         batches = BatchLoader(
             train_data,
             batch,
-            engine.rank,
+            engine.processes.rank,
             step,
             config.optimizer.max_steps,
             to_device=engine.to_device,
@@ -100,16 +102,13 @@ def open_components(
         if checkpoint:
             engine.load_state_dict(state["grad_scaler"])
             engine.spike_filter.load_state_dict(state["spike_filter"])
-            if engine.is_main:
+            if engine.processes.is_main:
                 set_aside(Path(config.run.output_dir), checkpoint)
         metrics = Metrics(config, engine, batches, checkpoint, closing)
         others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": engine}
         others["spike_filter"] = engine.spike_filter
         checkpoints = CheckpointManager(config, engine, (raw_model, optimizer), metrics, others, checkpoint)
         closing.enter_context(checkpoints)
-        if engine.world_size > 1:
-            engine.stop.begin()  # from here on a process that hears a signal tells the others
-        engine.stop.before_leaving = partial(checkpoints.join, 60)
         yield Components(
             engine=engine,
             model=model,
@@ -143,12 +142,12 @@ def _model_and_optimizer(
     return raw_model, model, optimizer
 
 
-def check_inputs(config: Config, batch: BatchPlan, engine: Engine) -> None:
+def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
     """For a plan: raises UserError, on all processes, where the run could not open its data or `init_from`; what only
     the Hub knows is not checked without a network. A collective call."""
     checks = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
-    with engine.shared_error("the inputs cannot be read"):
-        for check in [*checks, partial(check_init_from, config.model)] if engine.is_main else []:
+    with processes.shared_error("the inputs cannot be read"):
+        for check in [*checks, partial(check_init_from, config.model)] if processes.is_main else []:
             try:
                 check()
             except Unreachable as error:
@@ -156,21 +155,21 @@ def check_inputs(config: Config, batch: BatchPlan, engine: Engine) -> None:
 
 
 @contextmanager
-def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | None]:
+def open_run_directory(config: Config, processes: Processes) -> Iterator[Checkpoint | None]:
     """The run's directory, locked for this run, and the checkpoint in it from which the run continues, chosen and
     verified by the main process for all of them. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as closing:
         chosen, rewound = None, False
-        with engine.shared_error("the run's directory cannot be opened"):
-            if engine.is_main:
+        with processes.shared_error("the run's directory cannot be opened"):
+            if processes.is_main:
                 closing.enter_context(RunDirectory(run_dir, fresh=config.run.fresh))
                 chosen, rewound = continue_from(run_dir, flat)
-        chosen, rewound = engine.broadcast_object((chosen, rewound))
+        chosen, rewound = processes.broadcast_object((chosen, rewound))
         if chosen is None:
             yield None
             return
-        if engine.anywhere(not chosen.exists()):
+        if processes.anywhere(not chosen.exists()):
             raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
         checkpoint = load_checkpoint(chosen, rewound=rewound)
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
@@ -179,24 +178,24 @@ def open_run_directory(config: Config, engine: Engine) -> Iterator[Checkpoint | 
         yield checkpoint
 
 
-def is_complete(config: Config, engine: Engine, checkpoint: Checkpoint | None) -> bool:
+def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
     """Whether there is nothing left to do, which it logs: the last step is saved, and was evaluated. A collective
     call."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
     lines = read_metrics(Path(config.run.output_dir) / "metrics.jsonl")
     evaluated = bool(lines) and lines[-1]["step"] == checkpoint.step and lines[-1].get("val_loss") is not None
-    complete = checkpoint.step > config.optimizer.max_steps or engine.broadcast_object(evaluated)
+    complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(evaluated)
     if complete:
         path = checkpoint.path
         logger.info("complete   %s holds the whole run; --max_steps trains longer, --fresh starts over", path)
     return complete
 
 
-def with_vocabulary(config: Config, engine: Engine) -> Config:
+def with_vocabulary(config: Config, processes: Processes) -> Config:
     """The configuration with the vocabulary of its tokenizer, which each node's first process loads first. A collective
     call. Raises UserError, on all processes."""
-    with engine.shared_error("the tokenizer cannot be loaded"), engine.main_process_first():
+    with processes.shared_error("the tokenizer cannot be loaded"), processes.main_process_first():
         found = open_tokenizer(config.data.tokenizer)
     return replace(config, model=replace(config.model, vocab_size=found.vocab_size))
 
@@ -213,17 +212,17 @@ def check_same_launch(config: Config, engine: Engine) -> None:
     has_triton = engine.device.type == "cuda" and find_spec("triton")
     if config.run.fused_loss and not (has_triton or config.run.plan_device):
         raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
-    if config.run.fresh and (limit := restarts()[0]):
+    if config.run.fresh and (limit := max_restarts()):
         raise UserError(
             f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
             f"or move {config.run.output_dir} away"
         )
-    mine = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
-    mine["dataset_name's weights"] = counts_in(config.data.dataset_name)
-    mine |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
-    theirs = engine.broadcast_object(mine)
-    differing = [f"{k} {mine[k]!r} here, {theirs.get(k)!r} on rank 0" for k in mine if mine[k] != theirs.get(k)]
-    with engine.shared_error("the configuration is not the same"):
+    here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
+    here["dataset_name's weights"] = counts_in(config.data.dataset_name)
+    here |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
+    main = engine.processes.broadcast_object(here)
+    differing = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in here.items() if v != main.get(k)]
+    with engine.processes.shared_error("the configuration is not the same"):
         if differing:
             raise UserError(
                 f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the "

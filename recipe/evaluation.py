@@ -72,18 +72,19 @@ class Evaluator:
     ) -> float:
         """Mean loss in nats a token over the first `windows` of a data set. A collective call."""
         engine, micro, length = self.engine, self.batch.micro, self.config.data.sequence_length
-        batches = -(-windows // (micro * engine.world_size))
+        rank, world_size = engine.processes.rank, engine.processes.world_size
+        batches = -(-windows // (micro * world_size))
         total = torch.zeros(2, device=engine.device)  # sum of losses, number of sequences
         engine.flush()  # so that a lazy device does not compile the zeros into the first batch's program
         for number in range(batches):
             tick(number, batches)
-            engine.check_stop()
-            rows, targets = self._validation_batch(data, number * engine.world_size + engine.rank, windows)
+            engine.agreement.check_stop()
+            rows, targets = self._validation_batch(data, number * world_size + rank, windows)
             weight = ((targets != IGNORE_INDEX).sum().view(1) / length).to(engine.device)  # (1,) sequences
             loss = model(engine.to_device(rows), engine.to_device(targets))
             total += torch.stack((loss.float(), torch.ones_like(total[0]))) * weight
             engine.flush()
-        loss_sum, sequences = engine.sum(total).tolist()
+        loss_sum, sequences = engine.processes.sum(total).tolist()
         return loss_sum / sequences
 
     def _validation_batch(self, data: TokenDataset, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +103,8 @@ class Evaluator:
         """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies, as columns of
         metrics.jsonl."""
         engine, rows, done = self.engine, load_rows(self.config.run.hellaswag_limit), count()
-        batches = -(-len(rows) // (engine.world_size * HELLASWAG_BATCH))
+        rank, world_size = engine.processes.rank, engine.processes.world_size
+        batches = -(-len(rows) // (world_size * HELLASWAG_BATCH))
         with (
             self.metrics.paused("HellaSwag") as tick,
             whole_model(engine, self.raw_model) as live,
@@ -111,7 +113,7 @@ class Evaluator:
 
             def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
                 tick(next(done), batches)
-                engine.check_stop()  # equally often on every process
+                engine.agreement.check_stop()  # equally often on every process
                 return live.transformer(ids, positions, mask)
 
             model = LanguageModel(
@@ -123,10 +125,8 @@ class Evaluator:
                 multiples=engine.eval_multiples,
                 place=engine.to_device,
             )
-            counts = count_correct(
-                model, rows, batch_size=HELLASWAG_BATCH, rank=engine.rank, world_size=engine.world_size
-            )
-        n_rows, *correct = engine.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
+            counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=rank, world_size=world_size)
+        n_rows, *correct = engine.processes.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
         scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
         shown = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, shown)

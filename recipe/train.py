@@ -13,6 +13,8 @@ if __name__ == "__main__":
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import torch
+
 from recipe.components import (
     Components,
     check_inputs,
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(argv)
         check_tracker(config.run.report_to)
         engine = open_engine(config.run.precision, config.run.plan_device)
-        set_up_logging(main=engine.is_main)
+        set_up_logging(main=engine.processes.is_main)
         code = run(config, engine)
         engine.close()
         return code
@@ -57,25 +59,40 @@ def main(argv: list[str] | None = None) -> int:
 def run(config: Config, engine: Engine) -> ExitCode:
     """A run from its configuration to its last line."""
     check_same_launch(config, engine)
-    config = with_vocabulary(config, engine)
+    config = with_vocabulary(config, engine.processes)
     config, found = micro_batch(config, engine)
-    batch = batch_arithmetic(config, engine.world_size, engine.devices)
+    batch = batch_arithmetic(config, engine.processes.world_size, engine.devices)
     announce(config, batch, engine, found)
     if config.run.dry_run:
-        check_inputs(config, batch, engine)
+        check_inputs(config, batch, engine.processes)
         return ExitCode.DONE
     if config.run.max_hours:
         engine.stop.after(config.run.max_hours)
-    with open_run_directory(config, engine) as checkpoint:
-        uploads, code = open_uploads(config, engine), ExitCode.DONE
-        if not is_complete(config, engine, checkpoint):
+    with open_run_directory(config, engine.processes) as checkpoint:
+        uploads, code = open_uploads(config, engine.processes), ExitCode.DONE
+        if not is_complete(config, engine.processes, checkpoint):
             with open_components(config, batch, engine, checkpoint, uploads) as parts:
                 result = train(config, batch, parts)
             code = summarize(config, result, parts.train_data, parts.val_data)
         if code == ExitCode.DONE:
-            engine.stop.begin()  # from now on Ctrl-C leaves the uploads for later
+            engine.stop.at_boundary()  # from now on Ctrl-C leaves the uploads for later
             code = uploads.wait(stopped=lambda: engine.stop.requested)
     return code
+
+
+def optimizer_step(
+    engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends a step, whose gradients the last micro-step has averaged over processes. A collective call.
+
+    `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for a
+    skipped step, else 0.0: both () on the device, nothing waits for them.
+    """
+    grad_norm = engine.clip_gradients(model, optimizer)
+    skip = engine.should_skip(grad_norm, loss)
+    engine.step(optimizer, skip)
+    engine.zero_grad(optimizer)
+    return grad_norm, skip
 
 
 def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
@@ -107,7 +124,7 @@ def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
             parts.uploads.start()  # a checkpoint goes to the Hub with its evaluations
             if due.last:
                 break
-            engine.wait_for_batches(parts.batches)  # no process starts a step that another cannot finish
+            engine.agreement.wait_for_batches(parts.batches)  # no process starts a step that another cannot finish
         except Interrupted:  # raised on all processes, between two steps
             stopping = True
             break
@@ -122,10 +139,9 @@ def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
                 loss = model(rows[:, :-1], rows[:, 1:]) / batch.accumulation
                 engine.backward(loss)
                 metrics.loss.add(loss.detach())
-        grad_norm, skipped = engine.optimizer_step(model, optimizer, metrics.loss.step)
+        grad_norm, skipped = optimizer_step(engine, model, optimizer, metrics.loss.step)
         metrics.end_step(grad_norm, skipped)
         engine.flush()
-        engine.stop.end_step()  # from the first step on there is progress that a signal must not cost
         step += 1
 
     if stopping:

@@ -93,7 +93,7 @@ class CheckpointManager:
         self._unsaved: Checkpoint | None = None  # what the last save wrote, until it succeeds
         self._failed = self._retry = False  # the last save; whether the same save may succeed later
         self._committed: int | None = None  # the newest step
-        if engine.is_main:
+        if engine.processes.is_main:
             tokenizer = open_tokenizer(config.data.tokenizer)
             self._files = _model_files(self._model, tokenizer)
             self._origin = {
@@ -125,7 +125,7 @@ class CheckpointManager:
             self.join()
             self._unsaved = None  # frees the copies of the save before, where that has failed
             tensors = self._engine.snapshot(self._model, self._optimizer)
-            if self._engine.is_main:
+            if self._engine.processes.is_main:
                 self._unsaved = Checkpoint(checkpoint_path(self._run_dir, step), step, *tensors, self._origin | state)
                 self._start(time.monotonic() - began)
 
@@ -153,7 +153,7 @@ class CheckpointManager:
                 self.join()
             if self._committed is not None:
                 self._prune(self._committed)
-            return self._engine.broadcast_object(not self._failed)
+            return self._engine.processes.broadcast_object(not self._failed)
 
     def join(self, seconds: float | None = None) -> None:
         """Waits for the save under way, so many seconds at most."""

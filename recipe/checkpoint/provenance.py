@@ -28,8 +28,8 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
     now = {
         "device": hardware.processor() if engine.device.type == "cpu" else engine.name.split(",")[0],
         "engine": engine.name,
-        "processes": engine.world_size,
-        "nodes": -(-engine.world_size // engine.local_world_size),
+        "processes": engine.processes.world_size,
+        "nodes": engine.processes.nodes,
         "precision": engine.precision,
         "compiled": bool(config.run.torch_compile and not engine.no_compile),
         "python": platform.python_version(),

@@ -18,6 +18,7 @@ from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
 from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
 logger = logging.getLogger(__name__)
@@ -25,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_datasets(
-    config: Config, batch: BatchPlan, engine, step: int = 0, state: dict | None = None
+    config: Config, batch: BatchPlan, processes: Processes, step: int = 0, state: dict | None = None
 ) -> Iterator[tuple[Dataset, Dataset]]:
     """The training and validation data. A collective call: local text is prepared by the main process first.
 
-    `engine` has rank information, main_process_first(), broadcast_object() and shared_error(). The run continues at
-    `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError on all processes.
+    The run continues at `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError
+    on all processes.
     """
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
-    with engine.shared_error("the data cannot be opened"):
+    with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(one.data) for one in sets]
     firsts = windows_before(step * batch.sequences, counts_of(sets), run.seed)
     opened: list[tuple[TokenDataset, TokenDataset]] = []
@@ -43,9 +44,9 @@ def open_datasets(
             per_step = -(-batch.sequences * one.count // BLOCK)
             shape = data.sequence_length, per_step, run.seed, config.model.vocab_size
             if is_stream:
-                opened.append(_open_stream(data, shape, engine, first, saved, closing))
+                opened.append(_open_stream(data, shape, processes, first, saved, closing))
             else:
-                opened.append(_open_prepared(data, shape, engine))
+                opened.append(_open_prepared(data, shape, processes))
             for dataset in opened[-1]:
                 closing.callback(dataset.close)
         if len(sets) == 1:
@@ -77,10 +78,10 @@ def _is_streamed(data: DataConfig) -> bool:
     return (data.streaming or data.train_text.startswith("hf://")) and producer_of(data).finished() is None
 
 
-def _open_prepared(data: DataConfig, shape: tuple[int, ...], engine) -> tuple[TokenDataset, TokenDataset]:
+def _open_prepared(data: DataConfig, shape: tuple[int, ...], processes: Processes) -> tuple[TokenDataset, TokenDataset]:
     """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
     if not data.train_text.startswith("hf://"):
-        with engine.shared_error("the data cannot be prepared"), engine.main_process_first():
+        with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
             if must_prepare(data):
                 prepare(data)
     train, val = _prepared_shards(data, *shape[:2])
@@ -112,14 +113,14 @@ def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
 
 
 def _open_stream(
-    data: DataConfig, shape: tuple[int, ...], engine, first: int, state: dict | None, closing: ExitStack
+    data: DataConfig, shape: tuple[int, ...], processes: Processes, first: int, state: dict | None, closing: ExitStack
 ) -> tuple[StreamedDataset, TokenDataset]:
     """Starts this node's builder and waits for its first shards; the run reads from window `first` on."""
     out = Path(data.dataset_name)
     waiting, commit = Waiting(out), None
 
     def start(commit: str | None) -> str | None:
-        builder = BuilderProcess(data, engine.local_world_size, commit, (state or {}).get("manifest"))
+        builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
         closing.callback(builder.close)
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
@@ -128,18 +129,18 @@ def _open_stream(
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
     # Nobody goes beyond these two before all nodes have started, or would read the status of an earlier run.
-    with engine.shared_error("the stream did not start"):
-        if engine.is_main:
+    with processes.shared_error("the stream did not start"):
+        if processes.is_main:
             commit = start(None)
-    commit = engine.broadcast_object(commit)
-    with engine.shared_error("the stream did not start"):
-        if engine.local_rank == 0 and not engine.is_main:
+    commit = processes.broadcast_object(commit)
+    with processes.shared_error("the stream did not start"):
+        if processes.local_rank == 0 and not processes.is_main:
             start(commit)
     if data.val_data:
         val_shards = _validation_shards(data)
     elif not (val_shards := Manifest.load(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
-    train = StreamedDataset(out, *shape, rank=engine.local_rank, first=first)
+    train = StreamedDataset(out, *shape, rank=processes.local_rank, first=first)
     check_disjoint(train.shards, val_shards)
     check_length(val_shards, data.sequence_length)
     return train, TokenDataset(val_shards, *shape)

@@ -10,8 +10,7 @@ any engine, and dropout breaks it: its masks depend on the process and the micro
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -22,29 +21,32 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, wants_cpu
-from recipe.engine.shutdown import Agreement, ReadAhead, StopSignal
+from recipe.engine.shutdown import Agreement, StopSignal
 from recipe.model.attention import block_attention
 from recipe.optim import optimizer as optimizers
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
+from recipe.utils.units import plural
 
 TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
 
 
 class Engine:
-    """Device, processes, precision, and the calls whose right form depends on them.
+    """Device and precision, the calls of a step, and the trained state, whose right form depends on them.
 
     Attributes:
+        processes: this process among all of them.
+        stop: the signals that this process has heard.
+        agreement: what the processes decide between two steps.
         device: of this process.
-        rank, world_size: this process among all of them; `is_main` is the one that writes.
-        local_rank, local_world_size: this process among those of its node.
         devices: how many this process drives: 1, except for the TPU cores behind one process.
         precision: resolved: fp32, tf32, bf16 or fp16.
+        memory: bytes of the device's own memory; None where it has none or it is not known.
         peak_flops: peak of this process's devices together in FLOP/s; None where it is not known.
         pad_vocab_to: the rows of the head's product are rounded up to a multiple of this.
         idle_gpus: GPUs of this node that the launch does not use.
-        stop: the signals heard by this process.
-        max_grad_norm, spike_filter: what `optimizer_step` clips to, and skips; set by `prepare`.
+        max_grad_norm, spike_filter: what `clip_gradients` clips to, and which steps are skipped; set by `prepare`.
     """
 
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -53,22 +55,37 @@ class Engine:
     adamw_options = MappingProxyType({"fused": True})
     attention = checkpoint = None  # functions that replace the model's own where the device has better ones
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
+    method = "DDP"  # how processes share the work, in words
     sharding = ""  # what the memory estimate asks: zero1, zero2, zero3, fsdp, or nothing
     sum_dtype = torch.float64  # for sums over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are padded to these
 
-    def __init__(self, precision: str):
-        self.precision = self._resolve_precision(precision)
-        self.accelerator = Accelerator(mixed_precision=self._mixed_precision(), kwargs_handlers=self._kwargs_handlers())
-        acc = self.accelerator
-        self.device, self.rank, self.world_size = acc.device, acc.process_index, acc.num_processes
-        self.is_main = acc.is_main_process
-        self.local_rank, self.local_world_size = (
-            int(os.environ.get(f"LOCAL_{n}", d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
-        )
-        check_accelerator(acc, self.supported, self.precision)
-        self.peak_flops, self.pad_vocab_to = hardware.peak_of(self.device), hardware.pad_vocab_to(self.device)
-        self.idle_gpus = hardware.idle_gpus(self.device, self.local_world_size)
+    def __init__(self, precision: str, *, mixed_precision: str | None = None, handlers: list | None = None):
+        """`mixed_precision` and `handlers` are what Accelerate is told, where that is not the recipe's precision, and
+        how it starts the process group."""
+        self.precision = hardware.resolve_precision(precision, cpu=wants_cpu())
+        if mixed_precision is None:
+            mixed_precision = self.precision if self.precision in ("bf16", "fp16") else "no"
+        if handlers is None:  # as views, DDP's buckets save one copy of the gradients
+            handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+            handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
+        self.accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
+        self.accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment
+        check_accelerator(self.accelerator, self.supported, self.precision)
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
+        self.processes = Processes(rank, world_size, *local, is_main=rank == 0, hosts=hosts)
+        self.stop = StopSignal()
+        self.agreement = Agreement(self.stop, hosts)
+        self.device = self.accelerator.device
+        hardware.check_kernels(self.device)
+        self._set_up_device()
+
+    def _set_up_device(self) -> None:
+        self.memory, self.peak_flops = hardware.memory(self.device), hardware.peak_of(self.device)
+        self.pad_vocab_to = hardware.pad_vocab_to(self.device)
+        self.idle_gpus = hardware.idle_gpus(self.device, self.processes.local_world_size)
         if self.device.type in ("mps", "xla"):
             self.sum_dtype = torch.float32
         if self.device.type != "xla":
@@ -76,44 +93,19 @@ class Engine:
         if self.device.type == "cuda":
             self.eval_multiples = (1, 64, 1)  # few lengths: cuDNN plans attention with a mask for each of them
         if self.device.type == "cpu":
-            hardware.tune_cpu(local_world_size=self.local_world_size)
+            hardware.tune_cpu(local_world_size=self.processes.local_world_size)
             self.attention = block_attention if self.precision == "bf16" else None
-        # A group of the hosts: what they agree on must not wait for the devices.
-        self._hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if self.world_size > 1 else None
-        self.stop = StopSignal()
-        self._agreement = Agreement(self.stop, self._hosts)
-
-    # What other engines override for construction
-
-    def _resolve_precision(self, precision: str) -> str:
-        return hardware.resolve_precision(precision, cpu=wants_cpu())
-
-    def _mixed_precision(self) -> str:
-        return self.precision if self.precision in ("bf16", "fp16") else "no"
-
-    def _kwargs_handlers(self) -> list:
-        # Views save one copy of the gradients.
-        return [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=TIMEOUT)]
+        self.device_name = hardware.device_name(self.device)
 
     # The device
 
     @property
     def name(self) -> str:
         """The device and how processes share the work, for the run's summary."""
-        return self._device_name() + ("" if self.world_size == 1 else f", DDP over {self.world_size} processes")
-
-    def _device_name(self) -> str:
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        if self.device.type == "cpu":
-            threads = torch.get_num_threads()
-            return f"CPU ({threads} thread{'s' * (threads > 1)} a process)"
-        return self.device.type.upper()
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes of the device's own memory; None where it has none or it is not known."""
-        return hardware.memory(self.device)
+        world_size = self.processes.world_size
+        if world_size == 1 and self.method == "DDP":
+            return self.device_name
+        return f"{self.device_name}, {self.method} over {plural(world_size, 'process', 'es')}"
 
     @property
     def model_options(self) -> dict:
@@ -124,15 +116,31 @@ class Engine:
     def optimizer_options(self) -> dict:
         """Arguments of make_optimizer: how AdamW and Muon do their work here."""
         half = self.precision == "bf16" and self.device.type != "cpu"  # a CPU's small products in bf16 are slow
-        dtype = torch.bfloat16 if half else torch.float32
-        return {"muon": {"dtype": dtype, "rank": self.rank, "world_size": self.world_size}, **self.adamw_options}
+        muon = {"dtype": torch.bfloat16 if half else torch.float32}
+        muon |= {"rank": self.processes.rank, "world_size": self.processes.world_size}
+        return {"muon": muon, **self.adamw_options}
 
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the most a CUDA device's allocator has held, elsewhere (CPU,
         MPS) the process's largest resident set; None where it is not known."""
         return {"peak_memory_bytes": hardware.peak_memory(self.device)}
 
-    # Preparing and stepping
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """A micro-batch (micro, ...) on the device, or its rows divided over the devices of this process."""
+        return rows.to(self.device, non_blocking=self.device.type == "cuda")
+
+    def autocast(self):
+        """Context: the run's precision, for parts of the model that are called by themselves."""
+        return self.accelerator.autocast()
+
+    def flush(self) -> None:
+        """Makes a lazy device run what it has recorded so far; others already do."""
+
+    def close(self) -> None:
+        """Leaves the process group. A collective call."""
+        self.accelerator.end_training()
+
+    # Preparing
 
     def place(self, model: torch.nn.Module, *, compile: str) -> None:
         """Moves the model to the device, in place, and compiles it if `compile` names a mode; call it before the
@@ -150,10 +158,20 @@ class Engine:
         return self._prepare(model, optimizer, batch)
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
-        prepared, optimizer = self.accelerator.prepare(model, optimizer)
-        if self.world_size > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
-            raise UserError(f"{self.world_size} processes without DDP; launch with accelerate_configs/ddp.yaml")
+        prepared = self.accelerator.prepare(model)
+        world_size = self.processes.world_size
+        if world_size > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
+            raise UserError(f"{world_size} processes without DDP; launch with accelerate_configs/ddp.yaml")
         return prepared, optimizer
+
+    # A step: micro-steps, each with a forward and a backward pass, and then the four calls of train.optimizer_step
+
+    def seed_dropout(self, seed: int, step: int) -> None:
+        """Makes the masks of a step a function of (seed, step, rank), so that a resumed run draws the same ones."""
+        self._seed(((seed * 1_000_003 + step) * 65_537 + self.processes.rank) % 2**63)
+
+    def _seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
 
     def micro_step(self, model: torch.nn.Module, *, last: bool):
         """Context of one micro-step's forward and backward. A collective call in the last one, which averages the
@@ -164,79 +182,59 @@ class Engine:
         """Collective within the last `micro_step`. `loss`, (), is divided by the accumulation count already."""
         self.accelerator.backward(loss)
 
-    def optimizer_step(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ends a step, whose gradients are averaged over processes by now: clips to max_grad_norm (0: does not), moves
-        the weights, and clears the gradients; changes neither weights nor optimizer state where `spike_filter` skips
-        the step. A collective call.
-
-        `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for
-        a skipped step, else 0.0: both on the device, nothing waits for them.
-        """
-        grad_norm = self._clip(model, optimizer)
-        skip = self._should_skip(grad_norm, loss)
-        self._update(optimizer, skip)
-        self._zero_grad(optimizer)
-        return grad_norm, skip
-
-    def _clip(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """The gradients' norm before clipping; a fused optimizer itself divides by grad_scale, while it reads them."""
-        if self._fused(optimizer):
-            grad_norm, optimizer.optimizer.grad_scale = optimizers.norm_and_divisor(
-                model.parameters(), self.max_grad_norm
-            )
+    def clip_gradients(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Clips the gradients, averaged over processes by now, to max_grad_norm (0: does not); returns their global
+        norm before that, () on the device, for which nothing waits. Collective where gradients are sharded."""
+        if self._fused(optimizer):  # the step itself divides, while it reads the gradients
+            grad_norm, divisor = optimizers.norm_and_divisor(model.parameters(), self.max_grad_norm)
+            optimizer.grad_scale = divisor
             return grad_norm
-        return self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
+        if scaler := self.accelerator.scaler:
+            scaler.unscale_(optimizer)
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
 
-    def _should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        loss = self.mean(loss) if self.spike_filter.needs_loss else None
-        return self.spike_filter.should_skip(grad_norm, loss)
+    def should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """1.0 where `spike_filter` skips the step, else 0.0, () on the device; `loss` is the step's mean here.
+        A collective call."""
+        mean_loss = self.processes.mean(loss) if self.spike_filter.needs_loss else None
+        return self.spike_filter.should_skip(grad_norm, mean_loss)
 
-    def _update(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Moves the weights, unless `skip` is 1."""
+    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+        """Moves the weights; where `skip` is 1, changes neither weights nor optimizer state."""
         if scaler := self.accelerator.scaler:
             _scaled_step(optimizer, scaler, skip)
         elif self._fused(optimizer):
-            optimizer.optimizer.found_inf = skip  # so torch's GradScaler tells a fused optimizer to change nothing
+            optimizer.found_inf = skip  # so torch's GradScaler tells a fused optimizer to change nothing
             optimizer.step()
         elif not bool(skip):
             optimizer.step()
 
-    def _zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clears the gradients."""
         optimizer.zero_grad()
 
     def _fused(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer can divide the gradients and skip a step by itself: torch's fused ones on a CPU and on
         CUDA. The one on MPS claims it too, but ignores the divisor; and fp16's scaler does both by itself."""
-        able = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
+        able = getattr(optimizer, "_step_supports_amp_scaling", False)
         return able and self.device.type != "mps" and not self.accelerator.scaler
-
-    def autocast(self):
-        """Context: the run's precision, for parts of the model that are called by themselves."""
-        return self.accelerator.autocast()
-
-    def seed_dropout(self, seed: int, step: int) -> None:
-        """Makes the masks of a step a function of (seed, step, rank), so that a resumed run draws the same ones."""
-        self._seed(((seed * 1_000_003 + step) * 65_537 + self.rank) % 2**63)
-
-    def _seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def flush(self) -> None:
-        """Makes a lazy device run what it has recorded so far; others already do."""
 
     # State, whole and by name, whatever the sharding
 
+    @torch.no_grad()
     def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
         """Copies of the weights and the optimizer state by name, on the CPU of the main process; ({}, {}) on the
         others. A collective call."""
-        if not self.is_main:
-            return {}, {}
-        parts = model.state_dict(), optimizers.named_state(model, optimizer)
-        # Copies on a CPU too: they are written while the next steps change the originals.
-        copy = torch.clone if self.device.type == "cpu" else torch.Tensor.cpu
-        return tuple({k: copy(v.detach()).contiguous() for k, v in part.items()} for part in parts)
+        whole = {}, {}
+        tensors = dict(model.named_parameters()), optimizers.named_state(model, optimizer)
+        for parts, into in zip(tensors, whole, strict=True):
+            for name, part in parts.items():  # one whole tensor at a time is on the device
+                tensor = optimizers.whole(part)
+                if (
+                    self.processes.is_main
+                ):  # a copy on a CPU too: it is written while the next steps change the original
+                    into[name] = tensor.to("cpu", copy=True)
+        return whole
 
     def load_optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
@@ -257,78 +255,16 @@ class Engine:
         if state and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state)
 
-    # Between processes
 
-    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """A micro-batch (micro, ...) on the device, or its rows divided over the devices of this process."""
-        return rows.to(self.device, non_blocking=self.device.type == "cuda")
-
-    def check_stop(self) -> None:
-        """Raises Interrupted on all processes if one has been told to stop. A collective call."""
-        self._agreement.check_stop()
-
-    def wait_for_batches(self, batches: ReadAhead) -> None:
-        """Returns once every process has the data of the next step. Raises Interrupted on all processes if one has been
-        told to stop, or cannot read its data. A collective call."""
-        self._agreement.wait_for_batches(batches)
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Mean over processes. A collective call."""
-        return self.accelerator.reduce(value, reduction="mean")
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over processes. A collective call."""
-        return self.accelerator.reduce(value, reduction="sum")
-
-    def broadcast_object(self, value):
-        """The main process's `value` (any small picklable object) on every process. A collective call."""
-        values = [value]
-        if self._hosts is not None:
-            torch.distributed.broadcast_object_list(values, src=0, group=self._hosts)
-        return values[0]
-
-    def anywhere(self, condition: bool) -> bool:
-        """Whether `condition` holds on any process. A collective call, which does not wait for the device."""
-        return self._agreement.anywhere(condition)
-
-    @contextmanager
-    def shared_error(self, what: str) -> Iterator[None]:
-        """Context that raises one process's UserError or OSError on all of them, as a UserError; `what` has failed, as
-        the others print it. A collective call."""
-        error = ""
-        try:
-            yield
-        except (UserError, OSError) as e:
-            error = str(e)
-        if self.anywhere(bool(error)):
-            raise UserError(error or f"{what} on another process; its error message has the cause")
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Context: the main process goes first, then one process of each other node, which may or may not share its
-        disk, then the rest. A collective call."""
-        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
-        for _ in range(turn):
-            self.anywhere(False)
-        try:
-            yield
-        finally:
-            for _ in range(2 - turn):
-                self.anywhere(False)
-
-    def close(self) -> None:
-        """Leaves the process group. A collective call."""
-        self.accelerator.end_training()
-
-
-def _scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, skipped: torch.Tensor) -> None:
-    """A step with a loss scale, which skips what overflowed; this adds what is `skipped` for a spike, whose finite
+def _scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, skip: torch.Tensor) -> None:
+    """A step with a loss scale, which skips what overflowed; this adds what `skip` asks for a spike, whose finite
     gradients are no reason to lower the scale."""
-    overflow = torch.zeros_like(skipped)
-    for found in scaler._found_inf_per_device(optimizer.optimizer).values():
+    overflow = torch.zeros_like(skip)
+    for found in scaler._found_inf_per_device(optimizer).values():
         overflow = torch.maximum(overflow, found)
-        found.copy_(torch.maximum(found, skipped))
+        found.copy_(torch.maximum(found, skip))
     kept = [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     for tensor, before in kept:
-        tensor.copy_(torch.where((skipped > 0) & (overflow == 0), before, tensor))
+        tensor.copy_(torch.where((skip > 0) & (overflow == 0), before, tensor))

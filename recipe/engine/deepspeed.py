@@ -4,7 +4,6 @@ ds_configs/*.json decides how to shard. Everything else in DeepSpeed's configura
 precision) is written from the recipe before it starts, and read back afterwards.
 """
 
-import copy
 import json
 import os
 import warnings
@@ -23,23 +22,12 @@ from recipe.optim.optimizer import MOMENTS, MUON, state_names
 from recipe.utils.errors import UserError, reading
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+# What `prepare` writes; a file may leave them to it with "auto". Accelerate adds that DeepSpeed does not print.
 _THE_RECIPES = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
-)
-# Fields that Accelerate refuses beside a file for DeepSpeed, with an error that does not name the one it found.
-_IN_BOTH_FILES = (
-    "mixed_precision",
-    "zero_stage",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "zero3_save_16bit_model",
 )
 
 
@@ -69,32 +57,19 @@ class ZeroEngine(Engine):
         # DeepSpeed 0.19 still uses the old names of torch's collectives.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         file = Path(os.environ.get(_CONFIG_FILE, ""))
-        if not file.is_file() and (ROOT / file).is_file():
-            os.environ[_CONFIG_FILE] = str(ROOT / file)  # launched from another directory
-        check_files(os.environ.get(_CONFIG_FILE, ""), os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", ""))
-        super().__init__(precision)
+        if not file.is_file():  # launched from another directory
+            os.environ[_CONFIG_FILE] = str(file := ROOT / file)
+        check_sharding_only(file)
+        super().__init__(
+            hardware.resolve_precision(precision, cpu=self._cpu),
+            mixed_precision="no",  # `prepare` writes it into DeepSpeed's configuration
+            handlers=[InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if self._cpu else {}))],
+        )
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
-        self.sharding = f"zero{self.zero_stage}"
-        self.optimizers = ("adamw",) if self.zero_stage == 3 else None  # Muon's matrices lie in parts of parts there
-        # A copy of what the file holds: Accelerate and `prepare` write into the original.
-        self._file = copy.deepcopy(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        self.method, self.sharding = f"ZeRO-{self.zero_stage}", f"zero{self.zero_stage}"
         if self.zero_stage == 3:
             self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
-
-    def _resolve_precision(self, precision: str) -> str:
-        return hardware.resolve_precision(precision, cpu=self._cpu)
-
-    def _mixed_precision(self) -> str:
-        return "no"  # `prepare` writes it into DeepSpeed's configuration
-
-    def _kwargs_handlers(self) -> list:
-        return [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if self._cpu else {}))]
-
-    @property
-    def name(self) -> str:
-        """As Engine's, with the ZeRO stage."""
-        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        return f"{self._device_name()}, ZeRO-{self.zero_stage} over {processes}"
+            self.optimizers = ("adamw",)  # Muon's matrices lie in parts of parts there
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         if self.spike_filter.limits:
@@ -103,14 +78,8 @@ class ZeroEngine(Engine):
                 "whose step takes the norm and moves the weights in one call; remove it, or launch with ddp.yaml"
             )
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        ours = {
-            "train_batch_size": batch.sequences,
-            "train_micro_batch_size_per_gpu": batch.micro,
-            "gradient_accumulation_steps": batch.accumulation,
-            "gradient_clipping": self.max_grad_norm,
-        }
-        check_sharding_only(self._file, ours, os.environ.get(_CONFIG_FILE, "DeepSpeed's configuration"))
-        config |= ours
+        ours = batch.sequences, batch.micro, batch.accumulation, self.max_grad_norm
+        config |= dict(zip(_THE_RECIPES, ours, strict=True))
         if self.precision == "bf16":
             # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
             # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
@@ -147,20 +116,23 @@ class ZeroEngine(Engine):
         model.set_gradient_accumulation_boundary(last)
         yield
         if not last:
-            model.step()  # counts the micro-step; the boundary's one is `optimizer_step`
+            model.step()  # counts the micro-step; the boundary's one is `clip_gradients`
 
     def backward(self, loss: torch.Tensor) -> None:
         """As Engine's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
 
-    def optimizer_step(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Engine's. DeepSpeed clips by its configuration, skips a norm that is not finite, steps, and clears the
-        gradients in one call."""
+    def clip_gradients(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """As Engine's. DeepSpeed does the rest of the step in the same call: it skips a norm that is not finite, moves
+        the weights, and clears the gradients."""
         self._zero.engine.step()
-        norm = torch.as_tensor(self._zero.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        return norm, self._should_skip(norm, loss)
+        return torch.as_tensor(self._zero.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+
+    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+        """Done by `clip_gradients`."""
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Done by `clip_gradients`."""
 
     def autocast(self):
         """bf16 as in training; for fp16 DeepSpeed itself casts the model."""
@@ -176,7 +148,7 @@ class ZeroEngine(Engine):
             parts = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
             for key, into in parts.items():
                 whole = self._zero.get(p, key)
-                if self.is_main:
+                if self.processes.is_main:
                     into[f"{key}.{name}" if key else name] = whole.cpu()
         return weights, state
 
@@ -217,35 +189,17 @@ class ZeroEngine(Engine):
             scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
 
 
-def check_files(file: str, accelerates: str) -> None:
-    """Raises UserError where the Accelerate file, whose fields are `accelerates`, sets what `file` sets too, or where
-    `file` sets more than sharding."""
-    twice = [name for name in accelerates.split(",") if name in _IN_BOTH_FILES]
-    if file and twice:
-        raise UserError(
-            f"the Accelerate file sets {', '.join(twice)}, which cannot be combined with deepspeed_config_file "
-            f"{file}; remove it: that file decides sharding, the recipe precision, accumulation and clipping"
-        )
-    if file:
-        with reading(Path(file), "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
-            config = dict(json.loads(Path(file).read_bytes()))
-        check_sharding_only(config, {}, file)
-
-
-def check_sharding_only(config: dict, recipe: dict, file: str) -> None:
-    """Raises UserError where `config`, read from `file`, sets what belongs to the recipe."""
+def check_sharding_only(file: Path) -> None:
+    """Raises UserError where DeepSpeed's `file` cannot be read, or sets more than sharding."""
+    with reading(file, "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
+        config = dict(json.loads(file.read_bytes()))
     if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage is {stage}; 1, 2 and 3 are supported")
-    for key, value in recipe.items():
-        if config.get(key, "auto") not in ("auto", value):
-            raise UserError(
-                f'{file}: {key} is {config[key]}, but the recipe sets it to {value}; remove it or set it to "auto"'
-            )
-    # Accelerate adds that it does not print, and the two precisions, off.
-    off = {key for key in config if config[key] == {"enabled": False}}
-    harmless = {"zero_optimization", "steps_per_print", *_THE_RECIPES, *off}
-    if others := sorted(config.keys() - harmless):
-        raise UserError(f"{file}: {others[0]} is not about sharding and belongs to the recipe; remove it")
+    for key in config.keys() - {"zero_optimization", "steps_per_print"}:
+        if key not in _THE_RECIPES:
+            raise UserError(f"{file}: {key} is not about sharding and belongs to the recipe; remove it")
+        if config[key] != "auto":
+            raise UserError(f'{file}: {key} is {config[key]}, but the recipe sets it; remove it or set it to "auto"')
 
 
 class _Internals:

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from recipe.utils.errors import UserError
+from recipe.utils.units import plural
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,19 @@ def has_unusable_gpu() -> bool:
     return there and not hidden and not torch.cuda.is_available()
 
 
-def has_kernels(capability: tuple[int, int], builds: list[str]) -> bool:
-    """Whether a PyTorch built for `builds`, as torch.cuda.get_arch_list() names them (sm_80, compute_90), runs on a GPU
-    of that compute capability: machine code runs on later minor versions, PTX on all later ones."""
-    for kind, major, minor, only in re.findall(r"(sm|compute)_(\d+)(\d)(a?)", " ".join(builds)):
-        built = int(major), int(minor)
-        if only:
-            fits = capability == built
-        else:
-            fits = capability >= built and (kind == "compute" or capability[0] == built[0])
-        if fits:
-            return True
-    return False
+def check_kernels(device: torch.device) -> None:
+    """Raises UserError where this build of PyTorch has no code for the GPU."""
+    try:
+        if device.type == "cuda":
+            torch.ones(1, device=device).add_(1)
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        raise UserError(
+            f"PyTorch {torch.__version__} has no kernels for this node's {torch.cuda.get_device_name(device)}, only "
+            f"for {', '.join(torch.cuda.get_arch_list())}; install another build (docs/troubleshooting.md). "
+            "ACCELERATE_USE_CPU=true trains on the CPU"
+        ) from error
 
 
 def set_up_allocator() -> None:
@@ -232,6 +234,15 @@ def _cpu_has_bf16() -> bool:
     except OSError:
         return False
     return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def device_name(device: torch.device) -> str:
+    """What a run's summary calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"CPU ({plural(torch.get_num_threads(), 'thread')} a process)"
+    return device.type.upper()
 
 
 def processor() -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from recipe.config import BatchPlan
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
-from recipe.optim.optimizer import named_state
+from recipe.engine.launch import wants_cpu
 from recipe.utils.errors import UserError
 
 # What a file may also ask for, by the variable that the launch makes of it, and what to do instead.
@@ -37,17 +37,11 @@ class FsdpEngine(Engine):
     weights before sharding.
     """
 
+    method = "FSDP"
+
     def __init__(self, precision: str):
         self.sharding = "fsdp" if take_settings() else "fsdp_gathered"
-        super().__init__(precision)
-
-    def _resolve_precision(self, precision: str) -> str:
-        return supported_precision(super()._resolve_precision(precision))
-
-    @property
-    def name(self) -> str:
-        """As Engine's, with FSDP."""
-        return f"{self._device_name()}, FSDP over {self.world_size} process{'es' if self.world_size > 1 else ''}"
+        super().__init__(supported_precision(hardware.resolve_precision(precision, cpu=wants_cpu())))
 
     def place(self, model: torch.nn.Module, *, compile: str) -> None:
         """As Engine's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since weights
@@ -57,28 +51,22 @@ class FsdpEngine(Engine):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None, reduce_dtype=torch.float32
         )
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        mesh = init_device_mesh(self.device.type, (self.processes.world_size,))
         # The rest, which is embeddings and the last layer norm, is the root's: the head, too, reads the embedding.
         for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.sharding == "fsdp")
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
-        return model, self.accelerator.prepare(optimizer)
+        return model, optimizer
 
     def micro_step(self, model: torch.nn.Module, *, last: bool):
         """Nothing to set. A collective call in every micro-step."""
         return nullcontext()
 
-    @torch.no_grad()
     def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """As Engine's, gathered tensor by tensor. A collective call."""
-        whole = {}, {}
-        for shards, into in zip((_shards(model), named_state(model, optimizer)), whole, strict=True):
-            for name, shard in shards.items():  # one whole tensor at a time is on the device
-                tensor = shard.full_tensor()
-                if self.is_main:
-                    into[name] = tensor.to("cpu", copy=True)
-        return whole
+        """As Engine's. A collective call."""
+        _shards(model)
+        return super().snapshot(model, optimizer)
 
     def load_optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int

@@ -8,7 +8,6 @@ import sys
 import time
 from importlib.util import find_spec
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -56,10 +55,9 @@ def is_local_main_process() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def restarts() -> tuple[int, int]:
-    """How often torchrun may restart this node's processes, in all and from now on."""
-    limit, used = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return limit, max(0, limit - used)
+def max_restarts() -> int:
+    """How often torchrun may restart this node's processes."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def fail(error: Exception) -> int:
@@ -75,7 +73,12 @@ def fail(error: Exception) -> int:
         how = _LOST_PEER.search(str(error))
         if not (several and how):  # with one process it is a connection to something else
             raise error
-        message, code = _lost(how["gloo"] or how["nccl"]), ExitCode.RUN_AGAIN
+        code = ExitCode.RUN_AGAIN
+        message = (
+            f"\nlost       another process of this run, or its node, is gone or does not answer "
+            f"({how['gloo'] or how['nccl']}); its own output has the cause. The same command on every node, without "
+            "--fresh, or torchrun's next restart continues from the last checkpoint"
+        )
     if several and not is_local_main_process():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(_PATIENCE)
@@ -86,84 +89,29 @@ def fail(error: Exception) -> int:
     return code
 
 
-def _lost(how: str) -> str:
-    """The message where another process is gone; `how` is what gloo or NCCL reported."""
-    left = restarts()[1]
-    if left:
-        again = (
-            f"torchrun restarts this node's processes, at most {left} more time{'s' * (left > 1)}; once all nodes are "
-            "there, the run"
-        )
-    else:
-        again = "The same command, without --fresh, on every node"
-    return (
-        f"\nlost       another process of this run, or its node, is gone or does not answer ({how}); its own output "
-        f"has the cause. {again} continues from the last checkpoint"
-    )
-
-
-def _launchers_file() -> str:
-    """The --config_file of the `accelerate launch` that started this process, from its command line, since the
-    environment shows nothing of distributed_type 'NO'; empty where there is none or the system does not show it."""
-    try:
-        words = psutil.Process().parent().cmdline() if "ACCELERATE_MIXED_PRECISION" in os.environ else []
-    except (psutil.Error, OSError, AttributeError):
-        words = []
-    given = re.search(r"\0--config[-_]file[\0=]([^\0]*)", "\0".join(words))
-    return given[1] if given else ""
-
-
 def check_launch() -> None:
     """Raises UserError for a launch whose environment shows that it would not train what was asked for."""
-    accelerator = torch.accelerator.current_accelerator()
-    installed = find_spec("torch_xla") is not None
-    if accelerator is not None and accelerator.type == "tpu" and not installed:
+    tpu = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
+    if tpu and find_spec("torch_xla") is None and _is_on("USE_TORCH_XLA", "1"):
         raise UserError(
-            "this TPU's PyTorch has no torch_xla, so each process would train its own copy: pip install -e '.[tpu]'"
+            f"{tpu[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
+            "it to train without"
         )
-    if not installed and _is_on("USE_TORCH_XLA", "1"):
-        wanted = "but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or"
-        if asked := [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]:
-            raise UserError(f"{asked[0]} is set, {wanted} unset it to train without")
-        if re.fullmatch(r"tpu(-pod)?\.yaml", os.path.basename(file := _launchers_file())):
-            raise UserError(f"{file} is for TPUs, {wanted} use another file, such as accelerate_configs/single.yaml")
-    sharded = "DeepSpeed" if wants_deepspeed() else "FSDP" if wants_fsdp() else ""
-    if sharded and wants_xla():
-        raise UserError(f"torch_xla is installed and would take {sharded}'s place; set USE_TORCH_XLA=0 for {sharded}")
     if hardware.has_unusable_gpu() and not wants_cpu():
         raise UserError(
             f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
             "(docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on the CPU"
         )
-    if torch.cuda.is_available() and not wants_cpu():
-        _check_kernels()
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
-    if restarts()[0] and _is_on("TORCHELASTIC_USE_AGENT_STORE"):  # which still holds their old addresses
-        raise UserError(
-            "--max_restarts alone lets restarted processes look for those that are gone; it needs "
-            "--rdzv_backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of accelerate launch"
-        )
     # Accelerate's launcher of one process sets MASTER_ADDR only where the YAML asked for more processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise UserError(
             "the Accelerate file asks for several processes, but its distributed_type starts only one; use "
             "accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1. If it "
             "asks for one, unset MASTER_ADDR"
-        )
-
-
-def _check_kernels() -> None:
-    capability, builds = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-    if builds and not hardware.has_kernels(capability, builds):
-        name = "sm_{}{}".format(*capability)
-        other = "its build for CUDA 12.6" if capability < (7, 5) else "a newer PyTorch, built for it"
-        raise UserError(
-            f"PyTorch {torch.__version__} has no kernels for this node's {torch.cuda.get_device_name()} ({name}), only "
-            f"for {', '.join(builds)}; install {other} (docs/troubleshooting.md). ACCELERATE_USE_CPU=true trains on "
-            "the CPU"
         )
 
 
@@ -174,7 +122,7 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
             f"{expected} processes were launched, but each would train alone: no GPU for each of them was found. "
             "For processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
         )
-    if accelerator.distributed_type not in supported:
+    if accelerator.distributed_type not in supported:  # also where torch_xla has taken DeepSpeed's or FSDP's place
         raise UserError(
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
         )
@@ -183,6 +131,3 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
             f"the Accelerate file sets mixed_precision {theirs}, the recipe {precision}; "
             "remove it from the file, or pass --precision"
         )
-    # The loop divides the loss by the accumulation count; Accelerate would do it once more.
-    if accelerator.gradient_accumulation_steps != 1:
-        raise UserError("unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS: accumulation follows from total_batch_tokens")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,10 +20,8 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed on by a launcher that heard it too
-_UNWINDING = 10.0  # seconds in which a run without progress must end
 _LEAST_PATIENCE = 20.0  # seconds in which a run must reach its next step boundary
 _POLL = 0.2  # seconds between two looks: at the launcher, and at the signals while a step waits for its data
-_MOST_BETWEEN_POLLS = 1.0  # seconds: if more have passed, the process was stopped (SIGSTOP) or the machine suspended
 
 
 class Interrupted(Exception):
@@ -34,19 +32,22 @@ class StopSignal:
     """Listens for SIGINT, SIGTERM, SIGHUP and the death of the launcher, in a thread: the main thread may be waiting
     for the device, or in a collective for a process that will never come.
 
-    Until `begin` there is nothing to save, and the main thread gets a KeyboardInterrupt, once. After it `requested` is
-    set, and the loop stops at a step boundary with a checkpoint. A second Ctrl-C ends the process at once. If no
-    boundary comes, the process ends by itself.
+    Before the first boundary there is nothing to save, and the main thread gets a KeyboardInterrupt, once. Afterwards
+    `requested` is set, and the loop stops at its next boundary with a checkpoint. A second Ctrl-C ends the process at
+    once. If no boundary comes, the process ends by itself.
+
+    Attributes:
+        requested: whether this process has been told to stop.
+        stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
+            started again and again must come further each time.
     """
 
     def __init__(self):
-        self.requested = False
-        self.before_leaving: Callable[[], object] = lambda: None  # what to finish before leaving without a boundary
-        self._graceful, self._leaving, self._patient = False, False, False
-        self._awake = 0.0  # seconds that this process has run, the clock of all below but the deadline
-        self._heard = math.inf  # when the first signal came
-        self._last_boundary, self._longest_step = 0.0, 0.0
-        self._stepped, self._hours, self._deadline = False, math.inf, math.inf
+        self.requested = self.stepping = False
+        self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
+        self._last_boundary = self._longest_step = 0.0  # 0: there was none
+        self._long_work: list[object] = []
+        self._leaving = False
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -57,58 +58,45 @@ class StopSignal:
         launcher = os.getppid() if launched else None
         threading.Thread(target=self._listen, args=(reading, launcher), name="signals", daemon=True).start()
 
-    def begin(self) -> None:
-        """From now on there is progress to save."""
-        if not self._graceful:
-            self._graceful, self._last_boundary = True, self._awake
-
     def after(self, hours: float) -> None:
-        """This process hears a SIGTERM of its own so many hours from now, but not before it has taken a step: a run
-        that is started again and again must come further each time."""
+        """Requests a stop at the first boundary so many hours from now."""
         self._hours, self._deadline = hours, time.monotonic() + 3600 * hours
 
-    def end_step(self) -> None:
-        """This process has taken a step: there is progress to save."""
-        self.begin()
-        self._stepped = True
-
     def at_boundary(self) -> None:
-        """The loop is at a place where it can stop."""
-        now = self._awake
-        self._longest_step, self._last_boundary = max(self._longest_step, now - self._last_boundary), now
+        """The main thread is at a place where it can stop."""
+        now = time.monotonic()
+        if self._last_boundary:
+            self._longest_step = max(self._longest_step, now - self._last_boundary)
+        self._last_boundary = now
+        if self.stepping and now > self._deadline:
+            logger.warning("max_hours  %g hours have passed", self._hours)
+            self.requested, self._deadline = True, math.inf
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Context of work that may take much longer than a step."""
-        self._patient = True
+        """Context, of any thread, of work that may take much longer than a step."""
+        self._long_work.append(None)
         try:
             yield
         finally:
-            self._patient, self._last_boundary = False, self._awake
+            if self._last_boundary:
+                self._last_boundary = time.monotonic()
+            self._long_work.pop()
 
     def leave(self) -> None:
-        """The loop has stopped; the final checkpoint may take its time."""
+        """The loop has ended: there is no boundary to wait for any more."""
         self._leaving = True
 
     def _in_main_thread(self, number: int, _frame) -> None:
-        if not self._graceful:
+        if not self._last_boundary:
             for each in _SIGNALS:  # another one would cut short how this one ends, down to the interpreter's own exit
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
 
     def _listen(self, pipe: int, launcher: int | None) -> None:
-        before = time.monotonic()
         while True:
-            heard = select.select([pipe], [], [], _POLL)[0]
-            now = time.monotonic()
-            self._awake += min(now - before, _MOST_BETWEEN_POLLS)
-            before = now
-            if heard:
+            if select.select([pipe], [], [], _POLL)[0]:
                 self._hear(os.read(pipe, 1)[0])
-            if self._stepped and now > self._deadline:
-                self._deadline = math.inf
-                logger.warning("max_hours  %g hours have passed", self._hours)
-                os.kill(os.getpid(), signal.SIGTERM)
             if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
                 launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -123,31 +111,28 @@ class StopSignal:
             for fd in (1, 2):
                 if os.isatty(fd):
                     os.dup2(nowhere, fd)
-        if self.requested and number == signal.SIGINT and self._awake - self._heard > _ECHO:
+        now = time.monotonic()
+        if self.requested and number == signal.SIGINT and now - self._heard > _ECHO:
             logger.warning(
                 "stopped at once; the same command, without --fresh, continues from the last checkpoint if there is one"
             )
             _end(ExitCode.LEFT_AT_ONCE)
-        self._heard = min(self._heard, self._awake)
+        self._heard = min(self._heard, now)
 
     def _stop(self) -> None:
         """Sees to it that a process that was told to stop does: one that has died lets the others wait in a collective
         for ever."""
-        now = self._awake
-        if not self._graceful:
-            if now - self._heard > _UNWINDING:
-                os._exit(ExitCode.RUN_AGAIN)
-        elif not self.requested:
-            self.requested = True
-            self._heard = now  # a signal from before `begin` counts from here
+        now, begun = time.monotonic(), self._last_boundary > 0
+        if begun and not self.requested:
+            self.requested, self._heard = True, now  # a signal from before the first boundary counts from here
             logger.warning(
                 "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
             )
-        elif not self._leaving and not self._patient:
+        elif not self._leaving and not self._long_work:
             patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
             if now - max(self._last_boundary, self._heard) > patience:
-                logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
-                self.before_leaving()
+                if begun:
+                    logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
                 _end(ExitCode.RUN_AGAIN)
 
 
@@ -171,13 +156,13 @@ class ReadAhead(Protocol):
 class Agreement:
     """What the processes decide together at a step boundary: whether to stop, and whether all have the step's data.
 
-    Each process sends two flags, `stop` and `late`, over `group` (gloo, between the hosts' memories; None for a single
-    process). They travel while the step computes and are read at the next boundary, so that agreeing costs no step.
-    The price is that a signal stops several processes one step later than it stops one.
+    Each process sends two flags, `stop` and `late`, over `hosts` (see Processes). They travel while the step computes
+    and are read at the next boundary, so that agreeing costs no step. The price is that a signal stops several
+    processes one step later than it stops one.
     """
 
-    def __init__(self, signal: StopSignal, group: torch.distributed.ProcessGroup | None):
-        self._signal, self._group = signal, group
+    def __init__(self, signal: StopSignal, hosts: torch.distributed.ProcessGroup | None):
+        self._signal, self._hosts = signal, hosts
         self._flags, self._sent = torch.tensor([0, 1], dtype=torch.int32), None
 
     def check_stop(self) -> None:
@@ -192,19 +177,13 @@ class Agreement:
         while self._receive():
             self._send(late=not batches.ready(_POLL), failed=batches.error() is not None)
         self._send(late=not batches.ready(0.0, ahead=1), failed=batches.error(ahead=1) is not None)
-
-    def anywhere(self, condition: bool) -> bool:
-        """Whether `condition` holds on any process. A collective call."""
-        flag = torch.tensor([condition], dtype=torch.int32)
-        if self._group is not None:
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+        self._signal.stepping = True
 
     def _send(self, *, late: bool, failed: bool = False) -> None:
         self._flags = torch.tensor([self._signal.requested or failed, late], dtype=torch.int32)
-        if self._group is not None:
+        if self._hosts is not None:
             maximum = torch.distributed.ReduceOp.MAX
-            self._sent = torch.distributed.all_reduce(self._flags, maximum, group=self._group, async_op=True)
+            self._sent = torch.distributed.all_reduce(self._flags, maximum, group=self._hosts, async_op=True)
 
     def _receive(self) -> bool:
         """Whether any process was late at the last `_send`, or nothing was sent. Raises Interrupted."""
@@ -213,7 +192,6 @@ class Agreement:
             self._sent.wait()
         stop, late = self._flags.tolist()
         self._flags, self._sent = torch.tensor([0, 1], dtype=torch.int32), None
-        if stop or (self._group is None and self._signal.requested):
-            self._signal.leave()
+        if stop or (self._hosts is None and self._signal.requested):
             raise Interrupted
         return bool(late)

@@ -40,6 +40,7 @@ from recipe.engine.base import Engine
 from recipe.engine.shutdown import Agreement
 from recipe.optim.optimizer import state_names
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 
 _FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
 _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"
@@ -48,7 +49,7 @@ _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a 
 class XlaEngine(Engine):
     """TPU cores, or the CPU as XLA's devices, behind one process; on a pod one process a host, with the same rows.
 
-    `world_size` is 1 whatever the number of hosts: each runs the same program on the same global batch.
+    `processes.world_size` is 1 whatever the number of hosts: each runs the same program on the same global batch.
     """
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
@@ -63,7 +64,13 @@ class XlaEngine(Engine):
         if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
             cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
             xr.initialize_cache(str(Path(cache).expanduser()))
-        super().__init__(precision)
+        super().__init__(
+            hardware.tpu_precision(precision, "bf16" if self.generation else "fp32"),
+            # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be
+            # fp32.
+            mixed_precision="no",
+            handlers=[],
+        )
         if self.precision == "fp32":
             logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
             torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
@@ -77,27 +84,18 @@ class XlaEngine(Engine):
             self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
         elif self.generation in _FLASH:
             self.note = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
-        self.local_rank, self.local_world_size = 0, 1  # one process a host
         self._pod = xr.process_count() > 1
-        if self._pod:  # not tested: no pod was at hand
+        self.processes = Processes()  # of the global batch, whose losses and norms are those of all hosts
+        if self._pod:  # one process a host; not tested: no pod was at hand
             torch.distributed.init_process_group("gloo", init_method="xla://")
-            self.is_main = xr.process_index() == 0
-            self._hosts = torch.distributed.group.WORLD
-            self._agreement = Agreement(self.stop, self._hosts)
-
-    def _resolve_precision(self, precision: str) -> str:
-        return hardware.tpu_precision(precision, "bf16" if self.generation else "fp32")
-
-    def _mixed_precision(self) -> str:
-        # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.
-        return "no"
-
-    def _kwargs_handlers(self) -> list:
-        return []
+            self.processes = Processes(is_main=xr.process_index() == 0, hosts=torch.distributed.group.WORLD)
+        self.agreement = Agreement(self.stop, self.processes.hosts)
 
     # What the device is
 
-    def _device_name(self) -> str:
+    @property
+    def name(self) -> str:
+        """As Engine's, with the number of devices."""
         kind = f"TPU {self.generation}" if self.generation else "XLA's CPU client"
         processes = f", a process on each of {xr.process_count()} hosts" if self._pod else " behind one process"
         return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''}{processes}"
@@ -149,10 +147,8 @@ class XlaEngine(Engine):
         """Plain, for SPMD averages the gradients in the same program."""
         loss.backward()
 
-    def _clip(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm or float("inf"))
-
-    def _update(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+        """As Engine's, without waiting to know `skip`."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = [*parameters, *(tensor for state in optimizer.state.values() for tensor in state.values())]
         before = [tensor.detach().clone() for tensor in changed]  # recorded only: the program copies nothing
@@ -161,7 +157,8 @@ class XlaEngine(Engine):
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(torch.where(skip > 0, old, tensor))
 
-    def _zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """As Engine's; gradients that are accumulated become zeros (see `_prepare`)."""
         optimizer.zero_grad(set_to_none=not self._accumulates)
 
     def autocast(self):
@@ -192,22 +189,10 @@ class XlaEngine(Engine):
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
         self.flush()
 
-    # BatchLoader
-
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
         """(micro, ...) with its rows divided over the devices."""
         spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
         return xm.send_cpu_data_to_device(rows, self.device, spec)[0]
-
-    # Talking between hosts. Losses and norms are of the global batch already. On a pod: not tested.
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` itself, since it is of the global batch."""
-        return value
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` itself, since it is of the global batch."""
-        return value
 
 
 def _check_launch() -> None:

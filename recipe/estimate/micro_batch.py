@@ -43,9 +43,9 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if given != AUTO and switch != "auto":
         return config, ""
-    share = batch_arithmetic(_with(config, 1, switch), engine.world_size, engine.devices).accumulation
+    share = batch_arithmetic(_with(config, 1, switch), engine.processes.world_size, engine.devices).accumulation
     sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [min(given, share)]
-    earlier = engine.broadcast_object(_of_checkpoint(config, engine) if engine.is_main else None)
+    earlier = engine.processes.broadcast_object(_of_checkpoint(config, engine) if engine.processes.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
     elif engine.memory is None or not (hardware.free_memory(engine.device) or config.run.dry_run):
@@ -88,7 +88,7 @@ def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str
 
     def estimate(size: int) -> int:
         batch = batch_arithmetic(
-            _with(config, size, config.run.gradient_checkpointing), engine.world_size, engine.devices
+            _with(config, size, config.run.gradient_checkpointing), engine.processes.world_size, engine.devices
         )
         return memory_estimate(config, batch, **engine_kind(config, engine))
 
@@ -108,7 +108,7 @@ def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str
                 if peak is not None and peak <= budget:
                     fits = size
                     break
-    size = next((size for size in reversed(sizes) if not engine.anywhere(fits < size)), 0)
+    size = next((size for size in reversed(sizes) if not engine.processes.anywhere(fits < size)), 0)
     if not size:
         return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(engine.memory)} may be used"
     return size, f"{gb(peak)} of {gb(engine.memory)}, {how}" if fits == size else "all that fit another process"
@@ -129,9 +129,9 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         model.train()
         # The trial holds whole fp32 weights and gradients: add what else the run will hold, or subtract what it shards.
-        later = state_bytes(config, engine.world_size, engine.sharding, engine.precision)
+        later = state_bytes(config, engine.processes.world_size, engine.sharding, engine.precision)
         whole = 2 * sum(p.nbytes for p in model.parameters())
-        update = whole + update_bytes(config, engine.world_size, engine.precision)
+        update = whole + update_bytes(config, engine.processes.world_size, engine.precision)
 
         def step(micro: int) -> None:
             shape = (micro, config.data.sequence_length + 1)

@@ -26,10 +26,10 @@ from huggingface_hub.utils.logging import set_verbosity_error
 
 from recipe.checkpoint.format import checkpoints, model_only, step_of, verify
 from recipe.config import Config
-from recipe.engine.base import Engine
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
 from recipe.utils.errors import ExitCode
+from recipe.utils.processes import Processes
 from recipe.utils.units import some
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Uploads:
             logger.warning("upload     to %s failed: %s%s", self._target.repo, reason(error), again)
 
 
-def open_uploads(config: Config, engine: Engine) -> Uploads:
+def open_uploads(config: Config, processes: Processes) -> Uploads:
     """The uploads of a training run; they do nothing unless it has push_to_hub. Collective.
 
     Raises UserError, on all processes, where the token must not write to hub_model_id. A Hub that cannot be reached is
@@ -186,13 +186,13 @@ def open_uploads(config: Config, engine: Engine) -> Uploads:
     if not run.push_to_hub:
         return Uploads(run_dir, None)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    with engine.shared_error("hub_model_id cannot be used"):
-        if engine.is_main and offline:
+    with processes.shared_error("hub_model_id cannot be used"):
+        if processes.is_main and offline:
             logger.warning("upload     HF_HUB_OFFLINE is set, so this run uploads nothing; run make push later")
-        elif engine.is_main:
+        elif processes.is_main:
             check_access(run.hub_model_id, run.hub_private_repo, run.hub_license, "hub_model_id")
             logger.info("upload     to %s, each checkpoint during training", page(run.hub_model_id))
-    if offline or not engine.is_main:
+    if offline or not processes.is_main:
         return Uploads(run_dir, None)
     final = run_dir / f"step_{config.optimizer.max_steps:08d}"
     return Uploads(run_dir, Target(run.hub_model_id, run.hub_private_repo, run.milestone_steps, final))

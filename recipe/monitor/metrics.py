@@ -62,13 +62,13 @@ class Metrics:
             run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
             self.load_state_dict(checkpoint.state["metrics"])
         self._log = None  # the main process alone has one
-        if engine.is_main:
+        if engine.processes.is_main:
             self._log = closing.enter_context(MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step))
             known = self._log.earlier | known
         opt = config.optimizer
-        self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.is_main)
+        self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
         closing.callback(self._progress.close)
-        self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.is_main))
+        self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.processes.is_main))
         self._read_at, self._known = step, known  # the step of the last reading, and what is known of it
         self._grad_norm: torch.Tensor | None = None
         self._window_begun = time.perf_counter()  # later by its pauses
@@ -85,7 +85,7 @@ class Metrics:
 
     def _read(self, step: int) -> dict:
         engine = self._engine
-        loss = self.loss.read(engine.mean)  # waits for the steps whose time is read next
+        loss = self.loss.read(engine.processes.mean)  # waits for the steps whose time is read next
         now = time.perf_counter()
         seconds, self._window_begun = now - self._window_begun, now
         self.seconds += seconds
@@ -96,7 +96,7 @@ class Metrics:
             "learning_rate": lr_at(step - 1, self._config.optimizer),
             "tokens_per_second": rate,
             "data_wait": self._batches.waited() / seconds,
-            "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.world_size)
+            "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.processes.world_size)
             if engine.peak_flops
             else None,
             "skipped_steps": engine.spike_filter.check(step),
@@ -147,7 +147,7 @@ class Metrics:
 
     def state_dict(self) -> dict:
         """For the checkpoint, as JSON. A collective call, and waits for the device."""
-        loss = self.loss.state_dict(self._engine.mean)
+        loss = self.loss.state_dict(self._engine.processes.mean)
         return {"seconds": self.seconds, "pauses": self.pauses, "running_loss": loss}
 
     def load_state_dict(self, state: dict) -> None:

@@ -66,7 +66,7 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
     kind = engine_kind(config, engine)
     compiled = f", compiled ({run.torch_compile_mode})" if kind["compiled"] else ""
     yield f"device     {device}, {engine.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
-    where = f" on {plural(-(-engine.world_size // engine.local_world_size), 'node')}" if batch.world_size > 1 else ""
+    where = f" on {plural(engine.processes.nodes, 'node')}" if batch.world_size > 1 else ""
     yield f"engine     {how or 'one device'}{where}"
     devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
     yield (

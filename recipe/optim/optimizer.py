@@ -59,8 +59,7 @@ def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) 
         norm = _norm_on_cpu(gradients)
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
-    if sharded:
-        norm = norm.full_tensor()
+    norm = whole(norm)
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
     return norm, divisor
 
@@ -70,6 +69,11 @@ def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
     2.7e-3 low for an embedding's gradient (torch 2.13); here fp32 sums a row only, and fp64 the rows."""
     rows = [torch.linalg.vector_norm(tensor, dim=-1) for tensor in tensors]
     return torch.stack([torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]).norm().float()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded (a DTensor). Collective if it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def state_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:

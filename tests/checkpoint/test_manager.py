@@ -13,6 +13,7 @@ from recipe.checkpoint import manager as module
 from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.config import parse_config
+from recipe.utils.processes import Processes
 
 
 class Run:
@@ -26,8 +27,7 @@ class Run:
         engine = SimpleNamespace(
             device=torch.device("cpu"), name="CPU", precision="fp32", no_compile="", stop=self.stop
         )
-        engine.is_main, engine.world_size, engine.local_world_size = True, 1, 1
-        engine.broadcast_object, engine.snapshot = lambda value: value, self._snapshot
+        engine.processes, engine.snapshot = Processes(), self._snapshot
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")

@@ -20,7 +20,7 @@ from recipe.engine.shutdown import Agreement, Interrupted
 
 torch.distributed.init_process_group("gloo")
 rank, step, waits = int(os.environ["RANK"]), 0, []
-signal = SimpleNamespace(requested=False, at_boundary=lambda: None, leave=lambda: None)
+signal = SimpleNamespace(requested=False, stepping=False, at_boundary=lambda: None)
 late = [3] if rank == 1 else [0]  # looks at the data of step 5 until they are there
 
 

@@ -20,6 +20,7 @@ from recipe.engine import device
 from recipe.engine.factory import open_engine
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import MOMENTS, make_optimizer, steps_taken
+from recipe.train import optimizer_step
 from recipe.utils.errors import UserError
 
 precision, mode = sys.argv[1:]
@@ -29,7 +30,7 @@ if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but 
     device.resolve_precision = lambda precision, cpu: precision
     cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda self: True
 engine = open_engine(precision)
-generator = torch.Generator().manual_seed(engine.rank)
+generator = torch.Generator().manual_seed(engine.processes.rank)
 # 33 wide: nothing divides by the number of processes.
 off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None, "eos_token_id": None}
 model = GPT2LMHeadModel(
@@ -40,7 +41,8 @@ model = GPT2LMHeadModel(
 initial = {k: v.clone() for k, v in model.state_dict().items()}
 engine.place(model, compile="default" if mode == "compile" else "")
 optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
-batch = BatchPlan(sequences=4 * engine.world_size, world_size=engine.world_size, micro=2, accumulation=2)
+world_size = engine.processes.world_size
+batch = BatchPlan(sequences=4 * world_size, world_size=world_size, micro=2, accumulation=2)
 refused = ""
 if engine.sharding.startswith("zero"):
     try:
@@ -58,7 +60,7 @@ given = {
 engine.load_optimizer_state(model, optimizer, given, 7)
 _, found = engine.snapshot(model, optimizer)
 result = {
-    "rank": engine.rank,
+    "rank": engine.processes.rank,
     "refused": refused,
     "weights_kept": all(torch.equal(restored[k], initial[k]) for k in restored),
     "optimizer_state_kept": all(torch.equal(found[k], given[k]) for k in found),
@@ -76,7 +78,7 @@ def step(factor: float = 1.0, filter=spike_filter) -> float:
             loss = wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation
             engine.backward(loss)
     engine.spike_filter = filter
-    return engine.optimizer_step(wrapped, optimizer, loss)[0].item()
+    return optimizer_step(engine, wrapped, optimizer, loss)[0].item()
 
 
 def everything() -> dict:
@@ -111,5 +113,5 @@ result["norm_after"], result["changed_after"] = step(), changes(before)
 result["skipped"] = spike_filter.check(0)
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
-engine.anywhere(False)  # all are done
+engine.processes.anywhere(False)  # all are done
 engine.close()

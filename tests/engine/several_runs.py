@@ -17,7 +17,7 @@ from recipe.utils.log import set_up_logging
 directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
 engine = open_engine(configs[0].run.precision)
-set_up_logging(main=engine.is_main)
+set_up_logging(main=engine.processes.is_main)
 for config in configs:
     assert run(config, engine) == 0
 engine.close()

@@ -54,25 +54,15 @@ def test_a_precision_that_the_device_lacks_is_refused(machine, found, precision,
         device.resolve_precision(precision, cpu=False)
 
 
-PRESENT = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+def test_a_gpu_for_which_this_build_has_no_code_is_refused(machine, monkeypatch):
+    def no_code(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-
-@pytest.mark.parametrize(
-    ("capability", "builds", "runs"),
-    [
-        ((7, 0), PRESENT, False),  # V100
-        ((7, 5), PRESENT, True),
-        ((8, 9), PRESENT, True),  # Ada runs Ampere's
-        ((8, 7), ["sm_89"], False),
-        ((11, 0), PRESENT, False),
-        ((11, 0), ["sm_90", "compute_90"], True),
-        ((10, 3), ["sm_100a"], False),
-        ((10, 0), ["sm_100a"], True),
-        ((12, 1), PRESENT, True),
-    ],
-)
-def test_which_builds_of_pytorch_run_on_which_gpu(capability, builds, runs):
-    assert device.has_kernels(capability, builds) == runs
+    machine(capability=(6, 0))
+    monkeypatch.setattr(torch, "ones", no_code)
+    with pytest.raises(UserError, match=r"has no kernels for this node's Tesla T4, only for .*ACCELERATE_USE_CPU=true"):
+        device.check_kernels(torch.device("cuda", 0))
+    device.check_kernels(torch.device("cpu"))
 
 
 # As CUDA reports them: every way to write a name, and peaks in TFLOP/s.

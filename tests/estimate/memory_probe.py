@@ -108,7 +108,7 @@ def measure(words: str, fake: bool) -> dict:
     if vocabulary:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=int(vocabulary)))
     engine = open_engine(config.run.precision)
-    batch = batch_arithmetic(config, engine.world_size)
+    batch = batch_arithmetic(config, engine.processes.world_size)
     type(engine).pad_vocab_to = 128
     LayerNorm.forward = cudas_layer_norm
     opt, shape = config.optimizer, (batch.micro, config.data.sequence_length + 1)
@@ -153,7 +153,7 @@ def measure(words: str, fake: bool) -> dict:
         "options": words,
         "measured": peak,
         "estimate": memory_estimate(config, batch, compiled=config.run.torch_compile, **kind),
-        "state": state_bytes(config, engine.world_size, engine.sharding, engine.precision),
+        "state": state_bytes(config, engine.processes.world_size, engine.sharding, engine.precision),
     }
 
 

@@ -12,6 +12,7 @@ from recipe.config import parse_config
 from recipe.estimate.memory import flops_per_token
 from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss, read_metrics
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 
 
 def steps_in(path) -> list[int]:
@@ -77,8 +78,9 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     )
     tokens, now = config.optimizer.total_batch_tokens, [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    engine = SimpleNamespace(device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6, world_size=1)
-    engine.mean, engine.counters, engine.is_main = lambda t: t, lambda: {"peak_memory_bytes": 7}, True
+    engine = SimpleNamespace(device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6)
+    engine.processes = Processes()
+    engine.counters = lambda: {"peak_memory_bytes": 7}
     engine.spike_filter = SimpleNamespace(check=lambda step: 2)
     engine.stop, batches = SimpleNamespace(patient=nullcontext), SimpleNamespace(waited=lambda: 0.5)
 

@@ -12,6 +12,7 @@ from recipe.estimate import micro_batch
 from recipe.estimate.memory import HEADROOM, memory_estimate
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 from tests.conftest import ROOT
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -20,7 +21,7 @@ A100 = "NVIDIA A100-SXM4-80GB"
 def engine(**changes) -> SimpleNamespace:
     """What the panel asks of an engine."""
     known = {"name": "GPU", "precision": "bf16", "peak_flops": 312e12, "sharding": "", "no_compile": "", "note": ""}
-    known |= {"world_size": 1, "local_world_size": 1, "devices": 1, "idle_gpus": 0, "memory": None}
+    known |= {"processes": Processes(), "devices": 1, "idle_gpus": 0, "memory": None}
     known["device"] = torch.device("meta")
     return SimpleNamespace(**known | changes)
 
@@ -28,14 +29,14 @@ def engine(**changes) -> SimpleNamespace:
 def panel(*arguments: str, **changes) -> dict[str, str]:
     """The opening panel's lines by their labels."""
     config, of = parse_config(list(arguments)), engine(**changes)
-    lines = summary.describe(config, batch_arithmetic(config, of.world_size, of.devices), of)
+    lines = summary.describe(config, batch_arithmetic(config, of.processes.world_size, of.devices), of)
     return {line[:11].strip(): line[11:] for line in lines}
 
 
 def test_the_time_where_the_peak_is_known():
     run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288"]
     # 855,166,464 FLOP x 18,865 x 524,288 / (0.599 x 8 x 312e12) = 5,657 s = 1.5714 h, x 8 x $1.75 = $22.00
-    eight = panel(*run, world_size=8, local_world_size=4, name=f"{A100}, DDP over 8 processes")
+    eight = panel(*run, processes=Processes(world_size=8, local_world_size=4), name=f"{A100}, DDP over 8 processes")
     assert eight["device"] == f"{A100}, bf16 (auto), compiled (default)"
     assert eight["engine"] == "DDP over 8 processes on 2 nodes"
     assert eight["time"] == "about 1 h 34 min at 59.9 % MFU, published by llm.c for 124 M parameters on 8 x A100"
@@ -51,7 +52,7 @@ def planned(devices: str, *arguments: str) -> dict[str, str]:
     config = parse_config([*arguments, f"--dry_run={devices}"])
     of = open_engine(config.run.precision, config.run.plan_device)
     config, found = micro_batch.micro_batch(config, of)
-    lines = summary.describe(config, batch_arithmetic(config, of.world_size, of.devices), of, found)
+    lines = summary.describe(config, batch_arithmetic(config, of.processes.world_size, of.devices), of, found)
     return {line[:11].strip(): line[11:] for line in lines}
 
 

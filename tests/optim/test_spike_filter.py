@@ -10,6 +10,7 @@ import torch
 from recipe.config import OptimizerConfig
 from recipe.engine.base import Engine
 from recipe.optim.spike_filter import SpikeFilter
+from recipe.train import optimizer_step
 from recipe.utils.errors import UserError
 
 CPU = torch.device("cpu")
@@ -77,29 +78,15 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     spikes = SimpleNamespace(needs_loss=False)
 
-    class Wrapped:  # what Accelerate's optimizer does
-        optimizer, zero_grad = raw, staticmethod(raw.zero_grad)
-
-        @staticmethod
-        def step():
-            scaler.step(raw) if scaler else raw.step()
-            if scaler:
-                scaler.update()
-
-    def clip(parameters, max_norm):
-        if scaler:
-            scaler.unscale_(raw)
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
     engine = Engine.__new__(Engine)
     engine.device, engine.max_grad_norm, engine.spike_filter = CPU, 1.0, spikes
-    engine.accelerator = SimpleNamespace(clip_grad_norm_=clip, scaler=scaler)
+    engine.accelerator = SimpleNamespace(scaler=scaler)
 
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
         loss = model(torch.ones(2, 4)).square().mean() * factor
         (scaler.scale(loss) if scaler else loss).backward()
         spikes.should_skip = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
-        norm, skipped = engine.optimizer_step(model, Wrapped, loss.detach())
+        norm, skipped = optimizer_step(engine, model, raw, loss.detach())
         return norm.item(), skipped.item()
 
     def everything() -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import device
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
+from recipe.train import optimizer_step
 from recipe.utils.errors import UserError
 from tests.xla.conftest import tensors, train_here
 
@@ -43,7 +44,7 @@ def steps(engine, module, config, rows, *, accumulation, count, each=lambda step
             with engine.micro_step(module, last=micro_step == accumulation - 1):
                 loss = module(engine.to_device(rows)) / accumulation
                 engine.backward(loss)
-        engine.optimizer_step(module, optimizer, loss)
+        optimizer_step(engine, module, optimizer, loss)
         engine.flush()
         each(step)
     return module, optimizer

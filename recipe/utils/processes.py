@@ -1,0 +1,84 @@
+"""The processes of a launch: which of them this one is, and what they tell one another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from recipe.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all that train together. Its methods are collective calls.
+
+    Attributes:
+        rank, world_size: among all of them.
+        local_rank, local_world_size: among those of its node.
+        is_main: whether it is the one that writes.
+        hosts: a group between the hosts' memories, which does not wait for the devices; None for a single process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    is_main: bool = True
+    hosts: torch.distributed.ProcessGroup | None = None
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return -(-self.world_size // self.local_world_size)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over processes of a tensor on their devices; with one process `value` itself."""
+        if self.world_size == 1:
+            return value
+        total = value.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Mean over processes of a tensor on their devices; with one process `value` itself."""
+        return value if self.world_size == 1 else self.sum(value) / self.world_size
+
+    def anywhere(self, condition: bool) -> bool:
+        """Whether `condition` holds on any process."""
+        flag = torch.tensor([condition], dtype=torch.int32)
+        if self.hosts is not None:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.hosts)
+        return bool(flag)
+
+    def broadcast_object(self, value):
+        """The main process's `value` (any small picklable object) on every process."""
+        values = [value]
+        if self.hosts is not None:
+            torch.distributed.broadcast_object_list(values, src=0, group=self.hosts)
+        return values[0]
+
+    @contextmanager
+    def shared_error(self, what: str) -> Iterator[None]:
+        """Context that raises one process's UserError or OSError on all of them, as a UserError; `what` has failed, as
+        the others print it."""
+        error = ""
+        try:
+            yield
+        except (UserError, OSError) as e:
+            error = str(e)
+        if self.anywhere(bool(error)):
+            raise UserError(error or f"{what} on another process; its error message has the cause")
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Context: the main process goes first, then one process of each other node, which may or may not share its
+        disk, then the rest."""
+        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        for _ in range(turn):
+            self.anywhere(False)
+        try:
+            yield
+        finally:
+            for _ in range(2 - turn):
+                self.anywhere(False)
