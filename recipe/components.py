@@ -13,7 +13,7 @@ import torch
 
 from recipe.checkpoint.format import Checkpoint, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
-from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, set_aside
+from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, BatchPlan, Config, counts_in, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.mixed import Dataset
@@ -163,7 +163,7 @@ def open_run_directory(config: Config, processes: Processes) -> Iterator[Checkpo
         chosen, rewound = None, False
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
-                closing.enter_context(RunDirectory(run_dir, fresh=config.run.fresh))
+                closing.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 chosen, rewound = continue_from(run_dir, flat)
         chosen, rewound = processes.broadcast_object((chosen, rewound))
         if chosen is None:

@@ -256,7 +256,11 @@ TABLE = {
         "run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64",
         "--fresh",
     ),
-    "22 recipe": (lambda at: at.resume(config="gpt2"), "holds another run: 'shakespeare'", "another output_dir"),
+    "22 recipe": (
+        lambda at: at.resume(config="gpt2"),
+        "holds another run: run_name 'shakespeare'",
+        "another output_dir",
+    ),
     "22 no run": (
         lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
         "photos is not a run's: it holds a.jpg",

@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
@@ -69,7 +68,9 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, byte
     """
     final = checkpoint.path
     temporary = run_dir / f"{_SAVING}{final.name}"
-    _check_finite(checkpoint.weights, checkpoint.optimizer_state)
+    for name, tensor in (*checkpoint.weights.items(), *checkpoint.optimizer_state.items()):
+        if not tensor.isfinite().all():
+            raise NotFiniteError(f"{name} holds inf or NaN")
     sweep(run_dir)
     try:
         temporary.mkdir()
@@ -83,19 +84,14 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, byte
             manifest[name] = {"bytes": size, "sha256": sha256}
         write_file(temporary / "manifest.json", [json.dumps({"files": manifest}, indent=2).encode()])
         fsync_directory(temporary)
-        commit(temporary, final)
+        if final.exists():  # damaged, and skipped at the resume: the same step, saved again
+            final.rename(final.with_name(f"{_DELETING}{final.name}"))
+        temporary.rename(final)
+        fsync_directory(run_dir)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
-
-
-def commit(temporary: Path, final: Path) -> None:
-    """Gives a checkpoint that is whole and on the disk its final name. Raises OSError."""
-    if final.exists():  # damaged, and skipped at the resume: the same step, saved again
-        final.rename(final.with_name(f"{_DELETING}{final.name}"))
-    temporary.rename(final)
-    fsync_directory(final.parent)
 
 
 def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> list[Buffer]:
@@ -116,13 +112,6 @@ def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *arrays]
-
-
-def _check_finite(*groups: dict[str, torch.Tensor]) -> None:
-    for tensors in groups:
-        for name, tensor in tensors.items():
-            if not tensor.isfinite().all():
-                raise NotFiniteError(f"{name} holds inf or NaN")
 
 
 @dataclass(frozen=True)
@@ -156,17 +145,13 @@ def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, flo
             protect(path)
     for path in found[: -keep.save_total_limit]:
         if path != best and not (path / _KEEP).exists():
-            delete(path)
+            # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
+            shutil.rmtree(path.rename(path.with_name(f"{_DELETING}{path.name}")))
 
 
 def protect(checkpoint: Path) -> None:
     """Sees to it that a checkpoint is never pruned. Raises OSError."""
     (checkpoint / _KEEP).touch()
-
-
-def delete(checkpoint: Path) -> None:
-    """Deletes a checkpoint. It is renamed first: a deletion cut short leaves nothing that looks like one."""
-    shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{_DELETING}{checkpoint.name}")))
 
 
 def sweep(run_dir: Path) -> None:
@@ -242,10 +227,8 @@ def verify(path: Path) -> list[str]:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
     except FileNotFoundError:  # deleted since
         return ["manifest.json is missing"]
-    except OSError:
-        raise
-    except Exception as e:  # of JSON and its types, many kinds
-        return [f"manifest.json is not a manifest ({type(e).__name__})"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return [f"manifest.json is not a manifest ({type(error).__name__})"]
     if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
         return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
@@ -272,10 +255,10 @@ def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:
     """Reads a verified checkpoint onto the CPU; `rewound`: see Checkpoint. Raises UserError where a file cannot be
     read."""
 
-    def read(name: str, load: Callable[[Path], dict]) -> dict:
-        with reading(path / name, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
-            return load(path / name)
-
-    state = read("trainer_state.json", lambda file: json.loads(file.read_text()))
-    weights, optimizer_state = read("model.safetensors", load_file), read("optimizer.safetensors", load_file)
+    loaded = []
+    for name in ("trainer_state.json", "model.safetensors", "optimizer.safetensors"):
+        file = path / name
+        with reading(file, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
+            loaded.append(json.loads(file.read_text()) if file.suffix == ".json" else load_file(file))
+    state, weights, optimizer_state = loaded
     return Checkpoint(path, state["step"], weights, optimizer_state, state, rewound)

@@ -35,7 +35,6 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it
-_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at a last checkpoint, a minute in all
 
 
 class Stateful(Protocol):
@@ -90,8 +89,7 @@ class CheckpointManager:
         self._keep = Retention(config.run.save_total_limit, config.run.milestone_steps, config.optimizer.decay_start)
         self._saved_step = resumed.step if resumed else 0
         self._thread: threading.Thread | None = None
-        self._unsaved: Checkpoint | None = None  # what the last save wrote, until it succeeds
-        self._failed = self._retry = False  # the last save; whether the same save may succeed later
+        self._failed = False  # the last save
         self._committed: int | None = None  # the newest step
         if engine.processes.is_main:
             tokenizer = open_tokenizer(config.data.tokenizer)
@@ -123,11 +121,14 @@ class CheckpointManager:
         with self._metrics.paused("saving"):
             began = time.monotonic()
             self.join()
-            self._unsaved = None  # frees the copies of the save before, where that has failed
             tensors = self._engine.snapshot(self._model, self._optimizer)
             if self._engine.processes.is_main:
-                self._unsaved = Checkpoint(checkpoint_path(self._run_dir, step), step, *tensors, self._origin | state)
-                self._start(time.monotonic() - began)
+                checkpoint = Checkpoint(checkpoint_path(self._run_dir, step), step, *tensors, self._origin | state)
+                # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
+                self._thread = threading.Thread(
+                    target=self._write, args=(checkpoint, time.monotonic() - began), name="checkpoint", daemon=True
+                )
+                self._thread.start()
 
     def wait(self) -> None:
         """Waits until the save under way has ended: before an evaluation that can take minutes, because a kill in it
@@ -136,45 +137,29 @@ class CheckpointManager:
             self.join()
 
     def finish(self) -> bool:
-        """Whether the run's last checkpoint is committed; where it is not, tries again for a minute, or once where the
-        run was told to stop. Prunes once more, now that all evaluations are known. A collective call."""
-        stop = self._engine.stop
-        stop.leave()
-        with self._metrics.paused("saving"):
-            self.join()
-            for number, pause in enumerate(_PAUSES):
-                if not (self._failed and self._retry) or (number > 0 and stop.requested):
-                    break
-                deadline = time.monotonic() + pause
-                while time.monotonic() < deadline and not stop.requested:
-                    time.sleep(0.1)
-                logger.info("trying again to save into %s", self._run_dir)
-                self._start(0.0)
-                self.join()
-            if self._committed is not None:
-                self._prune(self._committed)
-            return self._engine.processes.broadcast_object(not self._failed)
+        """Whether the run's last checkpoint is committed. Prunes once more, now that all evaluations are known. A
+        collective call."""
+        self._engine.stop.leave()
+        self.wait()
+        if self._committed is not None:
+            self._prune(self._committed)
+        return self._engine.processes.broadcast_object(not self._failed)
 
-    def join(self, seconds: float | None = None) -> None:
-        """Waits for the save under way, so many seconds at most."""
+    def join(self) -> None:
+        """Waits for the save under way."""
         if self._thread:
-            self._thread.join(seconds)
+            self._thread.join()
 
-    def _start(self, waited: float) -> None:
-        # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
-        self._thread = threading.Thread(target=self._write, args=(waited,), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _write(self, waited: float) -> None:
-        checkpoint, began = self._unsaved, time.monotonic()
+    def _write(self, checkpoint: Checkpoint, waited: float) -> None:
+        began = time.monotonic()
         try:
-            self._metrics.sync()
-            save_checkpoint(self._run_dir, checkpoint, self._files)
+            with self._engine.stop.patient():  # a signal waits for it, even where the step hangs
+                self._metrics.sync()
+                save_checkpoint(self._run_dir, checkpoint, self._files)
         except Exception as error:  # the run goes on, whatever it is
             self._report_failure(checkpoint.step, error)
             return
-        self._failed, self._metrics.warning = False, ""
-        self._unsaved, self._committed = None, checkpoint.step
+        self._failed, self._metrics.warning, self._committed = False, "", checkpoint.step
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
         how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
         logger.info("step %d: saved %s, %s", checkpoint.step, checkpoint.path, how_long)
@@ -187,10 +172,10 @@ class CheckpointManager:
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        self._failed, self._retry = True, not isinstance(error, NotFiniteError)
+        self._failed = True
         self._metrics.warning = f"step {step} not saved"
         reason = getattr(error, "strerror", None) or repr(error)
-        if not self._retry:
+        if isinstance(error, NotFiniteError):
             reason = f"{error}; lower learning_rate and continue from an earlier checkpoint: the best one is kept"
         found = checkpoints(self._run_dir)
         newest = f"{found[-1].name} is the newest" if found else "there is no"

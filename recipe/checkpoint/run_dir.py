@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -40,54 +41,40 @@ _TRACKERS = {"tensorboard", "wandb", "lost+found"}
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
-class RunDirectory:
-    """The directory of a run, locked for this process: a context manager, for the main process only.
+@contextmanager
+def run_directory(path: Path, *, fresh: bool = False) -> Iterator[None]:
+    """Context: the directory of a run, locked for this process; for the main process only.
 
-    Entering it raises UserError where the directory belongs to another process or to something else. With `fresh` what
-    an earlier run left is moved aside. A directory into which the run wrote nothing is removed at the end.
+    Raises UserError where the directory belongs to another process or to something else. With `fresh` what an earlier
+    run left is moved aside. A directory into which the run wrote nothing is removed at the end.
 
     The system releases the lock of a process that dies. (On a file system without such locks filelock makes one of a
     file's existence, and judges by its age.)
     """
-
-    def __init__(self, path: Path, *, fresh: bool = False):
-        self.path, self._fresh = path, fresh
-        self._lock: BaseFileLock | None = None
-
-    def __enter__(self) -> RunDirectory:
-        try:
-            _check_free(self.path)
-            self._lock = _locked(self.path)
-            if self._fresh and any(path.name not in (LOCK, OWNER) for path in self.path.iterdir()):
-                self._move_aside()
-            sweep(self.path)
-        except OSError as error:
-            self.__exit__()
-            reason = error.strerror or error
-            doing = "renamed, for --fresh" if self._fresh else "used"
-            raise UserError(
-                f"output_dir {self.path} cannot be {doing}: {reason}; mend that, or choose another output_dir"
-            ) from None
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exception) -> None:
-        with suppress(OSError):  # deleted or renamed meanwhile
-            if self._lock:
-                _unlock(self._lock, self.path)
+    way_out, lock = "mend that, or choose another output_dir", FileLock(path / LOCK, timeout=_PATIENCE)
+    try:
+        with writing(path, way_out):
+            _check_free(path)
+            _acquire(lock, path)
+            if fresh and any(other.name not in (LOCK, OWNER) for other in path.iterdir()):
+                old = _first_free(path.with_name(f"{path.name}.old-{n}") for n in count(1))
+                path.rename(old)
+                _release(lock, old)
+                _acquire(lock, path)
+                logger.info("fresh      the earlier run is kept in %s", old)
+            sweep(path)
+        yield
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):  # deleted or renamed meanwhile
+                _release(lock, path)
         with suppress(OSError):  # not empty, as it should be
-            self.path.rmdir()
+            path.rmdir()
 
-    def _move_aside(self) -> None:
-        """Renames the directory to the next free `<name>.old-N`; nothing in it is deleted."""
-        number = next(n for n in range(1, 10**6) if not os.path.lexists(f"{self.path}.old-{n}"))
-        old = self.path.with_name(f"{self.path.name}.old-{number}")
-        self.path.rename(old)
-        _unlock(self._lock, old)
-        self._lock = _locked(self.path)
-        logger.info("fresh      the earlier run is kept in %s", old)
+
+def _first_free(paths: Iterable[Path]) -> Path:
+    """The first path at which there is nothing, not even a broken link."""
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _check_free(run_dir: Path) -> None:
@@ -101,19 +88,10 @@ def _check_free(run_dir: Path) -> None:
         raise UserError(f"output_dir {run_dir} is not a run's: it holds {held}. Choose one that is new or empty")
 
 
-def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
-    """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
-    none, and whether it is rewound (see Checkpoint). Raises as `newest_whole` does, and OSError."""
-    newest = newest_whole(run_dir)
-    chosen = newest and _before_decay(newest, config)
-    return chosen, chosen != newest
-
-
-def _locked(run_dir: Path) -> BaseFileLock:
+def _acquire(lock: BaseFileLock, run_dir: Path) -> None:
     """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has it,
     and OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(run_dir / LOCK, timeout=_PATIENCE)
     try:
         lock.acquire()
     except Timeout:
@@ -122,30 +100,26 @@ def _locked(run_dir: Path) -> BaseFileLock:
             f"{run_dir}: another run writes there{owner}; wait for it, or choose another output_dir"
         ) from None
     replace_file(run_dir / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
-    return lock
 
 
-def _unlock(lock: BaseFileLock, run_dir: Path) -> None:
-    try:
-        (run_dir / OWNER).unlink(missing_ok=True)
-        (run_dir / LOCK).unlink(missing_ok=True)
-    finally:
-        lock.release()
+def _release(lock: BaseFileLock, run_dir: Path) -> None:
+    for name in (OWNER, LOCK):
+        (run_dir / name).unlink(missing_ok=True)
+    lock.release()
+
+
+def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
+    """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
+    none, and whether it is rewound (see Checkpoint). Raises as `newest_whole` does, and OSError."""
+    newest = newest_whole(run_dir)
+    chosen = newest and _before_decay(newest, config)
+    return chosen, chosen != newest
 
 
 # Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
 # shards may move, or be streamed instead; they are known by their checksums.
-_IDENTITY = (
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "n_positions",
-    "vocab_size",
-    "sequence_length",
-    "total_batch_tokens",
-    "seed",
-    "optim",
-)
+_SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+_IDENTITY = (*_SIZES, "sequence_length", "total_batch_tokens", "seed", "optim")
 # Fields whose change is not worth a message.
 _HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "dry_run"}
 
@@ -156,44 +130,30 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
 
     Raises UserError, naming the fields, where architecture, tokenizer, data or batch differ: that is another run.
     """
+    way_out = "choose another output_dir, or start over with --fresh"
     if missing := [key for key in ("config", "data", "metrics", "tokenizer") if key not in state]:
+        raise UserError(f"{run_dir}: another version of this recipe wrote it, without {missing[0]!r}; {way_out}")
+    before, trained_with = state["config"], state["tokenizer"]
+    differing = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in config.items() if k in before and before[k] != v}
+    if "run_name" in differing:
         raise UserError(
-            f"{run_dir}: trainer_state.json of its newest checkpoint has no {missing[0]!r}: another version of this "
-            "recipe wrote it. Choose another output_dir, or start over with --fresh"
+            f"{run_dir} holds another run: {differing['run_name']}; continue that one by its name, {way_out}"
         )
-    before = state["config"]
-    name, now = before["run_name"], config["run_name"]
-    if name != now:
-        raise UserError(
-            f"{run_dir} holds another run: {name!r}, of {before['config']}, and not {now!r}. Choose another "
-            f"output_dir, continue that run by --run_name {name}, or start over with --fresh"
-        )
-
-    def differing(names: Iterable[str]) -> list[str]:
-        return [f"{k} {before[k]!r} -> {config[k]!r}" for k in names if k in before and before[k] != config[k]]
-
-    changed, trained_with = differing(_IDENTITY), state["tokenizer"]
+    changed = [differing[k] for k in _IDENTITY if k in differing]
     if trained_with["digest"] != tokenizer.digest:
         changed.append(f"tokenizer {trained_with['name']} -> {tokenizer.name}")
-    then, today = (counts_in(c["dataset_name"]) for c in (before, config))
-    if then != today:
-        changed.append(f"dataset_name's weights, of 1,000, {then} -> {today}")
+    weights = [counts_in(c["dataset_name"]) for c in (before, config)]
+    if weights[0] != weights[1]:
+        changed.append(f"dataset_name's weights, of 1,000, {weights[0]} -> {weights[1]}")
     if changed:
-        raise UserError(
-            f"{run_dir} holds a run with other settings: {', '.join(changed)}. Put those back, choose another "
-            "output_dir, or start over with --fresh (make train FRESH=1)"
-        )
-    for difference in differing(k for k in config if k not in _HARMLESS):
+        raise UserError(f"{run_dir} holds a run with other settings: {', '.join(changed)}; put those back, {way_out}")
+    for difference in (text for k, text in differing.items() if k not in _HARMLESS):
         logger.info("resuming with %s", difference)
     step = state["step"]
     rates = [lr_at(step, _optimizer(c)) for c in (before, config)]
     if rates[0] != rates[1] and step < config["max_steps"]:
-        logger.warning(
-            "schedule   the learning rate at step %d was %.3g and is %.3g now: the run ends differently from one that "
-            "had these settings from the start",
-            step,
-            *rates,
-        )
+        now = "the learning rate at step %d was %.3g and is %.3g now"
+        logger.warning(f"schedule   {now}: the run ends differently from one with these settings", step, *rates)
 
 
 def _optimizer(config: dict) -> OptimizerConfig:
@@ -240,7 +200,6 @@ def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
             fsync_directory(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
         if moved := checkpoints(aside):
             name = f"decayed_{step_of(moved[-1]):08d}"
-            names = (name, *(f"{name}-{n}" for n in range(2, 10**6)))
-            free = next(run_dir / one for one in names if not os.path.lexists(run_dir / one))
+            free = _first_free(run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
             aside.rename(free)
             logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", free)

@@ -22,7 +22,7 @@ from recipe.optim.optimizer import MOMENTS, MUON, state_names
 from recipe.utils.errors import UserError, reading
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-# What `prepare` writes; a file may leave them to it with "auto". Accelerate adds that DeepSpeed does not print.
+# What `prepare` writes into DeepSpeed's configuration.
 _THE_RECIPES = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -59,6 +59,12 @@ class ZeroEngine(Engine):
         file = Path(os.environ.get(_CONFIG_FILE, ""))
         if not file.is_file():  # launched from another directory
             os.environ[_CONFIG_FILE] = str(file := ROOT / file)
+        fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+        if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
+            raise UserError(
+                f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
+                "sharding, the recipe precision, accumulation and clipping"
+            )
         check_sharding_only(file)
         super().__init__(
             hardware.resolve_precision(precision, cpu=self._cpu),

@@ -11,7 +11,7 @@ import pytest
 
 from recipe.checkpoint import run_dir as module
 from recipe.checkpoint.format import newest_whole
-from recipe.checkpoint.run_dir import LOCK, OWNER, RunDirectory, check_same_run
+from recipe.checkpoint.run_dir import LOCK, OWNER, check_same_run, run_directory
 from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
@@ -28,7 +28,7 @@ def holder(tmp_path):
         pid = os.fork()
         if pid == 0:
             try:
-                with RunDirectory(tmp_path):
+                with run_directory(tmp_path):
                     os.write(writing, b"held")
                     time.sleep(60)
             finally:
@@ -55,7 +55,7 @@ def test_a_second_run_is_refused_and_told_who_is_there(tmp_path, holder, monkeyp
     pid = holder()
     owner = rf"process {pid} on {socket.gethostname()}"
     with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):
-        RunDirectory(tmp_path).__enter__()
+        run_directory(tmp_path).__enter__()
 
 
 def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder):
@@ -64,7 +64,7 @@ def test_a_dead_process_lock_is_taken_over_at_once(tmp_path, holder):
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     (tmp_path / "notes.txt").touch()
-    with RunDirectory(tmp_path):
+    with run_directory(tmp_path):
         assert (tmp_path / OWNER).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -75,13 +75,13 @@ def test_a_planted_link_is_replaced_and_its_target_stays(tmp_path):
     run.mkdir()
     for name in (OWNER, f".{OWNER}.tmp"):
         (run / name).symlink_to(precious)
-    with RunDirectory(run):
+    with run_directory(run):
         assert not (run / OWNER).is_symlink()
     assert precious.read_text() == "precious"
 
 
 def test_a_run_that_was_refused_leaves_no_directory(tmp_path):
-    with RunDirectory(tmp_path / "run"):
+    with run_directory(tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()
 
@@ -90,7 +90,7 @@ def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
     run = tmp_path / "run"
     save(run, 3)
     for n in (1, 2):
-        with RunDirectory(run, fresh=True):
+        with run_directory(run, fresh=True):
             assert newest_whole(run) is None
             assert sorted(p.name for p in run.iterdir()) == [LOCK, OWNER]
             save(run, n)
@@ -108,8 +108,10 @@ def test_fresh_on_a_mount_point_says_what_to_do(tmp_path, monkeypatch):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rename", busy)
-    with pytest.raises(UserError, match=r"cannot be renamed, for --fresh: Device or resource busy"):
-        RunDirectory(tmp_path, fresh=True).__enter__()
+    with pytest.raises(
+        UserError, match=r"cannot be written \(Device or resource busy\); mend that, or choose another output_dir"
+    ):
+        run_directory(tmp_path, fresh=True).__enter__()
     assert (tmp_path / "step_00000003").exists()
 
 
@@ -118,8 +120,8 @@ def test_a_full_disk_at_the_start_names_the_directory(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(UserError, match=rf"output_dir {tmp_path}/run cannot be used: No space left on device"):
-        RunDirectory(tmp_path / "run").__enter__()
+    with pytest.raises(UserError, match=rf"{tmp_path}/run cannot be written \(No space left on device\); mend that"):
+        run_directory(tmp_path / "run").__enter__()
 
 
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):
@@ -136,7 +138,7 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     assert caplog.messages == []
     with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96.*--fresh"):
         check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tokenizer, tmp_path)
-    with pytest.raises(UserError, match="has no 'metrics': another version of this recipe wrote it"):
+    with pytest.raises(UserError, match="another version of this recipe wrote it, without 'metrics'"):
         check_same_run({k: v for k, v in state.items() if k != "metrics"}, same, tokenizer, tmp_path)
-    with pytest.raises(UserError, match="holds another run: 'shakespeare'"):
+    with pytest.raises(UserError, match="holds another run: run_name 'shakespeare' -> 'other'"):
         check_same_run(state, same | {"run_name": "other"}, tokenizer, tmp_path)

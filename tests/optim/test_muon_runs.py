@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
-from recipe.checkpoint.run_dir import RunDirectory, continue_from, set_aside
+from recipe.checkpoint.run_dir import continue_from, run_directory, set_aside
 from recipe.config import parse_config
 from recipe.monitor.metrics import MetricsLog
 from tests.conftest import EQUAL, TINY, by_step, flags, launch, run_train, train
@@ -144,7 +144,7 @@ def test_an_extension_that_is_killed_while_it_moves_the_decay_aside_ends_the_sam
     before, calls = (run / "metrics.jsonl").read_bytes(), count()
 
     def start() -> Path:
-        with RunDirectory(run):
+        with run_directory(run):
             chosen, rewound = continue_from(run, config)
             set_aside(run, load_checkpoint(chosen, rewound=rewound))
             MetricsLog(run / "metrics.jsonl", step_of(chosen)).__exit__()

@@ -238,6 +238,6 @@ def test_launches_that_are_refused(engine, monkeypatch, variables, message):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
-def test_precisions_that_are_refused(engine, precision):
+def test_precisions_that_are_refused(precision):
     with pytest.raises(UserError, match=f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32"):
-        engine._resolve_precision(precision)
+        device.tpu_precision(precision)
