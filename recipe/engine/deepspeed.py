@@ -40,12 +40,11 @@ class ZeroEngine(Engine):
         if "LOCAL_RANK" not in os.environ:
             raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
         self._cpu = wants_cpu()
-        if self._cpu and torch.cuda.is_available():
+        if self._cpu == torch.cuda.is_available():
+            found = "a GPU was found" if self._cpu else "no GPU was found"
             raise UserError(
-                "to run ZeRO on the CPU of a machine with GPUs, hide them: CUDA_VISIBLE_DEVICES= before the launch"
+                f"{found}; for ZeRO on the CPU put ACCELERATE_USE_CPU=true CUDA_VISIBLE_DEVICES= before the launch"
             )
-        if not self._cpu and not torch.cuda.is_available():
-            raise UserError("no GPU was found; for ZeRO on the CPU set ACCELERATE_USE_CPU=true before the launch")
         # With it set, Accelerate would silently ignore DeepSpeed.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         if self._cpu:

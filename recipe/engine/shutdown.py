@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
+from recipe.data.prefetch import BatchLoader
 from recipe.utils.errors import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -143,16 +143,6 @@ def _end(code: ExitCode) -> None:
     os._exit(code)
 
 
-class ReadAhead(Protocol):
-    """What Agreement asks of the batches: about the next step (ahead 0) or the one after it (ahead 1)."""
-
-    def ready(self, seconds: float, ahead: int = 0) -> bool:
-        """Whether that step's data is there, after waiting for it for so many seconds at most."""
-
-    def error(self, ahead: int = 0) -> Exception | None:
-        """Why that step's data cannot be read, if it is known already."""
-
-
 class Agreement:
     """What the processes decide together at a step boundary: whether to stop, and whether all have the step's data.
 
@@ -170,7 +160,7 @@ class Agreement:
         self._receive()
         self._send(late=True)
 
-    def wait_for_batches(self, batches: ReadAhead) -> None:
+    def wait_for_batches(self, batches: BatchLoader) -> None:
         """Returns once every process has the data of the next step: no process starts a step that another cannot
         finish. Raises Interrupted on all processes, also where the data of one cannot be read. A collective call.
         """

@@ -131,7 +131,7 @@ def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
 
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
-    with pytest.raises(UserError, match="no GPU was found; for ZeRO on the CPU set ACCELERATE_USE_CPU=true"):
+    with pytest.raises(UserError, match="no GPU was found; for ZeRO on the CPU put ACCELERATE_USE_CPU=true"):
         ZeroEngine("fp32")
 
 
