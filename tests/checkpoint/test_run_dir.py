@@ -115,15 +115,6 @@ def test_fresh_on_a_mount_point_says_what_to_do(tmp_path, monkeypatch):
     assert (tmp_path / "step_00000003").exists()
 
 
-def test_a_full_disk_at_the_start_names_the_directory(tmp_path, monkeypatch):
-    def full(self, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(UserError, match=rf"{tmp_path}/run cannot be written \(No space left on device\); mend that"):
-        run_directory(tmp_path / "run").__enter__()
-
-
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):
     caplog.set_level("INFO")
     words = ["--n_layer=2", "--max_steps=80", "--warmup_steps=0", "--learning_rate=1e-3", "--lr_scheduler_type=linear"]
