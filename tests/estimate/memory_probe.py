@@ -36,6 +36,7 @@ from recipe.model import loss
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel, LayerNorm
 from recipe.optim import optimizer as optim
+from recipe.train import optimizer_step
 
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
@@ -134,7 +135,7 @@ def measure(words: str, fake: bool) -> dict:
                     engine.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
 
         def update():
-            engine.optimizer_step(prepared, optimizer, torch.zeros(()))
+            optimizer_step(engine, prepared, optimizer, torch.zeros(()))
 
         parameters = sum(p.nbytes for p in model.parameters())
         if fake:
