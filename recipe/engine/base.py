@@ -230,10 +230,8 @@ class Engine:
         for parts, into in zip(tensors, whole, strict=True):
             for name, part in parts.items():  # one whole tensor at a time is on the device
                 tensor = optimizers.whole(part)
-                if (
-                    self.processes.is_main
-                ):  # a copy on a CPU too: it is written while the next steps change the original
-                    into[name] = tensor.to("cpu", copy=True)
+                if self.processes.is_main:  # on a CPU a copy too: the next steps change it while it is written
+                    into[name] = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
         return whole
 
     def load_optimizer_state(
