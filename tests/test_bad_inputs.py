@@ -186,7 +186,7 @@ TABLE = {
     ),
     "10 script": (
         lambda at: at.prepare(at.file("texts.py", LOADER)),
-        "texts.py: files of this kind are not read",
+        "no text or shards of a kind that is read",
         ".jsonl",
     ),
     "11 few windows": (

@@ -204,7 +204,7 @@ def test_what_the_run_records(prepared, tmp_path):
 
     card = ModelCard(model_card(run / "step_00000020"))
     text = " ".join(card.text.split())
-    assert "on 1,280 tokens of a (50.0%), b (10.0%) and c (40.0%)" in text
+    assert "on 1,280 tokens of a (50.0%), b (10.0%), c (40.0%)" in text
     for line in ("## Data: a", "| text | c.jsonl |", "| share | 10.0% of every 1,000 sequences |"):
         assert line in card.text
     figures = {(e.dataset_name, e.metric_name): e.metric_value for e in card.data.eval_results}

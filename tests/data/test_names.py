@@ -136,7 +136,7 @@ def test_characters_are_not_trained_on_as_tokens(here):
 def test_a_directory_of_directories_of_shards_is_no_text(here):
     write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
     opened("--dataset_name=d.jsonl")
-    with pytest.raises(UserError, match=r"dataset_name data: none of its files are read"):
+    with pytest.raises(UserError, match=r"dataset_name data: no text or shards of a kind that is read"):
         opened("--dataset_name=data")
 
 
