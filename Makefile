@@ -172,6 +172,7 @@ lint: .venv/installed-dev ## check style, format, import layers, links, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/ty check --python .venv recipe eval benchmarks
 	git ls-files -z | xargs -0 $(BIN)/codespell
 	$(BIN)/python -m pytest -p no:cacheprovider tests/test_links.py
 

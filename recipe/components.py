@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +79,7 @@ class Components:
 @contextmanager
 def open_components(
     config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None, uploads: Uploads
-) -> Iterator[Components]:
+) -> Generator[Components, None, None]:
     """Builds everything from the configuration, or restores it from `checkpoint`. A collective call. Raises
     UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
@@ -155,7 +155,7 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
 
 
 @contextmanager
-def open_run_directory(config: Config, processes: Processes) -> Iterator[Checkpoint | None]:
+def open_run_directory(config: Config, processes: Processes) -> Generator[Checkpoint | None, None, None]:
     """The run's directory, locked for this run, and the checkpoint in it from which the run continues, chosen and
     verified by the main process for all of them. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())

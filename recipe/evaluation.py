@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import count
 
@@ -167,7 +167,7 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 
 
 @contextmanager
-def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Iterator[GPT2LMHeadModel]:
+def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
     """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
     collective call."""
     weights = engine.full_state_dict(model)

@@ -178,7 +178,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int:
     """The step that a checkpoint's name says."""
-    return int(_NAME.fullmatch(path.name).group(1))
+    return int(path.name.removeprefix("step_"))
 
 
 def model_only(checkpoint: Path) -> list[Path]:
@@ -255,10 +255,10 @@ def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:
     """Reads a verified checkpoint onto the CPU; `rewound`: see Checkpoint. Raises UserError where a file cannot be
     read."""
 
-    loaded = []
+    loaded: dict[str, dict] = {}
     for name in ("trainer_state.json", "model.safetensors", "optimizer.safetensors"):
         file = path / name
         with reading(file, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
-            loaded.append(json.loads(file.read_text()) if file.suffix == ".json" else load_file(file))
-    state, weights, optimizer_state = loaded
-    return Checkpoint(path, state["step"], weights, optimizer_state, state, rewound)
+            loaded[file.stem] = json.loads(file.read_text()) if file.suffix == ".json" else load_file(file)
+    state = loaded["trainer_state"]
+    return Checkpoint(path, state["step"], loaded["model"], loaded["optimizer"], state, rewound)

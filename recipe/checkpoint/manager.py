@@ -49,11 +49,13 @@ class RunMetrics(Stateful, Protocol):
 
     Attributes:
         warning: shown in every line until it is empty again.
-        val_losses: {step: validation loss}; on the main process.
     """
 
     warning: str
-    val_losses: dict[int, float]
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss}; on the main process."""
 
     def paused(self, what: str) -> AbstractContextManager:
         """A context whose seconds do not count as training."""

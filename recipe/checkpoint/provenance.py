@@ -59,8 +59,10 @@ def _commit() -> str | None:
     """The commit of this code, with "+" if files were changed since; None where it is no clone."""
     if not (ROOT / ".git").exists():  # installed, perhaps within another repository
         return None
-    found = [_git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")]
-    return None if None in found else found[0] + "+" * bool(found[1])
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    if commit is None or changes is None:
+        return None
+    return f"{commit}+" if changes else commit
 
 
 def _git(*arguments: str) -> str | None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,7 @@ _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
 @contextmanager
-def run_directory(path: Path, *, fresh: bool = False) -> Iterator[None]:
+def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, None]:
     """Context: the directory of a run, locked for this process; for the main process only.
 
     Raises UserError where the directory belongs to another process or to something else. With `fresh` what an earlier

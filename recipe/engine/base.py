@@ -23,6 +23,7 @@ from recipe.engine import device as hardware
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.shutdown import Agreement, StopSignal
 from recipe.model.attention import block_attention
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim import optimizer as optimizers
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import UserError
@@ -116,8 +117,8 @@ class Engine:
     def optimizer_options(self) -> dict:
         """Arguments of make_optimizer: how AdamW and Muon do their work here."""
         half = self.precision == "bf16" and self.device.type != "cpu"  # a CPU's small products in bf16 are slow
-        muon = {"dtype": torch.bfloat16 if half else torch.float32}
-        muon |= {"rank": self.processes.rank, "world_size": self.processes.world_size}
+        dtype = torch.bfloat16 if half else torch.float32
+        muon = {"dtype": dtype, "rank": self.processes.rank, "world_size": self.processes.world_size}
         return {"muon": muon, **self.adamw_options}
 
     def counters(self) -> dict[str, int | None]:
@@ -142,7 +143,7 @@ class Engine:
 
     # Preparing
 
-    def place(self, model: torch.nn.Module, *, compile: str) -> None:
+    def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """Moves the model to the device, in place, and compiles it if `compile` names a mode; call it before the
         optimizer is created."""
         model.to(self.device)
@@ -187,7 +188,7 @@ class Engine:
         norm before that, () on the device, for which nothing waits. Collective where gradients are sharded."""
         if self._fused(optimizer):  # the step itself divides, while it reads the gradients
             grad_norm, divisor = optimizers.norm_and_divisor(model.parameters(), self.max_grad_norm)
-            optimizer.grad_scale = divisor
+            setattr(optimizer, "grad_scale", divisor)  # noqa: B010  no attribute of Optimizer's, but fused ones read it
             return grad_norm
         if scaler := self.accelerator.scaler:
             scaler.unscale_(optimizer)
@@ -204,7 +205,7 @@ class Engine:
         if scaler := self.accelerator.scaler:
             _scaled_step(optimizer, scaler, skip)
         elif self._fused(optimizer):
-            optimizer.found_inf = skip  # so torch's GradScaler tells a fused optimizer to change nothing
+            setattr(optimizer, "found_inf", skip)  # noqa: B010  so torch's GradScaler tells it to change nothing
             optimizer.step()
         elif not bool(skip):
             optimizer.step()
@@ -261,7 +262,10 @@ def _scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
     for found in scaler._found_inf_per_device(optimizer).values():
         overflow = torch.maximum(overflow, found)
         found.copy_(torch.maximum(found, skip))
-    kept = [(t, t.clone()) for t in (scaler._scale, scaler._growth_tracker)]
+    scale, growth = scaler._scale, scaler._growth_tracker
+    assert scale is not None  # since the first backward pass
+    assert growth is not None
+    kept = [(t, t.clone()) for t in (scale, growth)]
     scaler.step(optimizer)
     scaler.update()
     for tensor, before in kept:

@@ -7,7 +7,7 @@ precision) is written from the recipe before it starts, and read back afterwards
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,12 +116,12 @@ class ZeroEngine(Engine):
         return prepared, optimizer
 
     @contextmanager
-    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
+    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Generator[None, None, None]:
         """Tells DeepSpeed whether this micro-step ends the step."""
-        model.set_gradient_accumulation_boundary(last)
+        self._zero.engine.set_gradient_accumulation_boundary(last)
         yield
         if not last:
-            model.step()  # counts the micro-step; the boundary's one is `clip_gradients`
+            self._zero.engine.step()  # counts the micro-step; the boundary's one is `clip_gradients`
 
     def backward(self, loss: torch.Tensor) -> None:
         """As Engine's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
@@ -250,9 +250,10 @@ class _Internals:
     @staticmethod
     def _held(p: torch.nn.Parameter) -> tuple[tuple[int, ...], int, int, int]:
         """(shape, start in the flattened parameter, start in this process's part of the group, length)."""
-        if p._hp_mapping is None:
+        mapping = getattr(p, "_hp_mapping", None)
+        if mapping is None:
             return tuple(p.shape), 0, 0, 0
-        of_parameter, of_part = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+        of_parameter, of_part = mapping.lp_fragment_address, mapping.hp_fragment_address
         return tuple(p.shape), of_parameter.start, of_part.start, of_part.numel
 
     def link(self) -> None:
@@ -268,7 +269,7 @@ class _Internals:
     def set(self, p: torch.nn.Parameter, whole: torch.Tensor, key: str = "") -> None:
         """Sets this process's part of the fp32 weight (key "") or moment of `p` from the whole tensor."""
         if self.stage == 3:
-            part = p.partition_numel()
+            part = p.partition_numel()  # ty: ignore[missing-attribute] # DeepSpeed puts it there
             padded = torch.nn.functional.pad(whole.flatten(), (0, part * self.engine.dp_world_size - whole.numel()))
             whole = padded.narrow(0, part * torch.distributed.get_rank(), part)
             set_weight, set_moment = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state

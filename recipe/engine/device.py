@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 from recipe.utils.units import plural
 
@@ -86,7 +87,8 @@ def peak_flops(name: str) -> float | None:
 def named_devices(text: str) -> tuple[int, str]:
     """ "8xh100", "8 x H100", "4090" or "8xtpu v5e" -> how many, and the name in DEVICES. Raises UserError for an
     unknown name."""
-    count, name = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE).groups()
+    parts = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE)
+    count, name = parts.groups() if parts else (None, text)
     for known in (name.upper(), f"RTX {name}"):
         if known in DEVICES:
             return int(count or 1), known
@@ -252,13 +254,19 @@ def processor() -> str:
     return platform.processor() or "CPU"
 
 
-def compile_model(model: torch.nn.Module, mode: str = "default") -> None:
+def compile_model(model: GPT2LMHeadModel, mode: str = "default") -> None:
     """Compiles in place, which keeps `_orig_mod.` out of the names: as one graph, with tuned kernels (max-autotune), or
     a block at a time (regional), where all blocks run the code of the first."""
     if mode == "regional":
         for block in model.transformer.h:
             block.compile(dynamic=False)
-    elif mode == "max-autotune":
+    else:
+        compile_graph(model, mode)
+
+
+def compile_graph(model: torch.nn.Module, mode: str) -> None:
+    """Compiles in place, as one graph; with tuned kernels (max-autotune) or without."""
+    if mode == "max-autotune":
         # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
         options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
         model.compile(dynamic=False, options=options | {"coordinate_descent_tuning": True})

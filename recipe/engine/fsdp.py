@@ -10,12 +10,13 @@ from contextlib import nullcontext
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipe.config import BatchPlan
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
 from recipe.engine.launch import wants_cpu
+from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 
 # What a file may also ask for, by the variable that the launch makes of it, and what to do instead.
@@ -43,11 +44,12 @@ class FsdpEngine(Engine):
         self.sharding = "fsdp" if take_settings() else "fsdp_gathered"
         super().__init__(supported_precision(hardware.resolve_precision(precision, cpu=wants_cpu())))
 
-    def place(self, model: torch.nn.Module, *, compile: str) -> None:
+    def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """As Engine's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since weights
         are gathered between them. A collective call."""
-        for block in model.transformer.h if compile else ():
-            hardware.compile_model(block, "default" if compile == "regional" else compile)
+        if compile:
+            for block in model.transformer.h:
+                hardware.compile_graph(block, compile)
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None, reduce_dtype=torch.float32
         )
@@ -94,12 +96,12 @@ def supported_precision(resolved: str) -> str:
     return resolved
 
 
-def _shards(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
     """This process's part of each parameter, by name. A forward pass without a backward may have left whole ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return dict(model.named_parameters())
+    return {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
 def take_settings() -> bool:

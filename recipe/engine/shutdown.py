@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -73,7 +73,7 @@ class StopSignal:
             self.requested, self._deadline = True, math.inf
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
+    def patient(self) -> Generator[None, None, None]:
         """Context, of any thread, of work that may take much longer than a step."""
         self._long_work.append(None)
         try:

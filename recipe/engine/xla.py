@@ -14,7 +14,7 @@ Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -137,7 +137,7 @@ class XlaEngine(Engine):
         return model, optimizer
 
     @contextmanager
-    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Iterator[None]:
+    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Generator[None, None, None]:
         """The gradients' all-reduce is part of each micro-step's program."""
         self.flush()  # what was recorded between steps (a running loss set to 0) must not become part of this program
         yield

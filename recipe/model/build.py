@@ -22,12 +22,22 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     cannot be loaded or has another architecture.
     """
     model = config.model
-    special = dict.fromkeys(("bos_token_id", "eos_token_id"), open_tokenizer(config.data.tokenizer).end_of_text)
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
-    wanted = GPT2Config(**_sizes(model), **special, **dropout)
+    end_of_text = open_tokenizer(config.data.tokenizer).end_of_text
+    wanted = GPT2Config(
+        n_layer=model.n_layer,
+        n_head=model.n_head,
+        n_embd=model.n_embd,
+        n_positions=model.n_positions,
+        vocab_size=model.vocab_size,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        resid_pdrop=model.dropout,
+        embd_pdrop=model.dropout,
+        attn_pdrop=model.dropout,
+    )
     built = GPT2LMHeadModel(
         wanted,
-        gradient_checkpointing=config.run.gradient_checkpointing,
+        gradient_checkpointing=config.run.gradient_checkpointing is True,
         loss_chunk_size=config.run.loss_chunk_size,
         fused_loss=config.run.fused_loss,
         seed=config.run.seed,

@@ -62,12 +62,12 @@ class LayerNorm(nn.LayerNorm):
     to 14 % at 1,024 rows and 36 % at 8,192), and a CPU's autocast, unlike CUDA's, does not lift layer norm to fp32.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., D), in the weight's type on a CPU."""
-        if x.device.type != "cpu":
-            return super().forward(x)
+        if input.device.type != "cpu":
+            return super().forward(input)
         # The parameters are fp32, except under DeepSpeed's fp16, where what follows expects half precision too.
-        y = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        y = F.layer_norm(input.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
         return y.to(self.weight.dtype)
 
 
@@ -192,7 +192,7 @@ class GPT2LMHeadModel(nn.Module):
         super().__init__()
         check_supported(config)
         self.config = config
-        self.loss_options = {"chunk_size": loss_chunk_size, "pad_vocab_to": pad_vocab_to, "fused": fused_loss}
+        self.loss = partial(next_token_loss, chunk_size=loss_chunk_size, pad_vocab_to=pad_vocab_to, fused=fused_loss)
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
         self.transformer = Transformer(config, gradient_checkpointing, attention or causal_attention, checkpoint)
         # A tied head is no second Parameter: moving a module to an XLA device would break the tie unnoticed.
@@ -227,16 +227,18 @@ class GPT2LMHeadModel(nn.Module):
         hidden = self.transformer(input_ids)
         if targets is None:
             return self.head(hidden)
-        return next_token_loss(hidden, self.head_weight, targets, **self.loss_options)
+        return self.loss(hidden, self.head_weight, targets)
 
     def save_config(self, directory: Path) -> None:
         """Writes config.json and generation_config.json: with the weights, all that transformers needs."""
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = ["GPT2LMHeadModel"], torch.float32
         config.n_ctx = config.n_positions  # llama.cpp's converter reads OpenAI's name for it
-        config.pad_token_id = config.eos_token_id
+        end_of_text = config.eos_token_id
+        assert not isinstance(end_of_text, list)
+        config.pad_token_id = end_of_text
         config.save_pretrained(directory)
-        tokens = {f"{kind}_token_id": config.eos_token_id for kind in ("bos", "eos", "pad")}
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
         # By default a pipeline generates 256 tokens. max_length ends them where the positions are too few for these and
         # a prompt, and only there: of max_length and max_new_tokens together transformers 5 warns at each call.
         limit = {"max_length": config.n_positions} if config.n_positions < 2 * 256 else {}
@@ -300,11 +302,11 @@ def weight_files(name_or_path: str) -> list[str]:
     """The files in safetensors that hold the weights of a directory or a Hub id. Raises UserError where there are
     none."""
     try:
-        return [cached_file(name_or_path, "model.safetensors")]
+        return [_cached(name_or_path, "model.safetensors")]
     except OSError:  # not one file: transformers splits large models and writes an index
         pass
     try:
-        index = cached_file(name_or_path, "model.safetensors.index.json")
+        index = _cached(name_or_path, "model.safetensors.index.json")
     except OSError as e:
         raise UserError(
             f"{name_or_path}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code "
@@ -313,4 +315,11 @@ def weight_files(name_or_path: str) -> list[str]:
         ) from e
     with reading(Path(index), "copy or download it again"):
         names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [cached_file(name_or_path, name) for name in names]
+    return [_cached(name_or_path, name) for name in names]
+
+
+def _cached(name_or_path: str, name: str) -> str:
+    """A file's path. Raises OSError where there is none."""
+    path = cached_file(name_or_path, name)
+    assert path is not None  # which it is only for a caller that wants no exception
+    return path

@@ -81,7 +81,8 @@ class _ChunkedLossSum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx, *grad_outputs):
+        (grad_loss,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         return (

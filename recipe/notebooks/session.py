@@ -41,6 +41,7 @@ def run(command: str, essential: bool = True) -> bool:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    assert process.stdout is not None
     interrupted, stopped = False, False
     while True:
         try:

@@ -9,6 +9,7 @@ from recipe.optim.muon import Muon
 from recipe.optim.schedule import MUON_MOMENTUM
 
 # Optimizer state, a tensor each of a parameter's shape: AdamW's, as torch names them, and Muon's.
+EPSILON = 1e-8  # of AdamW
 MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 
@@ -27,13 +28,9 @@ def make_optimizer(
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    settings = adam | {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": 1e-8,
-    }
+    lr, betas = config.learning_rate, (config.adam_beta1, config.adam_beta2)
     if not matrices:
-        return torch.optim.AdamW(groups, **settings)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPSILON, **adam)
     of_muon = {
         "muon": True,
         "lr": config.muon_learning_rate,
@@ -43,7 +40,7 @@ def make_optimizer(
     for parts in (1, 3):  # c_attn is query, key and value side by side
         those = [p for name, p in matrices.items() if (3 if "c_attn" in name else 1) == parts]
         groups.append({"params": those, "parts": parts} | of_muon)
-    return Muon(groups, **(muon or {}), **settings)
+    return Muon(groups, lr=lr, betas=betas, eps=EPSILON, **(muon or {}), **adam)
 
 
 def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +70,7 @@ def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that may be sharded (a DTensor). Collective if it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
 def state_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:

@@ -40,9 +40,11 @@ class SpikeFilter:
         """1.0 where the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
         processes where `needs_loss`, and ignored elsewhere."""
         skip = ~torch.isfinite(grad_norm)
-        for name, value in (("loss", loss), ("grad", grad_norm)):
-            if name in self.limits:
-                skip = skip | (self._z_score(name, value.detach().float()) > self.limits[name])
+        if "loss" in self.limits:
+            assert loss is not None
+            skip = skip | (self._z_score("loss", loss.detach().float()) > self.limits["loss"])
+        if "grad" in self.limits:
+            skip = skip | (self._z_score("grad", grad_norm.detach().float()) > self.limits["grad"])
         skip = skip.to(self._counts.device, torch.float32).view(())
         skipped, in_a_row, longest = self._counts.unbind()
         in_a_row = (in_a_row + 1) * skip
