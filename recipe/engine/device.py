@@ -22,17 +22,17 @@ from recipe.utils.units import plural
 @dataclass(frozen=True)
 class Device:
     """A GPU or a TPU device: its dense bf16 (fp16 where it has no bf16) peak in FLOP/s with sums in fp32; its memory in
-    10^9 bytes, None for a TPU, whose micro-batch is not chosen by memory; whether it has bf16."""
+    10^9 bytes; whether it has bf16."""
 
     peak: float
-    memory: float | None
+    memory: float
     bf16: bool = True
 
 
 # From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU's name counts only if all of it is
 # known (see `known_name`): a laptop's GPU, a slice of one or a "D" has almost the same name. A GPU that is not listed
 # has no MFU rather than a guess. Where there are several sizes of memory, one of them; the other for a
-# plan. A chip of TPU v2 and v3 is two devices, later ones are one.
+# plan. A chip of TPU v2 and v3 is two devices, each with half of its memory; later ones are one.
 DEVICES = {
     "B200": Device(2250e12, 180),
     "GH200": Device(989e12, 96),
@@ -55,12 +55,12 @@ DEVICES = {
     "RTX 5090": Device(209.5e12, 32),
     "RTX 4090": Device(165.2e12, 24),
     "RTX 3090": Device(71e12, 24),
-    "TPU V2": Device(22.5e12, None),
-    "TPU V3": Device(61.5e12, None),
-    "TPU V4": Device(275e12, None),
-    "TPU V5E": Device(197e12, None),
-    "TPU V5P": Device(459e12, None),
-    "TPU V6E": Device(918e12, None),
+    "TPU V2": Device(22.5e12, 8),
+    "TPU V3": Device(61.5e12, 16),
+    "TPU V4": Device(275e12, 32),
+    "TPU V5E": Device(197e12, 16),
+    "TPU V5P": Device(459e12, 95),
+    "TPU V6E": Device(918e12, 32),
 }
 # Parts of a name beside the model: vendor, memory, socket generation.
 _VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
@@ -85,11 +85,14 @@ def peak_flops(name: str) -> float | None:
 
 
 def named_devices(text: str) -> tuple[int, str]:
-    """ "8xh100", "8 x H100", "4090" or "8xtpu v5e" -> how many, and the name in DEVICES. Raises UserError for an
-    unknown name."""
+    """ "8xh100", "8 x H100", "4090", "8xtpu v5e", or "v5e-8" as Google names it -> how many, and the name in DEVICES.
+    Raises UserError for an unknown name."""
     parts = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE)
     count, name = parts.groups() if parts else (None, text)
-    for known in (name.upper(), f"RTX {name}"):
+    if not count and (tpus := re.fullmatch(r"(v\d\w?)-([1-9]\d*)", name.lower().replace("litepod", "e"))):
+        name, cores = tpus[1], int(tpus[2])
+        count = max(1, cores // 2) if name in ("v4", "v5p") else cores  # whose chips are two cores, but one device
+    for known in (name.upper(), f"RTX {name}", f"TPU {name.upper()}"):
         if known in DEVICES:
             return int(count or 1), known
     raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")

@@ -34,7 +34,7 @@ class PlannedEngine(Engine):
             self._plan_sharding()
         self.processes = Processes(rank, world_size, rank, min(world_size, 8), is_main=rank == 0)
         self.device, self.peak_flops, self.idle_gpus = torch.device("meta"), sheet.peak * self.devices, 0
-        self.memory = int(1e9 * sheet.memory) if sheet.memory else None
+        self.memory = int(1e9 * sheet.memory)
 
     def _plan_sharding(self) -> None:
         if wants_fsdp():

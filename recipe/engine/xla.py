@@ -75,8 +75,10 @@ class XlaEngine(Engine):
             logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
             torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
         self.devices = xr.global_runtime_device_count()
-        peak = hardware.peak_flops(f"TPU {self.generation}")
-        self.peak_flops = peak * self.devices if peak else None
+        if known := hardware.known_name(f"TPU {self.generation}"):
+            # From the data sheet: torch_xla 2.9 reports nothing of the devices behind SPMD's one.
+            sheet = hardware.DEVICES[known]
+            self.memory, self.peak_flops = int(1e9 * sheet.memory), sheet.peak * self.devices
         self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
         self.eval_multiples = (math.lcm(32, self.devices), 64, 1024)  # few shapes, each of which is compiled
         self.checkpoint = checkpoint
@@ -102,7 +104,7 @@ class XlaEngine(Engine):
 
     def counters(self) -> dict[str, int | None]:
         """Also compilations, the number of programs compiled so far: one that keeps growing is time lost. The peak
-        memory of a TPU is not known: torch_xla 2.9 reports nothing of the devices behind SPMD's one."""
+        memory of a TPU is not known."""
         compiled = xla_metrics.metric_data("CompileTime")
         memory = {"peak_memory_bytes": None} if self.generation else super().counters()
         return memory | {"compilations": compiled[0] if compiled else 0}

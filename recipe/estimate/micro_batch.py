@@ -28,7 +28,7 @@ from recipe.utils.units import gb, plural
 logger = logging.getLogger(__name__)
 
 USEFUL = 8 * 1024  # tokens: a micro-batch that keeps a GPU busy, unless a device's share of the step is smaller
-UNMEASURED = 8  # sequences, at most, where memory is not measured: on a CPU more are no faster, and a TPU core holds 8
+UNMEASURED = 8  # sequences, at most, where a step's memory cannot be measured: on a CPU more are no faster
 # Of one run, the fields that may change and decide what a step takes.
 _SAME = ("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size", "fused_loss")
 
@@ -37,8 +37,9 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
     They are those of the run's newest checkpoint if a step takes the same on the same devices; else those of trial
-    steps, or of the estimate in a dry run and under ZeRO-2, 3 and FSDP; or UNMEASURED, with gradient checkpointing,
-    where the device's memory is not known. A collective call. Raises UserError where not even a micro-batch of 1 fits.
+    steps, or of the estimate in a dry run, under ZeRO-2, 3 and FSDP, and on a TPU, there at most UNMEASURED; or
+    UNMEASURED, with gradient checkpointing, where the device's memory is not known. A collective call. Raises UserError
+    where not even a micro-batch of 1 fits.
     """
     given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if given != AUTO and switch != "auto":
@@ -48,11 +49,14 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     earlier = engine.processes.broadcast_object(_of_checkpoint(config, engine) if engine.processes.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
-    elif engine.memory is None or not (hardware.free_memory(engine.device) or config.run.dry_run):
-        size = max((n for n in sizes if n <= UNMEASURED), default=sizes[0])
-        checkpointing, why = bool(switch), "auto tries what fits on a GPU, and takes this elsewhere"
     else:
-        size, checkpointing, why = _chosen(config, engine, sizes)
+        if given == AUTO and (engine.memory is None or engine.name.startswith("TPU")):
+            sizes = [n for n in sizes if n <= UNMEASURED]
+        if engine.memory is None:
+            size, checkpointing = sizes[-1], bool(switch)
+            why = "auto tries what fits on a GPU, and takes this elsewhere"
+        else:
+            size, checkpointing, why = _chosen(config, engine, sizes)
     how = f", with{'' if checkpointing else 'out'} gradient checkpointing" if switch == "auto" else ""
     line = f"micro      {plural(size, 'sequence')} a device{how}: {why}"
     return _with(config, size, checkpointing), line
@@ -84,7 +88,7 @@ def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str
     """The largest of `sizes` (ascending) that fits the devices of all processes, 0 where none does, and how it was
     found. What is estimated to take more than the memory by more than the estimate's accuracy is not tried."""
     dry, free = config.run.dry_run, hardware.free_memory(engine.device)
-    budget = HEADROOM * (engine.memory if dry else min(free, engine.memory))
+    budget = HEADROOM * (engine.memory if dry or free is None else min(free, engine.memory))
 
     def estimate(size: int) -> int:
         batch = batch_arithmetic(

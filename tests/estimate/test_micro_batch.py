@@ -113,6 +113,25 @@ def test_xl_does_without_gradient_checkpointing_where_a_useful_micro_batch_fits(
     assert ("gradient checkpointing" in line) == ("--gradient" not in given)
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "sequences"),
+    [
+        ("v3-8", "", 4),  # compiled ahead of time, 4 fit a core and 8 do not
+        ("v3-8", "--gradient_checkpointing=true", 8),
+        ("v5e-8", "", 4),
+        ("v4-8", "", 8),
+        ("v6e-8", "--gradient_checkpointing=true", 8),  # never more: a TPU is not measured
+        ("v5e-8", "--micro_batch_size=16 --gradient_checkpointing=auto", 16),  # what the user gives stands
+        ("2xT4", "", 4),
+    ],
+)
+def test_a_tpu_takes_what_is_estimated_to_fit(device, options, sequences):
+    config = parse_config(["--config=gpt2-medium", "--dataset_name=x", f"--dry_run={device}", *options.split()])
+    config, line = micro_batch(config, open_engine("auto", device))
+    assert config.optimizer.micro_batch_size == sequences
+    assert "an estimate" in line or "without it a step does not fit" in line
+
+
 @pytest.mark.slow
 def test_trial_steps_choose_gradient_checkpointing_and_a_resumed_run_keeps_it(shards, tmp_path):
     fields = {"gradient_checkpointing": "auto", "micro_batch_size": 32, "total_batch_tokens": 4096, "n_layer": 16}

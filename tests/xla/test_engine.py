@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe.config import BatchPlan, OptimizerConfig
+from recipe.config import BatchPlan, OptimizerConfig, parse_config
 from recipe.engine import device
+from recipe.engine.factory import open_engine
+from recipe.estimate.micro_batch import micro_batch
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import lr_at, set_lr
 from recipe.train import optimizer_step
@@ -192,6 +194,17 @@ def test_generations(engine, monkeypatch, kind, generation, peak):
     monkeypatch.setattr(xla.tpu, "get_tpu_type", Mock(side_effect=[kind]))
     assert xla._generation() == generation
     assert device.peak_flops(f"TPU {generation}") == peak
+
+
+def test_auto_takes_what_is_estimated_to_fit_a_tpu(monkeypatch):
+    """The engine of a v3-8, whose devices are those of the CPU client."""
+    from recipe.engine import xla
+
+    monkeypatch.setattr(xla, "_generation", lambda: "v3")
+    config = parse_config(["--config=gpt2-medium", "--dataset_name=x", "--output_dir=nowhere"])
+    config, line = micro_batch(config, open_engine("bf16"))
+    assert config.optimizer.micro_batch_size == 4
+    assert line == "micro      4 sequences a device: 12.5 GB of 16.0 GB, an estimate"
 
 
 def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
