@@ -38,6 +38,8 @@ PUBLISHED = (
     Speed("H100", 8, 124e6, 0.329, "the scaling journal"),
     # 18 hours for 10 B tokens (its 243 K tokens/s would be 11.4): ducto489.github.io/projects/train-gpt-2-with-tpu
     Speed("TPU V3", 8, 124e6, 0.268, "a Kaggle notebook"),
+    # 1.43 s a step of 524,288 tokens, MFU as it prints it: github.com/tucan9389/nanochat-jax, dev/LEADERBOARD.md
+    Speed("TPU V6E", 8, 730e6, 0.237, "nanochat-jax"),
 )
 ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
 

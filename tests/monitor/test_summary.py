@@ -71,6 +71,10 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert planned("2 x 4090", "--config=gpt2")["device"].startswith("RTX 4090, bf16")
     tpu = planned("8xtpu v5e", "--config=kaggle-tpu")
     assert tpu["batch"] == "524,288 tokens = 1 process x 8 micro-steps x 8 devices x 8 sequences x 1024"
+    assert tpu == planned("v5e-8", "--config=kaggle-tpu") == planned("v5litepod-8", "--config=kaggle-tpu")
+    assert tpu["memory"].endswith("GB a device (estimate) of 16.0 GB")
+    assert planned("v4-8", "--config=gpt2")["engine"] == "4 devices behind one process"  # Google counts the cores
+    assert "at 23.7 % MFU, published by nanochat-jax" in planned("v6e-8", "--config=gpt2")["time"]
     with pytest.raises(UserError, match="precision bf16 is only emulated on T4; use auto or fp16"):
         planned("t4", "--precision=bf16")
     with pytest.raises(UserError, match=r"dry_run 'h1000': no such device is known; there are .*H100"):
