@@ -141,7 +141,7 @@ def test_two_t4s(shards, whole_run, tmp_path):
     assert (results["perplexity"]["windows"], results["hellaswag"]["rows"]) == (8, 4)
     assert "sample" in results
     pictures = list((run / "report").glob("*.png"))
-    assert len(pictures) > 1
+    assert pictures
     assert all(str(picture) in printed["report"] for picture in pictures)
     assert f"all done; the run is in {run}" in printed["push"]
     assert pushed["model.safetensors"] == (run / "step_00000020" / "model.safetensors").read_bytes()
