@@ -116,8 +116,8 @@ def check_installed(installed: str, extras: str, checkout: Path) -> None:
 
 @pytest.mark.slow
 def test_two_t4s(shards, whole_run, tmp_path):
-    """Two processes resume an attached run, whose newer checkpoint is damaged; a token of Kaggle's secrets pushes the
-    model."""
+    """Two processes resume an attached run, whose newer checkpoint is damaged, and its run at wandb, for whose key is
+    among Kaggle's secrets; a token from there pushes the model."""
     earlier = shutil.copytree(whole_run[0], tmp_path / "input" / "my-notebook" / "runs" / "shakespeare")
     (earlier / "step_00000020" / "model.safetensors").write_bytes(b"damaged")
     with Hub(tmp_path / "hub", TOKEN) as hub:
@@ -127,7 +127,7 @@ def test_two_t4s(shards, whole_run, tmp_path):
                     return {{"HF_TOKEN": {hub.token!r}, "WANDB_API_KEY": {KEY!r}}}[label]
             """
         env = {k: v for k, v in hub.environment.items() if k != "HF_TOKEN"}
-        env |= modules(tmp_path / "modules", kaggle_secrets=secrets)
+        env |= modules(tmp_path / "modules", kaggle_secrets=secrets) | {"WANDB_MODE": "offline"}
         config = recipe(tmp_path / "configs", **TINY, dataset_name=shards, dropout=0.1)
         printed = execute("kaggle-t4x2", tmp_path, env=env, CONFIG=config, EARLIER=str(tmp_path / "input"), HUB=REPO)
         run = tmp_path / "runs" / "shakespeare"
@@ -136,6 +136,8 @@ def test_two_t4s(shards, whole_run, tmp_path):
     assert f"resuming   {earlier}, copied into {run}" in printed["earlier"]
     assert "resume     from step 10" in printed["train"]
     assert "2 processes x" in printed["train"]
+    at_wandb = json.loads((earlier / "step_00000010" / "trainer_state.json").read_text())["tracker"]["run_id"]
+    assert list((run / "wandb").glob(f"offline-run-*-{at_wandb}"))
     assert by_step(run)[20]["val_loss"] == pytest.approx(whole_run[1][20]["val_loss"], abs=0.05)  # other dropout masks
     results = json.loads((run / "step_00000020" / "results.json").read_text())
     assert (results["perplexity"]["windows"], results["hellaswag"]["rows"]) == (8, 4)
@@ -166,6 +168,18 @@ def test_colab(shards, whole_run, tmp_path):
     assert printed["train"].count("holds the whole run") == 1  # and not an hour later again
     assert "not pushed: there is no HF_TOKEN" in printed["push"]
     assert sorted(path.name for path in (kept / name).glob("step_*")) == ["step_00000010", "step_00000020"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "found", "backend", "extras"),
+    [("v5e-1", "TPU v5e-1", "cpu", "tpu,trackers"), ("", "neither a GPU nor a TPU", "auto", "trackers")],
+)
+def test_colab_installs_for_the_device_of_its_runtime(tmp_path, accelerator, found, backend, extras):
+    skip = CODE["colab"].keys() - {"parameters", "clone", "import", "install"}
+    printed = execute("colab", tmp_path, env={"TPU_ACCELERATOR_TYPE": accelerator}, skip=skip)
+    assert printed["install"].startswith(found) or (not accelerator and Path("/dev/nvidia0").exists())
+    assert f"--torch-backend {backend} " in printed["installed"]
+    check_installed(printed["installed"], extras, tmp_path / "checkout")
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
