@@ -152,16 +152,16 @@ def launch(
     if path.stem == "fsdp":
         asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
         variables = asked | variables
-    return programs.run_ranks(processes, *command, env=LAUNCHED | variables, timeout=timeout)
+    return programs.run(*command, env=LAUNCHED | variables, processes=processes, timeout=timeout)
 
 
 def run_train(
-    *arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600, real: bool = False
+    *arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600
 ) -> subprocess.CompletedProcess:
     """Runs recipe/train.py as a user would: plain python, or two and more CPU processes as accelerate starts them."""
     if processes > 1:
-        return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout, real=real)
-    return programs.run("recipe/train.py", *arguments, env=environment(env), timeout=timeout, fresh=real)
+        return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout)
+    return programs.run("recipe/train.py", *arguments, env=environment(env), timeout=timeout)
 
 
 def metrics(run: Path) -> list[dict]:

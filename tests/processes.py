@@ -1,12 +1,12 @@
 """Runs the recipe's programs in forked processes, which need not import torch again.
 
-    run("recipe/train.py", "--max_steps=4")           as `python recipe/train.py --max_steps=4`
-    run("-m", "recipe.hub.export", "runs/mine")       as `python -m recipe.hub.export runs/mine`
-    run_ranks(2, "recipe/train.py", ...)              as `accelerate launch` of two CPU processes, without the launcher
+    run("recipe/train.py", "--max_steps=4", env=...)    as `python recipe/train.py --max_steps=4`
+    run("-m", "recipe.hub.export", "runs/mine", env=...)    as `python -m recipe.hub.export runs/mine`
+    run("recipe/train.py", env=..., processes=2)    as `accelerate launch` of two CPU processes, without the launcher
 
 They are children of multiprocessing's forkserver, which has imported the libraries once. What an import depends on (see
-FRESH) is given to a new interpreter instead, and so is everything with `fresh=True`. Tests of launchers, signals to a
-process group and the like start the real command themselves.
+FRESH) is given to a new interpreter instead. Tests of launchers, signals to a process group and the like start the real
+command themselves.
 """
 
 import multiprocessing
@@ -22,106 +22,58 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = ["tests.preload"]
 # Variables that are read while a library is imported.
 FRESH = ("HF_", "HOME", "MALLOC_", "MKL_", "OMP_", "PJRT_", "TORCH_", "TRACKIO", "TRANSFORMERS_", "WANDB_")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
+_context.set_forkserver_preload(["tests.preload"])
 
 
 class Running:
-    """A program that runs: `wait`, `poll` and `send_signal` as subprocess.Popen's; its output so far as text."""
+    """A program under exactly the variables `env`: one process, or `processes` that find each other as torchrun's."""
 
-    def __init__(self, argv: tuple, env: dict[str, str], cwd: Path):
-        self.args, self._directory = argv, tempfile.TemporaryDirectory()
-        self._files = [Path(self._directory.name) / name for name in ("stdout", "stderr")]
-        self.process = _context.Process(target=_become, args=(argv, env, str(cwd), self._files))
-        self.process.start()
-        self.pid = self.process.pid
+    def __init__(self, *argv, env: dict[str, str], cwd: Path = ROOT, processes: int = 0):
+        self.args, self._directory = tuple(map(str, argv)), tempfile.TemporaryDirectory()
+        self.ranks = []
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
+            shared["MASTER_PORT"] = s.getsockname()[1]
+        for rank in range(processes or 1):
+            own = shared | {"RANK": rank, "LOCAL_RANK": rank} if processes else {}
+            variables = env | {name: str(value) for name, value in own.items()}
+            outputs = [self._output(name, rank) for name in ("stdout", "stderr")]
+            process = _context.Process(target=_become, args=(self.args, variables, str(cwd), outputs))
+            process.start()
+            self.ranks.append(process)
 
-    def poll(self) -> int | None:
-        return self.process.exitcode
+    def _output(self, name: str, rank: int) -> Path:
+        return Path(self._directory.name) / f"{rank}.{name}"
 
-    def wait(self, timeout: float | None = None) -> int:
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout, self.stdout, self.stderr)
-        return self.process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        if self.process.exitcode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Ends the program and whatever it has started."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            self.process.kill()
-        self.process.join()
+    def _printed(self, name: str) -> str:
+        paths = (self._output(name, rank) for rank in range(len(self.ranks)))
+        return "".join(path.read_text() for path in paths if path.exists())
 
     @property
     def stdout(self) -> str:
-        return self._files[0].read_text() if self._files[0].exists() else ""
+        """What was printed so far, of all processes in the order of their ranks."""
+        return self._printed("stdout")
 
     @property
     def stderr(self) -> str:
-        return self._files[1].read_text() if self._files[1].exists() else ""
-
-
-def start(*argv, env: dict[str, str], cwd: Path = ROOT) -> Running:
-    """Starts a program under exactly the variables `env`."""
-    return Running(tuple(map(str, argv)), env, cwd)
-
-
-def run(
-    *argv, env: dict[str, str], cwd: Path = ROOT, timeout: float = 600, fresh: bool = False
-) -> subprocess.CompletedProcess:
-    """Runs a program to its end; kills it, and raises TimeoutExpired, after `timeout` seconds."""
-    argv = tuple(map(str, argv))
-    if fresh or _needs_fresh(env):
-        return subprocess.run(
-            [sys.executable, *argv], env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True
-        )
-    running = Running(argv, env, cwd)
-    try:
-        code = running.wait(timeout)
-    finally:
-        if running.poll() is None:
-            running.kill()
-    return subprocess.CompletedProcess(argv, code, running.stdout, running.stderr)
-
-
-class Ranks:
-    """The processes of one run, which find each other as torchrun's do; `alone`: one that is told nothing of ranks."""
-
-    def __init__(self, world_size: int, *argv, env: dict[str, str], cwd: Path = ROOT, alone: bool = False):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        shared = {
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        own = [{} if alone else shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world_size)]
-        self.args = argv
-        self.ranks = [start(*argv, env=env | {k: str(v) for k, v in o.items()}, cwd=cwd) for o in own]
+        """The same of what went to standard error."""
+        return self._printed("stderr")
 
     @property
     def codes(self) -> list[int | None]:
         """Exit codes by rank; negative: the signal it died of; None: it runs."""
-        return [rank.poll() for rank in self.ranks]
+        return [process.exitcode for process in self.ranks]
 
-    @property
-    def stdout(self) -> str:
-        return "".join(rank.stdout for rank in self.ranks)
-
-    @property
-    def stderr(self) -> str:
-        return "".join(rank.stderr for rank in self.ranks)
+    def send_signal(self, number: int, rank: int | None = None) -> None:
+        """To one process, or to all, of those that run."""
+        for process in self.ranks if rank is None else [self.ranks[rank]]:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def wait(self, timeout: float = 600, *, together: bool = True, grace: float = 30) -> int:
         """The exit code of the first that failed, or 0. `together`: as with torchrun, the first that fails ends the
@@ -129,41 +81,47 @@ class Ranks:
         `timeout` seconds."""
         deadline, code = time.monotonic() + timeout, 0
         try:
-            while alive := [rank for rank in self.ranks if rank.poll() is None]:
-                wait_for([rank.process.sentinel for rank in alive], max(0.0, deadline - time.monotonic()))
+            while alive := [process for process in self.ranks if process.exitcode is None]:
+                wait_for([process.sentinel for process in alive], max(0.0, deadline - time.monotonic()))
                 failed = [status for status in self.codes if status]
                 if failed and not code:
                     code = failed[0]
                     if together:
                         deadline = min(deadline, time.monotonic() + grace)
-                        for rank in self.ranks:
-                            rank.send_signal(signal.SIGTERM)
+                        self.send_signal(signal.SIGTERM)
                 if time.monotonic() > deadline:
                     if not (code and together):
                         raise subprocess.TimeoutExpired(self.args, timeout, self.stdout, self.stderr)
                     break
         finally:
             self.kill()
-        return code
+        return code or next(filter(None, self.codes), 0)
 
     def kill(self) -> None:
-        for rank in self.ranks:
-            if rank.poll() is None:
-                rank.kill()
+        """Ends all processes and whatever they have started."""
+        for process in self.ranks:
+            if process.exitcode is None:
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    process.kill()
+                process.join()
 
 
-def run_ranks(
-    world_size: int, *argv, env: dict[str, str], cwd: Path = ROOT, timeout: float = 600
+def run(
+    *argv, env: dict[str, str], cwd: Path = ROOT, processes: int = 0, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """Runs a program in processes as torchrun does; the output is that of all, in the order of their ranks."""
-    ranks = Ranks(world_size, *argv, env=env, cwd=cwd)
-    code = ranks.wait(timeout)
-    return subprocess.CompletedProcess(argv, code, ranks.stdout, ranks.stderr)
+    """Runs a program to its end; kills it, and raises TimeoutExpired, after `timeout` seconds."""
+    if not processes and _needs_fresh(env):
+        words = [sys.executable, *map(str, argv)]
+        return subprocess.run(words, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)
+    running = Running(*argv, env=env, cwd=cwd, processes=processes)
+    code = running.wait(timeout)
+    return subprocess.CompletedProcess(running.args, code, running.stdout, running.stderr)
 
 
 def _needs_fresh(env: dict[str, str]) -> bool:
-    ours = os.environ
-    return any(env.get(k) != ours.get(k) for k in {*env, *ours} if k.startswith(FRESH))
+    return any(env.get(k) != os.environ.get(k) for k in {*env, *os.environ} if k.startswith(FRESH))
 
 
 def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, files: list[Path]) -> None:

@@ -309,7 +309,7 @@ def test_bad_input(command, place, monkeypatch, name):
 
 def refused(argv: list, env: dict | None = None) -> str:
     """The error of a run of two processes: printed once, before the launcher ends the other; no process trains."""
-    ranks = programs.Ranks(2, "recipe/train.py", *argv, env=LAUNCHED | environment(env))
+    ranks = programs.Running("recipe/train.py", *argv, env=LAUNCHED | environment(env), processes=2)
     assert ranks.wait(120) == 2, ranks.stdout + ranks.stderr
     # The second was ended while it was starting, or heard that before its first step.
     assert ranks.codes in ([2, 2], [2, -signal.SIGTERM], [2, 75]), ranks.stdout + ranks.stderr

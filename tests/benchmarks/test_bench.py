@@ -56,13 +56,14 @@ class Forked(programs.Running):
     """In the place of subprocess.Popen: a program that need not import torch again."""
 
     def __init__(self, command, stdout, cwd, env, **_):
-        self._log = Path(stdout.name)
-        super().__init__(tuple(command[1:]), env, cwd)
+        super().__init__(*command[1:], env=env, cwd=cwd)
+        self._log, self.pid = Path(stdout.name), self.ranks[0].pid
         while self.poll() is None and os.getpgid(self.pid) != self.pid:  # until it leads a group, as Popen's does
             time.sleep(0.01)
 
     def poll(self):
-        if (code := super().poll()) is not None:
+        (code,) = self.codes
+        if code is not None:
             self._log.write_text(self.stdout + self.stderr)
         return code
 

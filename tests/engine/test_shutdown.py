@@ -42,14 +42,13 @@ def start(tmp_path):
         script = tmp_path / f"{len(started)}.py"
         begin = "stop.at_boundary()" if begun else ""
         script.write_text(PROGRAM.format(body=body, before=before, begin=begin, patience=patience))
-        started.append(programs.start(script, env=os.environ | env))
+        started.append(programs.Running(script, env=os.environ | env))
         until(lambda: started[-1].stdout == "ready\n")
         return started[-1]
 
     yield start
     for running in started:
-        if running.poll() is None:
-            running.kill()
+        running.kill()
 
 
 def until(condition, seconds: float = 60) -> None:
@@ -96,7 +95,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start):
     until(lambda: "stopping" in running.stdout)
     running.send_signal(signal.SIGINT)  # the same Ctrl-C, passed on by a launcher
     time.sleep(1.2)
-    assert running.poll() is None
+    assert running.codes == [None]
     running.send_signal(signal.SIGINT)
     assert running.wait(10) == 130
     assert "stopped at once; the same command, without --fresh, continues from the last checkpoint" in running.stdout
@@ -137,7 +136,7 @@ def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched
     body = f"{LOOP}\n    open({str(tmp_path / 'stopped')!r}, 'w').close()"
     env = {"ACCELERATE_MIXED_PRECISION": "no"} if launched else {}
     running = start(body, before="if os.fork(): time.sleep(60)", **env)
-    os.kill(running.pid, signal.SIGKILL)
+    running.send_signal(signal.SIGKILL)
     try:
         if launched:
             until((tmp_path / "stopped").exists)
@@ -145,7 +144,7 @@ def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched
             time.sleep(1.5)
             assert not (tmp_path / "stopped").exists()
     finally:
-        os.killpg(running.pid, signal.SIGKILL)
+        os.killpg(running.ranks[0].pid, signal.SIGKILL)
 
 
 # Agreement
@@ -166,7 +165,7 @@ def test_agreeing_costs_no_step():
 
 
 def test_two_processes_stop_after_the_same_step_and_wait_for_late_data():
-    result = programs.run_ranks(2, "tests/engine/agreement.py", env=environment())
+    result = programs.run("tests/engine/agreement.py", env=environment(), processes=2)
     first, second = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
     # Rank 1 is told during step 20; its flag is sent before step 21 and read before step 22.
     assert first["steps"] == second["steps"] == 22

@@ -41,15 +41,15 @@ SMALLEST = TINY | {
 DATA = {"val_fraction": 0.1, "val_documents": 5, "shard_tokens": 10_000}  # 1,000 in the first
 
 
-class Run(programs.Ranks):
+class Run(programs.Running):
     """A run under way in `directory`/run."""
 
     def __init__(self, directory: Path, processes: int, fault: str, fields: dict):
         self.directory, self.fault, self.log = directory, fault, directory / "faults.log"
         variables = {MARK: str(directory), "RECIPE_FAULT": fault, "RECIPE_FAULT_LOG": str(self.log)}
         variables |= LAUNCHED if processes > 1 else {}
-        command = ("recipe/train.py", *flags(**fields))
-        super().__init__(processes, *command, env=environment(variables), alone=processes == 1)
+        ranks = processes if processes > 1 else 0
+        super().__init__("recipe/train.py", *flags(**fields), env=environment(variables), processes=ranks)
 
     @property
     def output(self) -> str:

@@ -86,7 +86,7 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path):
     run = lab.start(tmp_path, 2, "stall@data.shard:3", **streamed)
     run.until("\nstep 15 ")
     time.sleep(1)
-    run.ranks[-1].send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGTERM, rank=1)
     check_stopped(lab, run, **streamed)
     lab.check_same_end(tmp_path, 2, **long)
 
@@ -111,7 +111,7 @@ def test_a_disk_that_stays_full(lab, tmp_path):
     minute in which it is tried."""
     run = lab.start(tmp_path, 1, "enospc@save.optimizer.safetensors.during:2-")
     run.until("trying again")
-    run.ranks[0].send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGTERM)
     run.end(ExitCode.NOT_SAVED)
     assert newest_step(tmp_path) == 2
     lab.start(tmp_path, 1).end(0)

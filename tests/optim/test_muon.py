@@ -112,7 +112,7 @@ torch.save([p.detach() for p in model.parameters()] + [torch.tensor(sum(done))],
 def test_processes_share_the_work_and_have_the_same_weights(tmp_path):
     """12 matrices over 3 processes: query, key, value, projection and two of the MLP in each of two blocks."""
     (tmp_path / "shared.py").write_text(SHARED)
-    result = programs.run_ranks(3, str(tmp_path / "shared.py"), str(tmp_path), env=environment(), timeout=120)
+    result = programs.run(tmp_path / "shared.py", tmp_path, env=environment(), processes=3, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     alone = model_with_gradients()
     make_optimizer(alone, MUON).step()
