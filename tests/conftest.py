@@ -172,6 +172,20 @@ def by_step(run: Path) -> dict[int, dict]:
     return {line["step"]: line for line in metrics(run)}
 
 
+def tensors(checkpoint: Path) -> dict:
+    """The weights and the optimizer state."""
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "optimizer.safetensors")
+
+
+def assert_equal_tensors(checkpoint: Path, expected: Path) -> None:
+    """Weights and optimizer state are equal to the bit."""
+    found, wanted = tensors(checkpoint), tensors(expected)
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not found[name].equal(wanted[name])] == []
+
+
 def train(shards, run, processes=1, **fields):
     """A tiny run into `run`; its metrics by step."""
     settings = TINY | {"dataset_name": shards, "output_dir": run} | fields

@@ -1,7 +1,5 @@
 """What is measured on the live model while it trains is what the checkpoint gives through transformers."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -42,20 +40,3 @@ def test_a_sample_is_drawn_from_the_likeliest_tokens_by_its_seed(tiny_gpt2, monk
     options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": None}
     expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 16:].tolist()
     assert found == expected
-
-
-@pytest.mark.slow
-def test_blocks_compiled_by_themselves_are_not_compiled_for_an_evaluation(tiny_gpt2):
-    own = GPT2LMHeadModel(tiny_gpt2(32).model.config)
-    for block in own.transformer.h:
-        block.compile(backend="eager", dynamic=False)
-    torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters["stats"]
-    own(torch.zeros(1, 8, dtype=torch.long))
-    before = graphs["unique_graphs"]
-    with evaluation.whole_model(SimpleNamespace(full_state_dict=lambda model: None), own) as model:
-        for length in (5, 6, 7):
-            model.transformer(torch.zeros(1, length, dtype=torch.long))
-    assert graphs["unique_graphs"] == before
-    own(torch.zeros(1, 9, dtype=torch.long))
-    assert graphs["unique_graphs"] > before  # and are compiled again for training

@@ -1,6 +1,5 @@
 """Checkpoints are written in the background, after the metrics before them; a failure is reported and retried."""
 
-import errno
 import threading
 import time
 from contextlib import nullcontext
@@ -56,18 +55,6 @@ def run(tmp_path):
         yield run
 
 
-def failing(monkeypatch, times: int) -> None:
-    """The disk is full, so many times."""
-    commit, calls = module.save_checkpoint, iter(range(99))
-
-    def save_checkpoint(*arguments):
-        if next(calls) < times:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return commit(*arguments)
-
-    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint)
-
-
 def test_a_checkpoint_holds_the_state_of_every_component(run):
     run.saved(3)
     (path,) = checkpoints(run.directory)
@@ -99,25 +86,6 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
     assert run.steps == [1]
 
 
-def test_a_failed_save_is_reported_and_the_next_one_is_the_next_attempt(run, monkeypatch, caplog):
-    run.saved(1)
-    failing(monkeypatch, 1)
-    run.saved(2)
-    assert run.metrics.warning == "step 2 not saved"
-    assert "step 2: NOT SAVED: No space left on device" in caplog.text
-    assert "step_00000001 is the newest checkpoint" in caplog.text
-    run.save(3)
-    assert run.manager.finish()
-    assert (run.metrics.warning, run.steps) == ("", [3])
-
-
-def test_a_run_whose_last_save_failed_is_told(run, monkeypatch):
-    failing(monkeypatch, 1)
-    run.save(5)
-    assert not run.manager.finish()
-    assert run.steps == []
-
-
 def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_for_them(run, caplog):
     run.save(1)
     run.value = float("inf")
@@ -125,12 +93,3 @@ def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_fo
     assert not run.manager.finish()  # and at once: they stay what they are
     assert run.steps == [1]
     assert "step 2: NOT SAVED: a holds inf or NaN; lower learning_rate" in caplog.text
-
-
-def test_the_best_one_is_kept_and_at_the_end_not_twice(run):
-    for step, loss in enumerate([5.0, 4.0, 3.0], 1):
-        run.saved(step)
-        run.metrics.val_losses[step] = loss
-    assert run.steps == [2, 3]
-    assert run.manager.finish()
-    assert run.steps == [3]

@@ -108,9 +108,7 @@ def test_fresh_on_a_mount_point_says_what_to_do(tmp_path, monkeypatch):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rename", busy)
-    with pytest.raises(
-        UserError, match=r"cannot be written \(Device or resource busy\); mend that, or choose another output_dir"
-    ):
+    with pytest.raises(UserError, match=r"cannot be written \(Device or resource busy\); .* another output_dir"):
         run_directory(tmp_path, fresh=True).__enter__()
     assert (tmp_path / "step_00000003").exists()
 
@@ -127,8 +125,8 @@ def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, capl
     caplog.clear()
     check_same_run(state | {"config": same}, same, tokenizer, tmp_path)
     assert caplog.messages == []
-    with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96.*--fresh"):
-        check_same_run(state, same | {"n_layer": 3, "n_embd": 96}, tokenizer, tmp_path)
+    with pytest.raises(UserError, match=r"n_layer 2 -> 3, n_embd 128 -> 96, optim 'muon' -> 'adamw'.*--fresh"):
+        check_same_run(state, same | {"n_layer": 3, "n_embd": 96, "optim": "adamw"}, tokenizer, tmp_path)
     with pytest.raises(UserError, match="another version of this recipe wrote it, without 'metrics'"):
         check_same_run({k: v for k, v in state.items() if k != "metrics"}, same, tokenizer, tmp_path)
     with pytest.raises(UserError, match="holds another run: run_name 'shakespeare' -> 'other'"):

@@ -35,49 +35,33 @@ def reference(shards, tmp_path_factory):
     return curve(shards, tmp_path_factory.mktemp("cpu") / "run", "single", cpu=True)
 
 
-@pytest.mark.parametrize("config", ["single", "zero1", "zero2", "zero3", "fsdp"])
-@pytest.mark.parametrize(
-    ("precision", "compiled", "tolerance"),
-    [
-        ("fp32", False, 1e-3),
-        ("tf32", False, 2e-2),
-        ("bf16", False, 2e-2),
-        ("bf16", True, 2e-2),
-        ("fp16", False, 2e-2),
-        ("fp16", True, 2e-2),
-    ],
-)
-def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, compiled, tolerance):
-    if precision in ("bf16", "tf32") and not BF16:
-        pytest.skip(f"{torch.cuda.get_device_name()} has no {precision}")
-    if (config, precision) == ("fsdp", "fp16"):
-        pytest.skip("is refused")
-    # gradient checkpointing goes with compilation: the large recipes ask for both
-    options = {
-        "precision": precision,
-        "torch_compile": str(compiled).lower(),
-        "gradient_checkpointing": str(compiled).lower(),
-    }
-    losses = curve(shards, tmp_path / "run", config, cpu=False, **options)
-    assert losses == pytest.approx(reference, abs=tolerance)
-    assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "run/step_00000050/model.safetensors").values())
+COMPILED = {"torch_compile": "true", "gradient_checkpointing": "true"}  # the large recipes ask for both
 
 
-@pytest.mark.parametrize("config", ["single", "zero1", "fsdp"])
+@pytest.mark.parametrize("config", ["single", "zero1", "zero3", "fsdp"])
 @pytest.mark.parametrize(
-    ("options", "tolerance"),
+    ("precision", "options", "tolerance"),
     [
-        ({"precision": "fp32"}, 1e-3),
-        ({"precision": "fp32", "loss_chunk_size": "50"}, 1e-3),
-        ({"precision": "auto", "torch_compile": "true"}, 2e-2),
+        ("fp32", {}, 1e-3),
+        ("tf32", {}, 2e-2),
+        ("bf16", {}, 2e-2),
+        ("bf16", COMPILED, 2e-2),
+        ("fp16", {}, 2e-2),
+        ("fp16", COMPILED, 2e-2),
+        ("fp32", {"fused_loss": "true"}, 1e-3),
+        ("fp32", {"fused_loss": "true", "loss_chunk_size": "50"}, 1e-3),
+        ("auto", {"fused_loss": "true", "torch_compile": "true"}, 2e-2),
     ],
     ids=str,
 )
-def test_gpu_follows_the_cpu_with_the_fused_loss(shards, reference, tmp_path, config, options, tolerance):
-    if config == "fsdp" and options["precision"] == "auto" and not BF16:
+def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, options, tolerance):
+    if precision in ("bf16", "tf32") and not BF16:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no {precision}")
+    if config == "fsdp" and (precision == "fp16" or (precision == "auto" and not BF16)):
         pytest.skip("fp16 is refused")
-    losses = curve(shards, tmp_path / "run", config, cpu=False, fused_loss="true", **options)
+    losses = curve(shards, tmp_path / "run", config, cpu=False, precision=precision, **options)
     assert losses == pytest.approx(reference, abs=tolerance)
+    assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "run/step_00000050/model.safetensors").values())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2e-3), ("bfloat16", 2e-2)])
@@ -184,11 +168,7 @@ def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     """With 3 GB to itself the run takes at most 92 % of it, and twice the micro-batch would not have fitted."""
     total = 3.0
     settings = TINY | SIZED | {"dataset_name": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
-    settings |= {
-        "torch_compile": compiled,
-        "precision": "auto",
-        "output_dir": tmp_path / "run",
-    }
+    settings |= {"torch_compile": compiled, "precision": "auto", "output_dir": tmp_path / "run"}
     env = {"ACCELERATE_USE_CPU": "false", "FIT_MEMORY": str(1e9 * total)}
     result = launch("single", 1, "-m", "tests.estimate.micro_batch_probe", *flags(**settings), env=env)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -4,16 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
 from recipe.engine import factory
-from recipe.engine.base import Engine
 from recipe.engine.launch import check_launch, fail
 from recipe.utils.errors import UserError
-from recipe.utils.processes import Processes
 from tests.conftest import ROOT, launch, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
@@ -78,38 +76,14 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_reason_to_train_on_the_cpu_unnotice
             check_launch()
 
 
-def refused(config, processes: int, *arguments, env: dict | None = None) -> str:
-    result = launch(config, processes, "recipe/train.py", *arguments, env=env, real=True)
-    assert result.returncode != 0
-    errors = [line for line in (result.stdout + result.stderr).splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, result.stdout + result.stderr
-    return errors[0]
-
-
-def file_like(tmp_path, config: str, *replacements: tuple[str, str]):
-    text = (ROOT / "accelerate_configs" / f"{config}.yaml").read_text()
-    for old, new in replacements:
-        assert old in text
-        text = text.replace(old, new)
-    path = tmp_path / f"{config}.yaml"
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.slow
 def test_one_process_where_two_were_asked_for_is_refused(tmp_path):
-    path = file_like(tmp_path, "ddp", ("MULTI_GPU", "MULTI_CPU"))
-    message = refused(path, 2, "--dry_run")
-    assert "asks for several processes, but its distributed_type starts only one" in message
-    assert "accelerate_configs/ddp.yaml" in message
-
-
-def test_a_model_without_its_wrapper_is_refused():
-    engine = Engine.__new__(Engine)
-    engine.processes = Processes(world_size=2)
-    engine.accelerator = SimpleNamespace(prepare=lambda model: model)
-    with pytest.raises(UserError, match="without DDP; launch with accelerate_configs/ddp"):
-        engine._prepare(None, None, None)
+    path, text = tmp_path / "ddp.yaml", (ROOT / "accelerate_configs" / "ddp.yaml").read_text()
+    path.write_text(text.replace("MULTI_GPU", "MULTI_CPU"))
+    result = launch(path, 2, "recipe/train.py", "--dry_run")
+    assert result.returncode != 0
+    assert (result.stdout + result.stderr).count("error: ") == 1
+    assert "asks for several processes, but its distributed_type starts only one" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,19 +25,12 @@ def faulty(fault: str) -> dict[str, str]:
     return {"RECIPE_FAULT": fault, "PYTHONPATH": f"{ROOT}/tests/faults/load:{ROOT}"} if fault else {}
 
 
-# Below those that a kernel gives away by itself, and for each of pytest-xdist's workers a thousand of its own, begun
-# elsewhere by each test run.
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-PORTS = [20_000 + 1000 * (WORKER % 10) + (os.getpid() + i) % 1000 for i in range(1000)]
-
-
 def free_port() -> int:
-    """One that nobody listens on, and that was not returned before."""
-    while PORTS:
+    """One that nobody listens on, below those that a kernel gives away by itself."""
+    while True:
         with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port := PORTS.pop()))
+            tried.bind(("127.0.0.1", port := random.randrange(20_000, 30_000)))
             return port
-    raise AssertionError("no free port")
 
 
 # Two "nodes" on one machine would each take all cores, and their threads wait for one another.
@@ -46,21 +40,9 @@ CPUS = sorted(os.sched_getaffinity(0))[:2] if shutil.which("taskset") else []
 def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous="static", fault=""):
     """Two launchers with a rank each that meet on the loopback: [(exit code, output)] of them."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / f"{config}.yaml",
-        "--num_processes",
-        "2",
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(port),
-        "--rdzv_backend",
-        rendezvous,
-    ]
+    options = f"--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port} --rdzv_backend {rendezvous}"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--config_file"]
+    command.append(ROOT / "accelerate_configs" / f"{config}.yaml")
     nodes = []
     for i, folder in enumerate(folders):
         # Nodes find out by their addresses which of them keeps the store of c10d's rendezvous; here they are alike.

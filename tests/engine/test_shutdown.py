@@ -1,6 +1,5 @@
-"""Signals: a busy process stops at a step boundary, and several processes agree to stop at the same one."""
+"""Signals: a busy process stops at a step boundary; tests/faults has several, which agree to stop at the same one."""
 
-import json
 import os
 import signal
 import time
@@ -11,7 +10,6 @@ import pytest
 
 from recipe.engine.shutdown import Agreement
 from tests import processes as programs
-from tests.conftest import environment
 
 PROGRAM = """
 import ctypes, os, signal, sys, time
@@ -58,19 +56,12 @@ def until(condition, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_asks_for_a_stop_and_says_so(start, number):
-    running = start(f"{LOOP}\n    time.sleep(0.5)")
-    running.send_signal(number)
-    assert running.wait(60) == 0
-    assert "stopping at the next step boundary, with a checkpoint" in running.stdout
-
-
-def test_nohup_stays_nohup(start):
-    running = start("time.sleep(0.5)", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+@pytest.mark.parametrize(("before", "asked"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
+def test_a_terminal_that_closes_asks_for_a_stop_except_under_nohup(start, before, asked):
+    running = start("time.sleep(0.5)", before=before)
     running.send_signal(signal.SIGHUP)
     assert running.wait(60) == 0
-    assert running.stdout == "ready\n"
+    assert ("stopping at the next step boundary, with a checkpoint" in running.stdout) == asked
 
 
 def test_before_the_first_boundary_there_is_nothing_to_wait_for(start):
@@ -147,9 +138,6 @@ def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched
         os.killpg(running.ranks[0].pid, signal.SIGKILL)
 
 
-# Agreement
-
-
 def test_agreeing_costs_no_step():
     """The flags for a step are sent before the step before it computes, and waited for after it."""
     signals = SimpleNamespace(requested=False, stepping=False, at_boundary=lambda: None)
@@ -162,11 +150,3 @@ def test_agreeing_costs_no_step():
             agreement.wait_for_batches(batches)
             events.append("step")
     assert events == ["send", "wait", *["send", "step", "wait"] * 2, "send", "step"]
-
-
-def test_two_processes_stop_after_the_same_step_and_wait_for_late_data():
-    result = programs.run("tests/engine/agreement.py", env=environment(), processes=2)
-    first, second = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
-    # Rank 1 is told during step 20; its flag is sent before step 21 and read before step 22.
-    assert first["steps"] == second["steps"] == 22
-    assert first["wait_of_step_5"] > 0.3  # rank 0 does not start the step before rank 1 has its data

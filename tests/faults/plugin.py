@@ -1,15 +1,15 @@
 """Makes a process fail at a chosen point; the product knows nothing of it.
 
     RECIPE_FAULT=kill@save.model.safetensors.during
-    RECIPE_FAULT=enospc@log.write:2-
+    RECIPE_FAULT=enospc@save.rename.before:2-
     RECIPE_FAULT=nan@step.loss:3/1
 
 The variable holds ACTION@POINT, with :N for the N-th time that a process reaches the point (default: the first time;
 `N-`: that and all later ones), and /RANK for one of several processes (default: all). tests/processes.py installs the
 plugin in the processes it forks, load/sitecustomize.py in others.
 
-Actions: kill, term (that signal, to this process), enospc, eacces, eio (OSError), stall (an hour of sleep), nan and inf
-(of a value). What has happened is appended to the file that RECIPE_FAULT_LOG names, so that a test can tell a fault
+Actions: kill, term (that signal, to this process), enospc (OSError), stall (an hour of sleep), nan and inf (of a
+value). What has happened is appended to the file that RECIPE_FAULT_LOG names, so that a test can tell a fault
 that was survived from one that never came.
 
 Points, those that any implementation passes:
@@ -19,13 +19,10 @@ Points, those that any implementation passes:
     save.FILE.during            FILE of a checkpoint is half on the disk
     save.rename.before, save.rename.after       a checkpoint is written, and gets its name
     save.prune                  an old checkpoint has lost its name and is about to be deleted
-    log.write                   before a line of metrics.jsonl
     data.shard                  a shard is written, but does not have its name yet
 """
 
-import builtins
 import errno
-import io
 import os
 import pathlib
 import re
@@ -90,7 +87,7 @@ def _value(point: str, tensor):
 
 
 def _patch_files() -> None:
-    fsync, opened = os.fsync, io.open
+    fsync = os.fsync
 
     def faulty_fsync(fd) -> None:
         path = os.readlink(f"/proc/self/fd/{fd if isinstance(fd, int) else fd.fileno()}")
@@ -114,30 +111,10 @@ def _patch_files() -> None:
 
         return renamed
 
-    def faulty_open(file, mode="r", *arguments, **options):
-        stream = opened(file, mode, *arguments, **options)
-        name = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
-        return _MetricsLog(stream) if "a" in mode and str(name).endswith("/metrics.jsonl") else stream
-
     os.fsync, os.rename, os.replace = faulty_fsync, faulty(os.rename), faulty(os.replace)
-    io.open = builtins.open = faulty_open
     if hasattr(pathlib, "_NormalAccessor"):  # Python 3.10's pathlib holds functions of its own
         pathlib._NormalAccessor.rename = staticmethod(os.rename)
         pathlib._NormalAccessor.replace = staticmethod(os.replace)
-
-
-class _MetricsLog:
-    """A file whose write() is a point."""
-
-    def __init__(self, file):
-        self._file = file
-
-    def write(self, data):
-        _at("log.write")
-        return self._file.write(data)
-
-    def __getattr__(self, name: str):
-        return getattr(self._file, name)
 
 
 def _patch_model() -> None:

@@ -59,24 +59,10 @@ def column(lines: dict, name: str, last: int = 10**9) -> list:
     return [line[name] for step, line in lines.items() if line[name] is not None and step <= last]
 
 
-def tensors(checkpoint: Path) -> dict:
-    """The weights and the optimizer state."""
-    from safetensors.torch import load_file
-
-    return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "optimizer.safetensors")
-
-
 @pytest.fixture(scope="session")
 def plain(shards, once):
     """The engine of one device, in the same environment: (directory, metrics)."""
     run, _ = once("plain", lambda run: train(shards, run, config="single")[1])
-    return run, by_step(run)
-
-
-@pytest.fixture(scope="session")
-def one_device(shards, once):
-    """XLA, one device, accumulation 4: (directory, metrics)."""
-    run, _ = once("one", lambda run: train(shards, run)[1])
     return run, by_step(run)
 
 

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from tests.conftest import by_step
-from tests.xla.conftest import column, tensors, train, train_here
+from tests.conftest import by_step, tensors
+from tests.xla.conftest import column, train, train_here
 
 
 def assert_same_run(lines, expected, first_ten=1e-5, all_steps=1e-4, norm=1e-3):
@@ -18,18 +18,20 @@ def assert_same_run(lines, expected, first_ten=1e-5, all_steps=1e-4, norm=1e-3):
     assert column(lines, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=norm)
 
 
-def test_one_device_takes_the_plain_engines_steps(plain, one_device):
+@pytest.mark.parametrize(
+    ("devices", "micro_batch_size", "batch"),
+    [
+        (1, 2, "1 process x 4 micro-steps x 2 sequences x"),
+        (4, 1, "1 process x 2 micro-steps x 4 devices x 1 sequence x"),
+    ],
+)
+def test_devices_take_the_plain_engines_steps(shards, plain, tmp_path, devices, micro_batch_size, batch):
     losses = column(plain[1], "loss")
     assert len(losses) == 50
     assert losses[-1] < losses[0] - 0.5  # it learns: equal losses are no accident
     assert max(column(plain[1], "grad_norm")) > 1  # and is clipped
-    assert_same_run(one_device[1], plain[1])
-    assert_compiles_no_more(one_device[1])
-
-
-def test_four_devices_take_the_plain_engines_steps(shards, plain, tmp_path):
-    lines, output = train(shards, tmp_path / "run", devices=4, micro_batch_size=1)
-    assert "1 process x 2 micro-steps x 4 devices x 1 sequence x" in output
+    lines, output = train(shards, tmp_path / "run", devices=devices, micro_batch_size=micro_batch_size)
+    assert batch in output
     assert_same_run(lines, plain[1])
     assert_compiles_no_more(lines)
 
