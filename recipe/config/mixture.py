@@ -20,7 +20,7 @@ def data_config(values: dict) -> DataConfig:
     listed = values.get("dataset_name")
     if not isinstance(listed, list):
         return _located(DataConfig(**values))
-    run = DataConfig(**values | {"dataset_name": ""})
+    run = DataConfig(**{name: value for name, value in values.items() if name != "dataset_name"})
     for name in OF_ONE_DATA_SET:
         if getattr(run, name) != DEFAULTS[name]:
             raise UserError(f"{name} applies to one data set, but dataset_name is a list; move it into an entry")

@@ -109,10 +109,11 @@ class Builder:
         To make room, shards that all readers have passed are deleted. `budget`: bytes for training shards."""
         train = self.manifest.of("train")
         n = len(train) if self.manifest.complete else None
-        at = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
-        if None in at:  # a reader that begins will write where
+        positions = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
+        known = [position for position in positions if position is not None]
+        if len(known) < self.readers:  # a reader that begins will write where
             return None
-        low, here = min(at), self._here()
+        low, here = min(known), self._here()
         wanted = [i % n if n else i for i in range(low, low + _AHEAD)]  # readers count over all epochs
         number = next((i for i in wanted if i not in here), None)
         if number is None:

@@ -31,8 +31,8 @@ class TokenDataset:
     ):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self._vocab_size = vocab_size
-        self._opened: tuple[int, int] | None = None  # (epoch, shard), so that each epoch verifies its shards again
-        self._windows: np.ndarray | None = None  # of that shard, (windows, T + 1), uint16, mapped
+        # (epoch, shard), so that each epoch verifies its shards again, and its windows, (windows, T + 1), uint16
+        self._opened: tuple[tuple[int, int], np.ndarray] | None = None
         self._stamp = (0, 0)
         self._set_shards(shards)
 
@@ -92,12 +92,10 @@ class TokenDataset:
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
         """The windows of shard `s`, (windows, T + 1), uint16."""
         shard = self.shards[s]
-        if self._opened != (epoch, s):
+        if self._opened is None or self._opened[0] != (epoch, s):
             self._stamp = _stamp(shard.path)
-            tokens = open_shard(shard)
-            self._windows = np.lib.stride_tricks.sliding_window_view(tokens, self.sequence_length + 1)
-            self._windows = self._windows[:: self.sequence_length]
-            self._opened = epoch, s
+            windows = np.lib.stride_tricks.sliding_window_view(open_shard(shard), self.sequence_length + 1)
+            self._opened = (epoch, s), windows[:: self.sequence_length]
         # Reading a file that was changed might end the process (SIGBUS, where it was shortened) or train on damaged
         # tokens. The comparison costs a microsecond.
         if (now := _stamp(shard.path)) != self._stamp:
@@ -105,7 +103,7 @@ class TokenDataset:
                 f"{shard.path}: changed while the run reads it (it has {now[0]:,} bytes, and had {self._stamp[0]:,}); "
                 "put back the file that was prepared, and resume the run"
             )
-        return self._windows
+        return self._opened[1]
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, so that a resumed run can tell these data from others (`check_same_data`):

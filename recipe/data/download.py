@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from recipe.config import DataConfig
@@ -67,7 +67,7 @@ class HubProducer(Producer):
             raise UserError(f"{self.name}: no file for training matches {self.pattern}; name the files of one folder")
         return entries
 
-    def make(self, split: str, number: int) -> Iterator[int]:
+    def make(self, split: str, number: int) -> Generator[int, None, bool]:
         """Downloads a shard, all or nothing, unless it is here; its checksum is verified when it is opened. Yields 0:
         it makes no tokens. Raises UserError."""
         from huggingface_hub import hf_hub_download
@@ -75,12 +75,14 @@ class HubProducer(Producer):
         yield 0
         entry, aside = self.manifest.of(split)[number], self.out / _DOWNLOADS
         if (path := self.out / entry["file"]).exists():
-            return
+            return True
         shutil.rmtree(aside, ignore_errors=True)  # nothing continues a killed download, which would stay for ever
         while not path.exists():
             try:
-                options = {"repo_type": "dataset", "revision": self.source.commit, "local_dir": aside}
-                move(Path(hf_hub_download(self.source.repo, entry["path"], **options)), path)
+                repo, commit = self.source.repo, self.source.commit
+                found = hf_hub_download(repo, entry["path"], repo_type="dataset", revision=commit, local_dir=aside)
+                move(Path(found), path)
             except Exception as error:
                 self.source.wait_after(error)
         shutil.rmtree(aside, ignore_errors=True)
+        return True

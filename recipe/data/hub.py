@@ -112,30 +112,32 @@ class HubText(HubRepository):
 
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
         """(index, row, the last position before it from which a stream can start again)."""
-        import datasets
+        import datasets.config
 
         # Its own retries wait up to twenty minutes without a word.
-        datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
+        for what in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
+            setattr(datasets.config, f"STREAMING_{what}", 1)
         for what in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
             setattr(datasets.config, f"STREAMING_{what}_RETRY_INTERVAL", 0)
         if self._files is None:
             subset, split = self._data.dataset_config or None, self._data.dataset_split
             rows = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
             self._files = [partial(rows.shard, rows.num_shards, i) for i in range(rows.num_shards)]
-        index, start = (stream["document"], stream["state"]) if stream else (0, {"file": 0, "within": None})
-        for number in range(start["file"], len(self._files)):
+        index, first, within = 0, 0, None  # `within`: where in its first file
+        if stream:
+            index, first, within = stream["document"], stream["state"]["file"], stream["state"]["within"]
+        for number in range(first, len(self._files)):
             # By row groups of parquet: to start again need not read the file up to there. A file at a time, for all of
             # them would be opened first.
             rows = self._files[number]().reshard()
-            if start["within"]:
-                rows.load_state_dict(start["within"])
+            if within:
+                rows.load_state_dict(within)
             for row in rows:
                 yield index, row, stream
                 index += 1
                 if index % _STATE_EVERY == 0:
                     stream = {"document": index, "state": {"file": number, "within": rows.state_dict()}}
-            start = {"file": number + 1, "within": None}
-            stream = {"document": index, "state": start}
+            within, stream = None, {"document": index, "state": {"file": number + 1, "within": None}}
 
 
 def _status_and_reason(error: Exception) -> tuple[int | None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_
 from recipe.data.download import producer_of
 from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
 from recipe.data.prepare import must_prepare, prepare
-from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
-from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.shards import Shard, check_tokenizer, find_shards
+from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting, open_manifest
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def open_datasets(
     config: Config, batch: BatchPlan, processes: Processes, step: int = 0, state: dict | None = None
-) -> Iterator[tuple[Dataset, Dataset]]:
+) -> Generator[tuple[Dataset, Dataset], None, None]:
     """The training and validation data. A collective call: local text is prepared by the main process first.
 
     The run continues at `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError
@@ -54,7 +54,8 @@ def open_datasets(
             return
         trains, validations = map(list, zip(*opened, strict=True))
         check_disjoint([s for train in trains for s in train.shards], [s for val in validations for s in val.shards])
-        yield tuple(MixedDataset(sets, these, batch.sequences, run.seed) for these in (trains, validations))
+        train, validation = (MixedDataset(sets, each, batch.sequences, run.seed) for each in (trains, validations))
+        yield train, validation
 
 
 def check_dataset(one: DataSet, batch: BatchPlan) -> None:
@@ -125,7 +126,7 @@ def _open_stream(
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
         waiting.until_opened()
-        return Manifest.load(out).source.get("commit")
+        return open_manifest(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
     # Nobody goes beyond these two before all nodes have started, or would read the status of an earlier run.
@@ -138,7 +139,7 @@ def _open_stream(
             start(commit)
     if data.val_data:
         val_shards = _validation_shards(data)
-    elif not (val_shards := Manifest.load(out).shards_in(out, "val")):
+    elif not (val_shards := open_manifest(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
     train = StreamedDataset(out, *shape, rank=processes.local_rank, first=first)
     check_disjoint(train.shards, val_shards)

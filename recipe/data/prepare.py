@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,7 +111,7 @@ def must_prepare(data: DataConfig) -> bool:
 
 
 @contextmanager
-def alone_in(out: Path, seconds: float = 0) -> Iterator[None]:
+def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
     """Holds the lock of a directory of shards, for which it waits `seconds`: two producers would overwrite each other's
     open shards. The lock ends with its process. Raises UserError."""
     try:

@@ -7,7 +7,7 @@ where the next one begins, so that a producer killed at any moment continues fro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ class Producer:
     """
 
     wanted: dict
-    val_fraction: float | None = None
+    val_fraction = 0.0
 
     def __init__(self, data: DataConfig, out: Path, source: TextFiles | HubRepository):
         """Raises UserError where shards would come among files that are not this recipe's."""
@@ -126,8 +126,9 @@ class Producer:
         for number in self.missing(self.manifest.of("val")):
             yield from self.make("val", number)
 
-    def make(self, split: str, number: int) -> Iterator[int]:
-        """Makes a shard. Yields the tokens that were added. Raises UserError."""
+    def make(self, split: str, number: int) -> Generator[int, None, bool]:
+        """Makes a shard. Yields the tokens that were added, and returns whether more of the split may follow. Raises
+        UserError."""
         raise NotImplementedError
 
 
@@ -144,12 +145,12 @@ class TextProducer(Producer):
         super().__init__(data, out, open_text(data))
         self._threads, self.shard_tokens = threads, data.shard_tokens
         # For validation are so many documents at the beginning, or such a share of the tokens at the end, or neither.
-        self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else None)
+        self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
         if not (self.val_documents or (data.streaming and data.val_data)):
-            self.val_fraction = data.val_fraction or None
+            self.val_fraction = data.val_fraction
         self.options = {
-            "val_fraction": self.val_fraction,
-            "val_documents": self.val_documents,
+            "val_fraction": self.val_fraction or None,
+            "val_documents": self.val_documents or None,
             "shard_tokens": data.shard_tokens,
         }
         self.wanted = {**self.source.identity(), **self.options, "tokenizer": self.tokenizer.digest}
@@ -197,7 +198,7 @@ class TextProducer(Producer):
         if not self.manifest.of("val"):
             raise UserError(f"{self.source}: holds no text")
 
-    def make(self, split: str, number: int) -> Iterator[int]:
+    def make(self, split: str, number: int) -> Generator[int, None, bool]:
         """Makes a shard, or finds that the text ends before it. Yields the tokens that were added, and returns whether
         more of the split may follow. Raises UserError where a shard that the manifest knows comes out different."""
         known = self.manifest.of(split)[number : number + 1]

@@ -47,8 +47,10 @@ class BuilderProcess:
             start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
         )
         job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "earlier": earlier}
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        self._process.stdin.flush()
+        assert self._process.stdin
+        self._stdin = self._process.stdin
+        self._stdin.write(json.dumps(job).encode() + b"\n")
+        self._stdin.flush()
         threading.Thread(target=self._watch, name="builder", daemon=True).start()
 
     def _watch(self) -> None:
@@ -60,7 +62,7 @@ class BuilderProcess:
     def close(self) -> None:
         """Ends the builder, after ten seconds by killing it."""
         self._closing = True
-        self._process.stdin.close()
+        self._stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -95,6 +97,13 @@ class Waiting:
             time.sleep(POLL)
 
 
+def open_manifest(out: Path) -> Manifest:
+    """The manifest of a stream that readers can begin to read."""
+    manifest = Manifest.load(out)
+    assert manifest  # the builder has written it before
+    return manifest
+
+
 class StreamedDataset(TokenDataset):
     """A TokenDataset over shards that come and go, read in the order of the steps from window `first` of the run on.
     `rank` is this reader's number on its node."""
@@ -104,13 +113,13 @@ class StreamedDataset(TokenDataset):
         self.out, self.rank = out, rank
         self._waiting = Waiting(out)
         self._at: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
-        super().__init__([], *shape)
-        self._refresh()
+        self.manifest = open_manifest(out)
+        super().__init__(self.manifest.shards_in(out, "train"), *shape)
         self.pass_to(first)
 
     def _refresh(self) -> bool:
         """Reads the manifest; whether it has changed."""
-        known, self.manifest = getattr(self, "manifest", None), Manifest.load(self.out)
+        known, self.manifest = self.manifest, open_manifest(self.out)
         if self.manifest == known:
             return False
         self._set_shards(self.manifest.shards_in(self.out, "train"))
@@ -154,7 +163,7 @@ class StreamedDataset(TokenDataset):
     def _pass_to(self, sequence: int) -> None:
         """Tells the builder that shards before `sequence`, counted over all epochs, may go."""
         if sequence != self._at:
-            self._opened = self._windows = None  # or the disk would still hold what is deleted
+            self._opened = None  # or the disk would still hold what is deleted
             write_json(reader_path(self.out, self.rank), {"shard": sequence})
             self._at = sequence
 

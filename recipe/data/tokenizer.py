@@ -22,7 +22,8 @@ from recipe.utils.download import on_this_disk
 from recipe.utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    from transformers import GPT2TokenizerFast, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gpt2 import tokenization_gpt2
 
 GPT2 = "gpt2"
 MOST_TOKENS = 1 << 16  # that uint16 has numbers for
@@ -79,20 +80,14 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:
+def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> tokenization_gpt2.GPT2Tokenizer:
     """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens,
     and truncates there if asked to. It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no
     other special token."""
-    from transformers import GPT2TokenizerFast  # seconds to import, which making shards is spared
+    from transformers.models.gpt2 import tokenization_gpt2  # seconds to import, which making shards is spared
 
-    vocab = json.loads((_FILES / "encoder.json").read_text(encoding="utf-8"))
-    merges = (_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]  # after a version line
-    return GPT2TokenizerFast(
-        vocab=vocab,
-        merges=[tuple(merge.split()) for merge in merges],
-        model_max_length=max_length,
-        pad_token="<|endoftext|>",
-    )
+    vocab, merges = str(_FILES / "encoder.json"), str(_FILES / "vocab.bpe")
+    return tokenization_gpt2.GPT2Tokenizer(vocab, merges, model_max_length=max_length, pad_token="<|endoftext|>")
 
 
 class GPT2Tokenizer:
@@ -180,28 +175,35 @@ def open_tokenizer(name: str) -> GPT2Tokenizer:
     return GPT2Tokenizer() if name == GPT2 else OwnTokenizer(name)
 
 
-def _loaded(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+def _loaded(name: str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     directory = on_this_disk(name, "tokenizer", _HUB_FILES, "tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds
         raise UserError(
             f"tokenizer {name} cannot be loaded ({first_line(error)}); give a directory that "
             "holds tokenizer.json, ORG/NAME on the Hub, or gpt2"
         ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise _not_byte_level(name)
+    return tokenizer
 
 
-def _check_usable(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def _not_byte_level(name: str) -> UserError:
+    return UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
+
+
+def _check_usable(name: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
     added, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
     tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
-    model = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
-    if not (isinstance(model, BPE) and alphabet <= tokens and set("".join(tokens)) <= alphabet):
-        raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
+    byte_level = alphabet <= tokens and set("".join(tokens)) <= alphabet
+    if not (isinstance(tokenizer.backend_tokenizer.model, BPE) and byte_level):
+        raise _not_byte_level(name)
     if vocab_size > MOST_TOKENS:
         raise UserError(
             f"tokenizer {name} has {vocab_size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}. Choose a "

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Metrics:
         tracker: the Tracker, whose state a checkpoint keeps.
         seconds, pauses: of training, and of validation, saving and the like between; of the whole run, earlier
             processes included.
+        val_losses: {step: validation loss} of the run so far; on the main process.
         warning: shown in every line until it is empty again.
     """
 
@@ -61,16 +62,17 @@ class Metrics:
             # A tracker takes no step twice: steps that now go differently are another run of its.
             run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
             self.load_state_dict(checkpoint.state["metrics"])
-        self._log = None  # the main process alone has one
+        self._log: MetricsLog | None = None  # the main process alone has one
+        self.val_losses: dict[int, float] = {}
         if engine.processes.is_main:
             self._log = closing.enter_context(MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step))
-            known = self._log.earlier | known
+            known, self.val_losses = self._log.earlier | known, self._log.val_losses
         opt = config.optimizer
         self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
         closing.callback(self._progress.close)
         self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.processes.is_main))
         self._read_at, self._known = step, known  # the step of the last reading, and what is known of it
-        self._grad_norm: torch.Tensor | None = None
+        self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
         self._window_begun = time.perf_counter()  # later by its pauses
         self._save_wait = 0.0  # seconds for which this process has stood still for its saves
 
@@ -106,9 +108,15 @@ class Metrics:
         """Writes the record of a step to all outputs, unless it is empty."""
         if not record:
             return
-        line = {"step": step, "tokens": step * self._config.optimizer.total_batch_tokens}
-        line |= dict.fromkeys(_MEASURED) | record | {"seconds": round(self.seconds, 3)}
-        line |= {"save_wait": self._save_wait / max(self._save_wait + self.seconds, 1e-9)} | self._engine.counters()
+        line = {
+            "step": step,
+            "tokens": step * self._config.optimizer.total_batch_tokens,
+            **dict.fromkeys(_MEASURED),
+            **record,
+            "seconds": round(self.seconds, 3),
+            "save_wait": self._save_wait / max(self._save_wait + self.seconds, 1e-9),
+            **self._engine.counters(),
+        }
         if self._log:
             self._log.write(line)
         self._progress.report(line, self.warning)
@@ -121,7 +129,7 @@ class Metrics:
         self._progress.advance()
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[Callable[[int, int], None]]:
+    def paused(self, what: str) -> Generator[Callable[[int, int], None], None, None]:
         """A context for a pause in training, such as "validating": its seconds do not count as training, and the
         progress bar shows what the run is doing. The device must be idle at its beginning, or the work still queued
         there counts as pause. Yields a function that reports how many of how many batches are done."""
@@ -136,14 +144,10 @@ class Metrics:
             if what == "saving":
                 self._save_wait += pause
 
-    @property
-    def val_losses(self) -> dict[int, float]:
-        """{step: validation loss} of the run so far; of the main process."""
-        return self._log.val_losses
-
     def sync(self) -> None:
-        """Brings metrics.jsonl to the disk; of the main process."""
-        self._log.sync()
+        """Brings metrics.jsonl to the disk; on the main process."""
+        if self._log:
+            self._log.sync()
 
     def state_dict(self) -> dict:
         """For the checkpoint, as JSON. A collective call, and waits for the device."""

@@ -1,7 +1,7 @@
 """How a program ends: the exit codes, and the error that is a user's to mend."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
 
 
 @contextmanager
-def reading(path: Path, way_out: str) -> Iterator[None]:
+def reading(path: Path, way_out: str) -> Generator[None, None, None]:
     """Context in which a file is read, and nothing else is done: whatever a library raises there becomes a UserError
     that names the file and the way out. So does what is no regular file: a FIFO would be waited for without end."""
     with _naming(path, "read", way_out):
@@ -42,7 +42,7 @@ def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _naming(path: Path, done: str, way_out: str) -> Iterator[None]:
+def _naming(path: Path, done: str, way_out: str) -> Generator[None, None, None]:
     try:
         yield
     except UserError:
