@@ -119,12 +119,6 @@ class Place:
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
         return self.file("old/pytorch_model.bin", b"\x80").parent
 
-    def manifest(self, file: str) -> Path:
-        """A directory whose manifest has a shard of this name."""
-        shard = {"file": file, "split": "train", "tokens": 10, "sha256": None, "next": {}}
-        content = {"source": {}, "options": {}, "complete": True, "shards": [shard]}
-        return self.file("d/manifest.json", json.dumps(content)).parent
-
     def weights(self) -> Path:
         """A model whose safetensors are cut short."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
@@ -169,7 +163,6 @@ TABLE = {
         "another tokenizer",
     ),
     "5 dtype": (lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())), "type (uint16 is read)", PREPARE),
-    "6 short": (lambda at: at.train(at.shard(GOOD[:16])), "x_train_0.bin: 16 tokens", "lower sequence_length"),
     "7 validation is training": (
         lambda at: at.train(at.shard(GOOD, val=GOOD)),
         "x_train_0.bin (training)",
@@ -186,7 +179,7 @@ TABLE = {
     ),
     "10 script": (
         lambda at: at.prepare(at.file("texts.py", LOADER)),
-        "no text or shards of a kind that is read",
+        "texts.py: no text or shards of a kind that is read",
         ".jsonl",
     ),
     "11 few windows": (
@@ -203,10 +196,6 @@ TABLE = {
     "12 mixture, all weights 0": (
         lambda at: at.mixture("{name: A, weight: 0}, {name: B, weight: 0.0}"),
         "dataset_name has no entry with a weight above 0; write a mixture as",
-    ),
-    "12 mixture, weight too small": (
-        lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1e-5}"),
-        "entry 2 (B): weight 1e-05 is too small for even one sequence in 1,000; raise it, or remove the entry",
     ),
     "12 mixture, twice": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
@@ -276,11 +265,6 @@ TABLE = {
         "copy or download it again",
     ),
     "24 run_name": (lambda at: at.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),
-    "24 manifest": (
-        lambda at: at.train(at.manifest(file="../x.bin"), train_text=""),
-        "manifest.json cannot be read (shard '../x.bin' is not the name of a file in its directory)",
-        "prepare again",
-    ),
 }
 
 

@@ -56,7 +56,7 @@ def test_golden_loss_curve(shards, tmp_path, pytestconfig, optim):
 
 
 def test_a_run_learns_and_reports(whole_run):
-    _, lines, output = whole_run
+    _, lines, _ = whole_run
     assert list(lines) == list(range(21))
     assert lines[0]["val_loss"] == pytest.approx(np.log(50257), abs=0.05)  # uniform at the start
     assert lines[20]["val_loss"] < lines[10]["val_loss"] < lines[0]["val_loss"] - 1
@@ -69,7 +69,6 @@ def test_a_run_learns_and_reports(whole_run):
     assert lines[20]["grad_norm"] > 0
     assert lines[20]["tokens_per_second"] > 0
     assert lines[20]["mfu"] is None  # no peak is known for a CPU
-    assert "unigram baseline" in output
 
 
 def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):

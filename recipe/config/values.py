@@ -28,7 +28,7 @@ def _converted(name: str, value, fields: Fields, origin: str):
         raise UserError(f"{origin}{name} takes one value, found a {type(value).__name__}")
     word, field = "" if value is None else str(value), fields[name]
     if field.metadata["path"]:
-        if "://" in word and not word.startswith("hf://"):
+        if "://" in word:
             raise UserError(
                 f"{origin}{name} {word} is a URL; give a path on this disk, or the name of a Hub repository"
             )

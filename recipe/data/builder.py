@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipe.config import DataConfig
-from recipe.data.download import producer_of
 from recipe.data.prepare import alone_in
-from recipe.data.shards import Manifest
+from recipe.data.producer import Producer
+from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
 from recipe.utils.errors import UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
@@ -56,7 +56,7 @@ class Builder:
     def __init__(self, data: DataConfig, readers: int):
         """Raises UserError for what cannot be streamed."""
         self.data, self.out, self.readers, self.status = data, Path(data.dataset_name), readers, {}
-        self.producer = producer_of(data)
+        self.producer = Producer(data, self.out)
         if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start that are for "
@@ -71,7 +71,7 @@ class Builder:
         train = sum(map(self.producer.bytes_of, self._here()))
         affordable = val + train + shutil.disk_usage(self.out).free * 9 // 10
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
-        if (least := val + 2 * self.producer.largest) > budget:
+        if (least := val + 2 * (HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens)) > budget:
             raise UserError(
                 f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, and the "
                 f"validation shards and two training shards need {least / 1e9:.3g} GB; raise it, free some "

@@ -17,7 +17,7 @@ import numpy as np
 
 from recipe.config import ROOT, DataConfig
 from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
-from recipe.data.dataset import TokenDataset, check_batch
+from recipe.data.dataset import TokenDataset
 from recipe.data.shards import Manifest
 from recipe.utils.errors import UserError
 
@@ -139,14 +139,18 @@ class StreamedDataset(TokenDataset):
                 number = len(self.shards)
                 self._pass_to(number)  # or to an earlier one of the next epoch, if the stream ends here
                 self._waiting.until(self._refresh, f"shard {number}")
-            if self.manifest.complete:
-                check_batch(self)
+            self.check_batch()
 
     def pass_to(self, window: int) -> None:
         """As TokenDataset's: shards of which this reader gets no window must not wait for it."""
         if window >= self.windows and not self.manifest.complete:
             self._refresh()
         self._pass_to(self._shard_of(window))
+
+    def check_batch(self) -> None:
+        """As TokenDataset's, once all shards are known."""
+        if self.manifest.complete:
+            super().check_batch()
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
         self._pass_to(epoch * len(self.shards) + s if self.manifest.complete else s)

@@ -61,11 +61,14 @@ class Metrics:
             step, known = checkpoint.step, checkpoint.state["record"]
             # A tracker takes no step twice: steps that now go differently are another run of its.
             run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
-            self.load_state_dict(checkpoint.state["metrics"])
+            before = checkpoint.state["metrics"]
+            self.seconds, self.pauses = before["seconds"], before["pauses"]
+            self.loss.load_state_dict(before["running_loss"])
         self._log: MetricsLog | None = None  # the main process alone has one
         self.val_losses: dict[int, float] = {}
         if engine.processes.is_main:
-            self._log = closing.enter_context(MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step))
+            self._log = MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step)
+            closing.callback(self._log.close)
             known, self.val_losses = self._log.earlier | known, self._log.val_losses
         opt = config.optimizer
         self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
@@ -154,11 +157,6 @@ class Metrics:
         loss = self.loss.state_dict(self._engine.processes.mean)
         return {"seconds": self.seconds, "pauses": self.pauses, "running_loss": loss}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Sets what `state_dict` returned."""
-        self.seconds, self.pauses = state["seconds"], state["pauses"]
-        self.loss.load_state_dict(state["running_loss"])
-
 
 class RunningLoss:
     """Mean of the losses since the last reading, kept on the device: adding to it never waits for the device.
@@ -202,14 +200,14 @@ class RunningLoss:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a logged step, written at once; of the main process only, a context manager.
+    """metrics.jsonl: one JSON object a logged step, written at once; of the main process only.
 
-    A resumed run drops the lines after `first_step`, which it is about to write again. That of `first_step` itself
-    stays until it writes that again: an earlier plan may have measured there what this one does not, such as the
-    validation loss after its last step. A full disk costs the lines that no longer fit into the file's buffer.
+    A resumed run drops the lines from `first_step` on, which it is about to write again. A full disk costs the lines
+    that no longer fit into the file's buffer.
 
     Attributes:
-        earlier: what the file's line of `first_step` holds, without nulls; empty if there is none.
+        earlier: what the file's line of `first_step` held, without nulls; empty if there was none. An earlier plan may
+            have measured what this one does not, such as the validation loss after its last step.
         val_losses: {step: validation loss} of the lines so far, where it was measured and is finite.
     """
 
@@ -220,8 +218,7 @@ class MetricsLog:
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
         self.val_losses = {step: line["val_loss"] for step, line in kept.items() if line.get("val_loss") is not None}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
-        texts = [json.dumps(line) + "\n" for line in kept.values()]
-        self._end_before = len("".join(texts[:-1]))  # in bytes; where the line of first_step begins, if there is one
+        texts = [json.dumps(line) + "\n" for step, line in kept.items() if step < first_step]
         with writing(path, "move it away, or choose another output_dir"):
             replace_file(path, "".join(texts).encode())
             self._file = path.open("ab")
@@ -233,8 +230,6 @@ class MetricsLog:
         if line.get("val_loss") is not None:
             self.val_losses[line["step"]] = line["val_loss"]
         try:
-            if line["step"] == self.earlier.get("step"):
-                self._file.truncate(self._end_before)
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()  # after an error the buffer keeps what it could not write
             self._failed = False
@@ -250,10 +245,8 @@ class MetricsLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *exception) -> None:
+    def close(self) -> None:
+        """Brings the file to the disk, and closes it."""
         self.sync()
         with suppress(OSError):
             self._file.close()

@@ -12,7 +12,6 @@ from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
 from recipe.data.shards import Manifest
-from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment, flags
@@ -119,32 +118,16 @@ def test_single_files_and_globs_of_tokens(here):
             opened(f"--dataset_name={name}")
 
 
-def test_characters_are_not_trained_on_as_tokens(here):
-    """nanoGPT's data/shakespeare_char: 65 characters."""
-    ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
-    tokens = np.array([ids[character] for character in TEXT], np.uint16)
-    tokens[:1_003_854].tofile(here / "train.bin")
-    tokens[1_003_854:].tofile(here / "val.bin")
-    for words in (["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"]):
-        with pytest.raises(UserError, match=r"train\.bin: no token .* above 64, .*docs/data\.md"):
-            opened(*words)
-    for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
-        encode(text).tofile(here / f"{split}.bin")
-    opened("--dataset_name=.")
-
-
 def test_a_directory_of_directories_of_shards_is_no_text(here):
     write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
     opened("--dataset_name=d.jsonl")
-    with pytest.raises(UserError, match=r"dataset_name data: no text or shards of a kind that is read"):
+    with pytest.raises(UserError, match=r"dataset_name data: no text or shards"):
         opened("--dataset_name=data")
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(here):
     with pytest.raises(UserError, match=r"dataset_name wikitext: no such .* Known names are fineweb-edu, .*ORG/NAME"):
         opened("--dataset_name=wikitext")
-    with pytest.raises(UserError, match=r"did you mean 'tinystories'\?"):
-        opened("--dataset_name=tinystorys")
     for name in ("data/none", "none.txt", "*.txt"):
         with pytest.raises(UserError, match=re.escape(name)):
             opened(f"--dataset_name={name}")
@@ -164,8 +147,6 @@ def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here)
     assert data("--config=gpt2-large", "--dataset_config=sample-10BT").dataset_name == "data/fineweb-edu-sample-10BT"
     hub = data("--dataset_name=HuggingFaceFW/fineweb-edu", "--dataset_config=x")
     assert (hub.dataset_name, hub.train_text) == ("data/fineweb-edu-x", "HuggingFaceFW/fineweb-edu")
-    shards = data("--dataset_name=hf://datasets/a/b@v1/*.bin")
-    assert (shards.dataset_name, shards.train_text) == ("data/b", "hf://datasets/a/b@v1/*.bin")
     assert data("--dataset_name=anywhere").train_text == ""
     assert data("--dataset_name=data/shakespeare").train_text.endswith("tiny_shakespeare.txt")  # the recipe's own
     assert data("--dataset_name=somewhere", "--train_text=a/b").train_text == "a/b"

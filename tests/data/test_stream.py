@@ -14,7 +14,7 @@ import pytest
 
 from recipe.data import stream as module
 from recipe.data.builder import STATUS, Builder, write_json
-from recipe.data.producer import TextProducer
+from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
 from recipe.data.stream import BuilderProcess, Waiting
 from recipe.utils.errors import UserError
@@ -192,7 +192,7 @@ def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     """Because the text has changed since the checkpoint."""
     manifest = Manifest(**dataclasses.asdict(prepared.manifest))
     manifest.shards[4] = manifest.shards[4] | {"sha256": "0" * 64}
-    producer = TextProducer(at(prepared, tmp_path), tmp_path)
+    producer = Producer(at(prepared, tmp_path), tmp_path)
     producer.open(earlier=manifest)
     list(producer.make_validation())
     with pytest.raises(UserError, match="built again, it differs"):

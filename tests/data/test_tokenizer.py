@@ -52,10 +52,6 @@ def test_a_literal_end_of_text_is_plain_text(theirs):
     assert encoding().decode(ids.tolist()) == "a<|endoftext|>b"
 
 
-def test_lone_surrogates_become_replacement_characters():
-    assert encode("a\ud800b").tolist() == encode("a\ufffdb").tolist()
-
-
 def test_a_million_spaces_before_a_word():
     ids = encode("x" + " " * 1_000_000 + "word")
     assert encoding().decode(ids.tolist()) == "x" + " " * 1_000_000 + "word"
