@@ -26,7 +26,6 @@ from recipe.data.prepare import prepare
 from tests import processes as programs
 from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
 from tests.data import write_shard
-from tests.hub.server import Hub
 
 GOOD = np.arange(4000, dtype="<u2")
 
@@ -152,17 +151,11 @@ TABLE = {
         "x_train_0.bin: neither llm.c's GPT-2 shard (it begins with 123 ",
         PREPARE,
     ),
-    "3 count": (
-        lambda at: at.train(at.shard(header(20240520, 1, 5000) + GOOD.tobytes())),
-        "gives 5000 tokens",
-        "prepare it",
-    ),
     "4 token outside": (
         lambda at: at.train(at.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),
         "x_train_0.bin: holds token 50257, GPT-2's vocabulary ends at 50256",
         "another tokenizer",
     ),
-    "5 dtype": (lambda at: at.train(at.shard(GOOD.astype("<u4").tobytes())), "type (uint16 is read)", PREPARE),
     "7 validation is training": (
         lambda at: at.train(at.shard(GOOD, val=GOOD)),
         "x_train_0.bin (training)",
@@ -216,11 +209,6 @@ TABLE = {
     "12 mixture, one directory": (
         lambda at: flags(dataset_name="[{name: fineweb, weight: 1}, {name: B, weight: 1}]", out="data/x"),
         "--out is one directory, and dataset_name lists 2 data sets; remove --out",
-    ),
-    "12 tokenizer": (
-        lambda at: at.train(tokenizer="acme/none"),
-        "tokenizer acme/none is not a directory here, and the Hub cannot be reached",
-        "give a directory that holds tokenizer.json",
     ),
     "13 batch": (
         lambda at: at.train(total_batch_tokens=9 * 16),
@@ -332,19 +320,6 @@ def test_19_and_20_files_that_disagree(place, fields, changes, message):
     }
     assert message in refused(place.train(), env)
     assert not place.run.exists()
-
-
-@pytest.mark.slow  # a new interpreter, because the Hub's address is read while a library is imported
-def test_10_a_hub_data_set_that_is_a_script(place):
-    (place.path / "hub" / "a" / "texts").mkdir(parents=True)
-    place.file("hub/a/texts/texts.py", LOADER)
-    with Hub(place.path / "hub") as hub:
-        words = place.prepare("a/texts")
-        result = programs.run("-m", "recipe.data.prepare", *words, env=environment(hub.environment))
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert "a/texts: " in result.stderr
-    assert "scripts are no longer supported" in result.stderr
 
 
 def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):

@@ -92,7 +92,7 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
     length = TINY["sequence_length"]
     source = TokenDataset(find_shards(settings["dataset_name"], "val"), length, 4, 1337)
-    rows = torch.from_numpy(source.validation_rows(0, TINY["eval_tokens"] // length))
+    rows = torch.from_numpy(source.validation_windows(0, TINY["eval_tokens"] // length))
     with torch.no_grad():
         logits = model.eval()(rows[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()

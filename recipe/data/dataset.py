@@ -11,7 +11,7 @@ from recipe.data.shards import Shard, open_shard, read_shard
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.utils.errors import UserError
 
-# Shapes: N rows asked for, T sequence_length.
+# Shapes: N windows asked for, T sequence_length.
 
 
 class TokenDataset:
@@ -47,7 +47,7 @@ class TokenDataset:
         """Windows in one epoch."""
         return int(self._starts[-1])
 
-    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
+    def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
         return self.windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))
 
@@ -59,7 +59,7 @@ class TokenDataset:
     def pass_to(self, window: int) -> None:
         """Tells that windows before `window`, counted since the run's start, will not be read any more."""
 
-    def validation_rows(self, lo: int, hi: int) -> np.ndarray:
+    def validation_windows(self, lo: int, hi: int) -> np.ndarray:
         """Windows [lo, hi) in plain order, shape (hi - lo, T + 1), int64; hi is at most `windows`."""
         window = np.arange(lo, hi, dtype=np.int64)
         return self._gather(np.zeros_like(window), window, permuted=False)
@@ -67,7 +67,7 @@ class TokenDataset:
     def _gather(self, epoch: np.ndarray, window: np.ndarray, permuted: bool) -> np.ndarray:
         out = np.empty((len(window), self.sequence_length + 1), np.int64)  # (N, T + 1)
         shard = np.searchsorted(self._starts, window, side="right") - 1  # (N,)
-        changes = np.flatnonzero(np.diff(epoch) | np.diff(shard)) + 1  # rows of one epoch and shard are neighbors
+        changes = np.flatnonzero(np.diff(epoch) | np.diff(shard)) + 1  # windows of one epoch and shard are neighbors
         for group in np.split(np.arange(len(window)), changes):
             if len(group) == 0:
                 continue
@@ -75,14 +75,14 @@ class TokenDataset:
             index = window[group] - self._starts[s]
             if permuted:
                 index = permutation(index, int(self._starts[s + 1] - self._starts[s]), (self.seed, e, s))
-            rows = self._windows_of(e, s)[index]  # (rows, T + 1)
-            if (largest := rows.max()) >= self._vocab_size:
+            windows = self._windows_of(e, s)[index]  # (those of the group, T + 1)
+            if (largest := windows.max()) >= self._vocab_size:
                 whose = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
                 raise UserError(
                     f"{self.shards[s].path}: holds token {largest}, {whose} ends at {self._vocab_size - 1}: another "
                     "tokenizer, type or byte order"
                 )
-            out[group] = rows
+            out[group] = windows
         return out
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:

@@ -29,7 +29,7 @@ class MixedDataset:
         shares = [count / BLOCK for count in self._counts]
         return list(zip(self._names, shares, self._datasets, strict=True))
 
-    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
+    def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
         """As TokenDataset's; waits for streams."""
         first = step * self._batch_size
         for dataset, passed in zip(self._datasets, windows_before(first + lo, self._counts, self._seed), strict=True):

@@ -20,7 +20,7 @@ from recipe.config import DataConfig
 from recipe.data import shards
 from recipe.data.documents import Column
 from recipe.data.hub import HubText
-from recipe.data.prepare import alone_in, main, must_prepare, prepare
+from recipe.data.prepare import alone_in, main, prepare
 from recipe.data.shards import Manifest, find_shards
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
@@ -251,15 +251,13 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
         ("d.txt", b"caf\xe9", r"d\.txt cannot be read .*UTF-8"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
-        ("d.txt", b"", "holds no text"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         ("d.txt", b"a few words", r"val_fraction 0\.1 of 4 tokens leaves none for one of the splits; raise it to 0\.5"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, data, message):
     (tmp_path / "in").mkdir()
-    if data is not None:
-        (tmp_path / "in" / name).write_bytes(data)
+    (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
 
@@ -282,12 +280,6 @@ def test_the_command(reference, tmp_path, capsys):
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
-
-
-def test_a_run_on_a_hub_data_set_names_the_command_that_prepares_it(tmp_path):
-    hub = data_of("a/b", tmp_path / "new")
-    with pytest.raises(UserError, match=r"first run python -m recipe\.data\.prepare with the same flags"):
-        must_prepare(hub)
 
 
 @pytest.mark.slow

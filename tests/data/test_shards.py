@@ -29,15 +29,6 @@ def test_bytes_on_disk_are_llm_c_s(tmp_path):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_nanogpts_files_without_a_header(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 50257, 3000).astype("<u2")
-    tokens[::7] = 0  # "!"
-    for name in ("train.bin", "val.bin"):
-        tokens.tofile(tmp_path / name)
-    (train,) = find_shards(str(tmp_path), "train")
-    assert open_shard(train).tolist() == tokens.tolist()
-
-
 GOOD = np.arange(1, 1000, dtype="<u2")
 
 

@@ -73,7 +73,7 @@ FAILURES = [
 def assert_streamed(data, expected, epochs, first=0):
     with streaming(data, first=first) as s:
         for step in range(first, int(epochs * expected.windows) // BATCH):
-            assert np.array_equal(s.datasets[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
+            assert np.array_equal(s.datasets[0].sequences(step, 0, BATCH), expected.sequences(step, 0, BATCH)), step
 
 
 @pytest.mark.parametrize(
