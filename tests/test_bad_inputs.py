@@ -4,7 +4,6 @@ The table has a row or more for each of 25 kinds of mistake, which are numbered.
 the tests below the table are for what needs a process, or several.
 """
 
-import errno
 import json
 import os
 import resource
@@ -112,11 +111,6 @@ class Place:
         data = bytearray((self.path / "changed" / "train_000000.bin").read_bytes())
         data[5000] ^= 1
         return self.file("changed/train_000000.bin", bytes(data)).parent
-
-    def pickled(self) -> Path:
-        """GPT-2's configuration, and weights that are a pickle."""
-        GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
-        return self.file("old/pytorch_model.bin", b"\x80").parent
 
     def weights(self) -> Path:
         """A model whose safetensors are cut short."""
@@ -242,11 +236,6 @@ TABLE = {
         lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
         "photos is not a run's: it holds a.jpg",
     ),
-    "23 weights": (
-        lambda at: at.train(init_from=at.pickled()),
-        "old: no model.safetensors; pytorch_model.bin",
-        ".save_pretrained('converted')",
-    ),
     "23 weights cut short": (
         lambda at: at.train(init_from=at.weights()),
         "old/model.safetensors cannot be read (",
@@ -335,22 +324,6 @@ def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):
     assert {path: path.read_bytes() for path in outside.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "metrics.jsonl"])
-def test_a_file_that_cannot_be_read_at_the_resume_is_named(command, place, monkeypatch, name):
-    argv, read = place.resume(), Path.read_text
-
-    def failing(path, *arguments, **options):
-        if path.name == name:
-            raise OSError(errno.EIO, "Input/output error")
-        return read(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "read_text", failing)
-    code, _, err = command(argv)
-    assert code == 2
-    assert f"{name} cannot be read (Input/output error); " in err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_full_disk_is_named(command, place, monkeypatch):
     """In the place of a full disk a limit of what a file may hold, which is less than the shard or tokenizer.json."""
     monkeypatch.setenv("TMPDIR", str(place.path))
@@ -386,15 +359,6 @@ def test_22_the_same_shards_elsewhere_are_the_same_data(command, place):
     code, out, err = command(argv)
     assert code == 0, err
     assert "from step 20" in out
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused(command, place):
-    argv = place.resume()
-    for checkpoint in checkpoints(place.run):
-        (checkpoint / "model.safetensors").write_bytes(b"")
-    code, _, err = command(argv)
-    assert code == 2
-    assert f"{place.run}: none of its 2 checkpoints is whole; --fresh starts over" in err
 
 
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(command, place):

@@ -49,11 +49,7 @@ class Producer:
     def __init__(self, data: DataConfig, out: Path, threads: int | None = None):
         """`threads` tokenize, by default one a core. Raises UserError where the text cannot be read, or where shards
         would come among files that are not this recipe's."""
-        if data.shard_tokens >= 1 << 31:
-            raise UserError(f"shard_tokens {data.shard_tokens}: a shard holds at most {(1 << 31) - 1} tokens")
         self.source, self.out, self.tokenizer = open_text(data), out, open_tokenizer(data.tokenizer)
-        if out.is_file():
-            raise UserError(f"{out} is a file, and the shards need a directory; name another one")
         if out.is_dir() and not (out / MANIFEST).exists():
             others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
             if others:

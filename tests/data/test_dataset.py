@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import math
-import os
 from collections import Counter
 
 import numpy as np
@@ -135,15 +134,6 @@ def test_permutations_are_evenly_drawn():
     n = 97_656
     bins = np.histogram(np.diff(permutation(np.arange(n), n, (1337, 0, 0))) % n, 100, (0, n))[0]
     assert ((bins - n / 100) ** 2 / (n / 100)).sum() / 99 < 1.7
-
-
-def test_a_thousand_shards_do_not_hold_a_thousand_files(tmp_path):
-    shards = make_shards(tmp_path, *[20] * 40)
-    data = TokenDataset(shards, T, 8, seed=1)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else pytest.skip("needs /proc")
-    for step in range(10):
-        data.sequences(step, 0, 8)
-    assert len(os.listdir("/proc/self/fd")) - before <= 1
 
 
 def test_6_a_shard_shorter_than_a_sequence_is_passed_over(tmp_path):

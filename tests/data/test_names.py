@@ -11,7 +11,6 @@ from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
-from recipe.data.shards import Manifest
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment, flags
@@ -80,15 +79,6 @@ def test_text_that_is_named_is_trained_on(here, flag, name):
     assert re.fullmatch(r"data/(mine|texts)-[0-9a-f]{8}", data.dataset_name)
     assert sorted(path.name for path in (here / "texts").iterdir()) == before
     assert opened(f"--{flag}={name}", "--val_fraction=0.2")[2].dataset_name != data.dataset_name
-
-
-def test_prepared_shards_are_trained_on_whatever_the_recipe_says(here, capsys):
-    """The documented route for own text: prepare it, then train on the directory; Shakespeare plays no part."""
-    prepare(data_of(write_jsonl(here / "d.jsonl", DOCUMENTS[:30]), here / "data" / "mine"))
-    train, _, data = opened("--dataset_name=data/mine")
-    assert (data.dataset_name, data.train_text) == ("data/mine", "")
-    assert tokens_of_all(train) == Manifest.load(here / "data" / "mine").tokens("train")
-    assert "changed" not in capsys.readouterr().out
 
 
 def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
