@@ -151,9 +151,9 @@ TABLE = {
         "another tokenizer",
     ),
     "7 validation is training": (
-        lambda at: at.train(at.shard(GOOD, val=GOOD)),
+        lambda at: at.train(at.shard(GOOD) / "x_train_0.bin", val_data=at.path / "x_train_0.bin"),
         "x_train_0.bin (training)",
-        "x_val_0.bin (validation) hold the same tokens",
+        "x_train_0.bin (validation) hold the same tokens",
     ),
     "8 checksum": (
         lambda at: at.train(at.changed()),

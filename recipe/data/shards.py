@@ -195,9 +195,9 @@ def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
     """Raises UserError for shards of another tokenizer, where the directory `name` has a manifest."""
     manifest = Manifest.load(Path(name))
     if manifest and manifest.tokenizer != tokenizer.digest:
-        theirs = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
+        maker = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
         raise UserError(
-            f"{name} holds shards of {theirs}, and tokenizer is {tokenizer.name}; prepare its text again in another "
+            f"{name} holds shards of {maker}, and tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
         )
 

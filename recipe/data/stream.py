@@ -71,7 +71,7 @@ class BuilderProcess:
 
 
 class Waiting:
-    """Waits for the builder, and logs what it is doing. Ends with its error, or when `closed` is set."""
+    """Waits for the builder, and logs that. Ends with its error, or when `closed` is set."""
 
     def __init__(self, out: Path):
         self.out, self.closed = out, False
@@ -92,8 +92,7 @@ class Waiting:
                 raise UserError("the run ended while it waited for data")
             if time.monotonic() - logged > _BETWEEN_LINES:
                 logged = time.monotonic()
-                doing = status.get("state", "the builder is starting")
-                logger.info("data       waiting %.0f s for %s: %s", logged - start, what, doing)
+                logger.info("data       waiting %.0f s for %s", logged - start, what)
             time.sleep(POLL)
 
 
@@ -164,12 +163,12 @@ class StreamedDataset(TokenDataset):
         epoch, window = divmod(window, self.windows)
         return epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1
 
-    def _pass_to(self, sequence: int) -> None:
-        """Tells the builder that shards before `sequence`, counted over all epochs, may go."""
-        if sequence != self._at:
+    def _pass_to(self, shard: int) -> None:
+        """Lets the builder delete the shards before `shard`, counted over all epochs."""
+        if shard != self._at:
             self._opened = None  # or the disk would still hold what is deleted
-            write_json(reader_path(self.out, self.rank), {"shard": sequence})
-            self._at = sequence
+            write_json(reader_path(self.out, self.rank), {"shard": shard})
+            self._at = shard
 
     def state_dict(self) -> dict:
         """As TokenDataset's, and the manifest, from which another node can build the shards again."""
