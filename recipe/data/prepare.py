@@ -30,7 +30,7 @@ from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("recipe.data.prepare")  # as a command this module is called __main__
 
 LOCK = ".preparing.lock"
 

@@ -25,7 +25,8 @@ from recipe.data.shards import Manifest, find_shards
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
-from tests.conftest import ROOT
+from tests import processes
+from tests.conftest import ROOT, environment
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl, write_tokens
 
 
@@ -264,8 +265,9 @@ def test_files_that_cannot_be_used(tmp_path, name, data, message):
 
 def test_the_command(reference, tmp_path, capsys):
     command = ["--train_text", str(reference.text), "--val_fraction", "0.1", "--shard_tokens", "3000"]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    first, last = capsys.readouterr().out.splitlines()
+    ran = processes.run("-m", "recipe.data.prepare", *command, "--out", str(tmp_path / "out"), env=environment())
+    assert ran.returncode == 0, ran.stderr
+    first, last = ran.stdout.splitlines()
     assert first.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
     assert f"{len(reference.contents)} shards, " in last
     assert "300 documents in " in last
