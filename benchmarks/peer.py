@@ -112,7 +112,7 @@ def micro_batches(config: Config, on: torch.device) -> Iterator[torch.Tensor]:
     pinned = on.type == "cuda"  # as the trainer
     for step in count():
         for start in range(0, data.batch_size, micro):
-            windows = torch.from_numpy(data.rows(step, start, start + micro))
+            windows = torch.from_numpy(data.sequences(step, start, start + micro))
             yield windows.pin_memory().to(on, non_blocking=True) if pinned else windows.to(on)
 
 
@@ -152,7 +152,7 @@ def nanogpt(config: Config, checkout: str) -> tuple[torch.nn.Module, Loss]:
 def hf_trainer(config: Config) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
     data, log = dataset(config), Log(config)
-    windows = torch.from_numpy(data.rows(0, 0, 64 * data.batch_size))  # the first steps, more than are compared
+    windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # the first steps, more than are compared
     examples = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in windows]
     repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # a new epoch would start new data loaders
 

@@ -123,9 +123,8 @@ def dataset_of(config: dict, about: list[dict]) -> str:
 
 
 def _known_text(source: dict) -> str:
-    """`source` has ORG/NAME, hf://datasets/ORG/NAME[@REVISION]/PATTERN, or local files."""
-    hub = source.get("train_text") or source.get("uri") or ""
-    repository = "/".join(hub.removeprefix("hf://datasets/").split("/")[:2]).split("@")[0].lower()
+    """`source` has ORG/NAME, or local files."""
+    repository = source.get("train_text", "").lower()
     digests = [file.get("sha256") for file in source.get("files", [])]
     return DATASETS.get(digests[0] if len(digests) == 1 else repository, "")
 

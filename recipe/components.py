@@ -16,7 +16,6 @@ from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, BatchPlan, Config, counts_in, data_sets
 from recipe.data.dataset import check_same_data
-from recipe.data.mixed import Dataset
 from recipe.data.open import check_dataset, open_datasets
 from recipe.data.prefetch import BatchLoader
 from recipe.data.tokenizer import open_tokenizer
@@ -46,7 +45,6 @@ class Components:
         engine: device, processes, precision.
         model: the prepared model.
         optimizer: prepared.
-        train_data, val_data: the tokens.
         batches: this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device.
         metrics: loss, throughput, metrics.jsonl, progress bar, tracker.
         evaluator: validation loss, HellaSwag and a sample of the live model.
@@ -58,8 +56,6 @@ class Components:
     engine: Engine
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    train_data: Dataset
-    val_data: Dataset
     batches: BatchLoader
     metrics: Metrics
     evaluator: Evaluator
@@ -113,8 +109,6 @@ def open_components(
             engine=engine,
             model=model,
             optimizer=optimizer,
-            train_data=train_data,
-            val_data=val_data,
             batches=batches,
             metrics=metrics,
             evaluator=Evaluator(config, batch, engine, raw_model, val_data, metrics),

@@ -95,7 +95,7 @@ class Evaluator:
         targets = torch.full((micro, length), IGNORE_INDEX)
         lo = number * micro
         if lo < windows:
-            real = torch.from_numpy(data.validation_rows(lo, min(lo + micro, windows)))  # (rows, T + 1)
+            real = torch.from_numpy(data.validation_windows(lo, min(lo + micro, windows)))  # (rows, T + 1)
             rows[: len(real)], targets[: len(real)] = real[:, :-1], real[:, 1:]
         return rows, targets
 

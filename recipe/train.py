@@ -73,7 +73,7 @@ def run(config: Config, engine: Engine) -> ExitCode:
         if not is_complete(config, engine.processes, checkpoint):
             with open_components(config, batch, engine, checkpoint, uploads) as parts:
                 result = train(config, batch, parts)
-            code = summarize(config, result, parts.train_data, parts.val_data)
+            code = summarize(config, result)
         if code == ExitCode.DONE:
             engine.stop.at_boundary()  # from now on Ctrl-C leaves the uploads for later
             code = uploads.wait(stopped=lambda: engine.stop.requested)

@@ -52,7 +52,7 @@ def test_golden_loss_curve(shards, tmp_path, pytestconfig, optim):
 
 
 def test_a_run_learns_and_reports(whole_run):
-    _, lines, output = whole_run
+    _, lines, _ = whole_run
     assert list(lines) == list(range(21))
     assert lines[0]["val_loss"] == pytest.approx(np.log(50257), abs=0.05)  # uniform at the start
     assert lines[20]["val_loss"] < lines[10]["val_loss"] < lines[0]["val_loss"] - 1
@@ -65,7 +65,6 @@ def test_a_run_learns_and_reports(whole_run):
     assert lines[20]["grad_norm"] > 0
     assert lines[20]["tokens_per_second"] > 0
     assert lines[20]["mfu"] is None  # no peak is known for a CPU
-    assert "unigram baseline" in output
 
 
 def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
@@ -89,7 +88,7 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
     length = TINY["sequence_length"]
     source = TokenDataset(find_shards(settings["dataset_name"], "val"), length, 4, 1337)
-    rows = torch.from_numpy(source.validation_rows(0, TINY["eval_tokens"] // length))
+    rows = torch.from_numpy(source.validation_windows(0, TINY["eval_tokens"] // length))
     with torch.no_grad():
         logits = model.eval()(rows[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()

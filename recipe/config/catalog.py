@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import glob
 import hashlib
 import json
@@ -15,7 +14,7 @@ from recipe.config.fields import DATASETS, DataConfig
 from recipe.utils.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
-PACKED = (".gz", ".bz2", ".xz", ".zst")  # a text file may be compressed
+PACKED = (".gz", ".bz2", ".zst")  # a text file may be compressed
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 # The settings that decide what the shards of a text hold.
 SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "text_column")
@@ -36,9 +35,8 @@ def resolve(data: DataConfig) -> DataConfig:
     if not is_on_hub(name):
         return data
     text, subset = DATASETS.get(name, (name, ""))
-    subset = "" if name.startswith("hf://") else data.dataset_config or subset
-    repository = "".join(text.removeprefix("hf://datasets/").split("/")[1:2]).split("@")[0]
-    directory = "-".join(filter(None, (f"data/{repository}", subset, *_own_tokenizer(data))))
+    subset = data.dataset_config or subset
+    directory = "-".join(filter(None, (f"data/{Path(text).name}", subset, *_own_tokenizer(data))))
     return dataclasses.replace(data, dataset_name=directory, train_text=text, dataset_config=subset)
 
 
@@ -48,9 +46,8 @@ def _own_tokenizer(data: DataConfig) -> list[str]:
 
 def _directory_of(text: str, data: DataConfig) -> str:
     """Where the shards of a text lie: other settings or another path are another directory."""
-    where = text if "://" in text else str(Path(text).absolute())
     settings = [getattr(data, field) for field in SHARD_FIELDS]
-    made = json.dumps([where, data.dataset_config, *settings, *_own_tokenizer(data)])
+    made = json.dumps([str(Path(text).absolute()), data.dataset_config, *settings, *_own_tokenizer(data)])
     path = Path(text).parent if glob.has_magic(Path(text).name) else Path(text)
     stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
     return f"data/{stem}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"
@@ -69,63 +66,45 @@ def text_suffix(path: Path) -> str:
     return suffix if suffix in TEXT_SUFFIXES else ""
 
 
-def text_files(name: str) -> tuple[list[Path], list[Path]]:
-    """The text files of a path, a directory with its subdirectories, or a glob, by name; and the other files there,
-    which are not read. Hidden ones, and links to directories, which can lead in a circle, are in neither list."""
-    directory, found = Path(name).is_dir(), glob.glob(name)
-    if directory:
-        found = []
-        for here, below, files in os.walk(name):
-            below[:] = [one for one in below if not one.startswith(".")]
-            found += [os.path.join(here, file) for file in files if not file.startswith(".")]
-    elif Path(name).is_file():  # its name may hold a bracket
-        found = [name]
-    texts, others = [], []
-    for path in map(Path, filter(os.path.isfile, sorted(found))):
-        card = directory and path.name == "README.md"  # most often a data set's
-        (texts if text_suffix(path) and not card else others).append(path)
-    return texts, others
-
-
-def _token_files(directory: Path) -> bool:
-    return any(directory.glob("*.bin")) or any(directory.glob("*/*.bin"))
+def text_files(name: str) -> list[Path]:
+    """The text files of a path, a directory with its subdirectories, or a glob, by name. Hidden ones, a data set's
+    README.md and what a link to a directory leads to are not among them."""
+    directory = Path(name)
+    if directory.is_dir():
+        below = [path.relative_to(directory) for path in directory.rglob("*") if path.name != "README.md"]
+        found = [directory / path for path in below if not any(part.startswith(".") for part in path.parts)]
+    else:  # the name of a file may hold a bracket
+        found = [directory] if directory.is_file() else [Path(path) for path in glob.glob(name)]
+    return sorted((path for path in found if path.is_file() and text_suffix(path)), key=str)
 
 
 def is_text(name: str) -> bool:
     """Whether a path holds text and no shards: a text file, a glob of them, or a directory with such files."""
-    path = Path(name)
-    if not name or (path.is_dir() and ((path / "manifest.json").is_file() or _token_files(path))):
+    directory = Path(name)
+    if not name or any(file for of in ("manifest.json", "*.bin", "*/*.bin") for file in directory.glob(of)):
         return False
-    return bool(text_files(name)[0])
+    return bool(text_files(name))
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a data set, by its name, is read from the Hub: a known one, hf://, or ORG/NAME where that is nothing on
-    this disk, nor the name of a file or of data/NAME."""
+    """Whether a data set, by its name, is read from the Hub: a known one, or ORG/NAME where that is nothing on this
+    disk, nor the name of a file or of data/NAME."""
     path = Path(name)
-    if name in DATASETS or name.startswith("hf://"):
+    if name in DATASETS:
         return not path.exists()
     if not REPO_NAME.fullmatch(name) or path.suffix == ".bin" or text_suffix(path):
         return False
     return path.parts[0] != "data" and not Path(path.parts[0]).exists()
 
 
-def kinds_of_text() -> str:
-    """The endings of the text files that are read."""
-    return f"{', '.join(TEXT_SUFFIXES)}, or one of these with {', '.join(PACKED)} behind it"
-
-
 def unknown_data(name: str, field: str = "dataset_name") -> UserError:
     """The error for a name that is neither a path of text or shards nor a known name."""
     kinds = (
-        f"text is a file, directory or quoted glob of {kinds_of_text()}; shards are a directory, a .bin file or a "
-        "quoted glob of them"
+        f"text is a file, directory or quoted glob of {', '.join(TEXT_SUFFIXES)}, or of one of these with "
+        f"{', '.join(PACKED)} behind it; shards are a directory, a .bin file or a quoted glob of them"
     )
-    close = difflib.get_close_matches(name, DATASETS, n=1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
     exists = Path(name).exists() or glob.glob(name)
     what = "no text or shards of a kind that is read" if exists else "no such file, directory or data set"
     return UserError(
-        f"{field} {name}: {what}. {meant}Known names are {', '.join(DATASETS)}; a data set on the Hub is ORG/NAME; "
-        f"{kinds}"
+        f"{field} {name}: {what}. Known names are {', '.join(DATASETS)}; a data set on the Hub is ORG/NAME; {kinds}"
     )

@@ -40,7 +40,7 @@ def _check_data(data: DataConfig) -> None:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
             raise UserError(f"dataset_source is for .bin files, and the data are {data.train_text}; remove it")
-    if data.streaming and (not data.train_text or set("*?[") & set(data.dataset_name)):
+    if data.streaming and not data.train_text:
         raise UserError(
             f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set of it"
         )

@@ -36,8 +36,8 @@ _LIMITS = {
 def setting(default, help: str, *, path: bool = False, only: tuple[str, str] | None = None, **limits: float):
     """A field that users set.
 
-    `limits` are those of _LIMITS. `path`: it may be that of a file, so ~ is expanded and a URL refused. `only` is the
-    other field, with its value, without which this one has no meaning.
+    `limits` are those of _LIMITS. `path`: it may be that of a file, so ~ is expanded. `only` is the other field, with
+    its value, without which this one has no meaning.
     """
     assert limits.keys() <= _LIMITS.keys()
     return dataclasses.field(default=default, metadata={"help": help, "path": path, "only": only, "limits": limits})
@@ -94,7 +94,7 @@ class DataConfig(Part):
     val_documents: int = setting(
         0, "validate on this many documents at the start (0: 10,000 of a Hub data set, else val_fraction)", min=0
     )
-    shard_tokens: int = setting(100_000_000, "tokens in a shard; the first ones have fewer", min=1)
+    shard_tokens: int = setting(100_000_000, "tokens in a shard; the first ones have fewer", min=1, below=2**31)
     sequence_length: int = setting(1024, "tokens in a sequence", min=1)
     mixture: tuple["DataSet", ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
 

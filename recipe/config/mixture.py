@@ -20,19 +20,14 @@ def data_config(values: dict) -> DataConfig:
     listed = values.get("dataset_name")
     if not isinstance(listed, list):
         return _located(DataConfig(**values))
-    run = DataConfig(**values | {"dataset_name": ""})
+    run = DataConfig(**{name: value for name, value in values.items() if name != "dataset_name"})
     for name in OF_ONE_DATA_SET:
         if getattr(run, name) != DEFAULTS[name]:
             raise UserError(f"{name} applies to one data set, but dataset_name is a list; move it into an entry")
     entries = [_entry(entry, f"dataset_name, entry {number}", run) for number, entry in enumerate(listed, 1)]
-    counts = counts_of([entry.weight for entry, _ in entries])
+    counts = counts_of([weight for weight, _ in entries])
     sets: dict[Path, DataSet] = {}
-    for number, ((entry, data), count) in enumerate(zip(entries, counts, strict=True), 1):
-        if entry.weight and not count:
-            raise UserError(
-                f"dataset_name, entry {number} ({entry.name}): weight {entry.weight:g} is too small for "
-                f"even one sequence in {BLOCK:,}; raise it, or remove the entry"
-            )
+    for number, ((_, data), count) in enumerate(zip(entries, counts, strict=True), 1):
         directory, name = Path(data.dataset_name).resolve(), short_name(data.dataset_name)
         if directory in sets:
             raise UserError(f"dataset_name lists {data.dataset_name} twice; remove one of the two")
@@ -41,15 +36,15 @@ def data_config(values: dict) -> DataConfig:
     return entries[0][1] if len(entries) == 1 else dataclasses.replace(run, mixture=tuple(sets.values()))
 
 
-def _entry(entry, where: str, run: DataConfig) -> tuple[Entry, DataConfig]:
-    """An entry of a mixture, and its data set with the run's other fields."""
+def _entry(entry, where: str, run: DataConfig) -> tuple[float, DataConfig]:
+    """The weight of an entry, and its data set with the run's other fields."""
     if not (isinstance(entry, dict) and {"name", "weight"} <= entry.keys()):
         raise UserError(f"{where}, is not a data set with a name and a weight; {FORM}")
     where = f"{where} ({entry['name']}): "
     values = converted(entry, _ENTRY, where)
     try:
         own = Entry(values.pop("name"), values.pop("weight"))
-        return own, _located(dataclasses.replace(run, dataset_name=own.name, **values))
+        return own.weight, _located(dataclasses.replace(run, dataset_name=own.name, **values))
     except UserError as error:
         raise UserError(f"{where}{error}") from None
 

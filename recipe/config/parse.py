@@ -10,7 +10,20 @@ import yaml
 
 from recipe.config.catalog import is_on_hub
 from recipe.config.checks import check
-from recipe.config.fields import DEFAULT_RECIPE, DEFAULTS, FIELDS, OF_ONE_DATA_SET, PARTS, ROOT, Config
+from recipe.config.fields import (
+    DEFAULT_RECIPE,
+    DEFAULTS,
+    FIELDS,
+    OF_ONE_DATA_SET,
+    PARTS,
+    ROOT,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Part,
+    RunConfig,
+)
 from recipe.config.mixture import FORM, data_config
 from recipe.config.values import converted, hint, metavar
 from recipe.utils.errors import UserError, reading
@@ -30,11 +43,11 @@ def parse_config(argv: list[str] | None = None) -> Config:
     values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
-    def of(part: type) -> dict:
+    def of(part: type[Part]) -> dict:
         return {field.name: values[field.name] for field in fields(part) if field.name in values}
 
-    model, data, optimizer, run = PARTS.values()
-    config = Config(model(**of(model)), data_config(of(data)), optimizer(**of(optimizer)), run(**of(run)))
+    model, optimizer = ModelConfig(**of(ModelConfig)), OptimizerConfig(**of(OptimizerConfig))
+    config = Config(model, data_config(of(DataConfig)), optimizer, RunConfig(**of(RunConfig)))
     check(config)
     return config
 
@@ -94,9 +107,11 @@ def _parser(shown: dict) -> argparse.ArgumentParser:
         for field in fields(part):
             if field.name in FIELDS:
                 default = f" (default: {shown[field.name]})" if shown.get(field.name, "") != "" else ""
-                bare = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
+                nargs, const = ("?", "true") if isinstance(field.default, bool) else (None, None)
                 text = f"{field.metadata['help']}{default}".replace("%", "%%")
-                groups[title].add_argument(f"--{field.name}", help=text, metavar=metavar(field), **bare)
+                groups[title].add_argument(
+                    f"--{field.name}", help=text, metavar=metavar(field), nargs=nargs, const=const
+                )
     return parser
 
 

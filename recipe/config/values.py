@@ -28,10 +28,6 @@ def _converted(name: str, value, fields: Fields, origin: str):
         raise UserError(f"{origin}{name} takes one value, found a {type(value).__name__}")
     word, field = "" if value is None else str(value), fields[name]
     if field.metadata["path"]:
-        if "://" in word and not word.startswith("hf://"):
-            raise UserError(
-                f"{origin}{name} {word} is a URL; give a path on this disk, or the name of a Hub repository"
-            )
         return os.path.expanduser(word)  # which a shell does not do in --val_data=~/shards
     for kind in _kinds(field):
         if word == kind:

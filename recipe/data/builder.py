@@ -18,18 +18,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipe.config import DataConfig
-from recipe.data.download import producer_of
 from recipe.data.prepare import alone_in
-from recipe.data.shards import Manifest
+from recipe.data.producer import Producer
+from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
 from recipe.utils.errors import UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redacted
 
-STATUS = ".builder.json"  # {"state": what the builder is doing, "opened": readers can begin, "error": why it ended}
+STATUS = ".builder.json"  # {"opened": true once readers can begin}, and then {"error": why the builder ended}
 POLL = 0.1  # seconds
 _AHEAD = 8  # shards, counted from the one that is read
-_BETWEEN_REPORTS = 0.5  # seconds
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -50,13 +49,19 @@ def reader_path(out: Path, rank: int) -> Path:
     return out / f".reader-{rank}"
 
 
+def finish(making: Iterator[int]) -> None:
+    """Makes a shard, whose progress nobody watches."""
+    for _ in making:
+        pass
+
+
 class Builder:
     """Makes the shards that the readers of this node need, in the order in which they need them."""
 
     def __init__(self, data: DataConfig, readers: int):
         """Raises UserError for what cannot be streamed."""
-        self.data, self.out, self.readers, self.status = data, Path(data.dataset_name), readers, {}
-        self.producer = producer_of(data)
+        self.data, self.out, self.readers = data, Path(data.dataset_name), readers
+        self.producer = Producer(data, self.out)
         if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start that are for "
@@ -66,38 +71,26 @@ class Builder:
     def run(self, commit: str | None, earlier: Manifest | None) -> None:
         """Makes shards until the process is ended. Raises UserError."""
         self.manifest = self.producer.open(commit, earlier)
-        self._make(self.producer.make_validation(), "the validation shards")
+        finish(self.producer.make_validation())
         val = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
         train = sum(map(self.producer.bytes_of, self._here()))
         affordable = val + train + shutil.disk_usage(self.out).free * 9 // 10
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
-        if (least := val + 2 * self.producer.largest) > budget:
+        if (least := val + 2 * (HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens)) > budget:
             raise UserError(
                 f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, and the "
                 f"validation shards and two training shards need {least / 1e9:.3g} GB; raise it, free some "
                 "disk, or lower shard_tokens"
             )
         if not self.manifest.of("train"):
-            self._make(self.producer.make("train", 0), "train shard 0")
-        self._report(opened=True)
+            finish(self.producer.make("train", 0))
+        write_json(self.out / STATUS, {"opened": True})
         while True:
             number = self._next_shard(budget - val)
             if number is None:
                 time.sleep(POLL)
             else:
-                self._make(self.producer.make("train", number), f"train shard {number}")
-
-    def _report(self, **values) -> None:
-        self.status |= values
-        write_json(self.out / STATUS, self.status)
-
-    def _make(self, making: Iterator[int], what: str) -> None:
-        tokens, reported = 0, 0.0
-        for added in making:
-            tokens += added
-            if time.monotonic() - reported > _BETWEEN_REPORTS:
-                reported = time.monotonic()
-                self._report(state=f"{what}, {tokens / 1e6:.1f} M tokens made")
+                finish(self.producer.make("train", number))
 
     def _here(self) -> set[int]:
         """The training shards on the disk."""
@@ -109,10 +102,11 @@ class Builder:
         To make room, shards that all readers have passed are deleted. `budget`: bytes for training shards."""
         train = self.manifest.of("train")
         n = len(train) if self.manifest.complete else None
-        at = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
-        if None in at:  # a reader that begins will write where
+        positions = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
+        known = [position for position in positions if position is not None]
+        if len(known) < self.readers:  # a reader that begins will write where
             return None
-        low, here = min(at), self._here()
+        low, here = min(known), self._here()
         wanted = [i % n if n else i for i in range(low, low + _AHEAD)]  # readers count over all epochs
         number = next((i for i in wanted if i not in here), None)
         if number is None:

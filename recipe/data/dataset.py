@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from recipe.data.shards import Shard, open_shard, read_shard
+from recipe.data.shards import Shard, open_shard
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.utils.errors import UserError
 
-# Shapes: N rows asked for, T sequence_length.
+# Shapes: N windows asked for, T sequence_length.
 
 
 class TokenDataset:
@@ -21,9 +19,8 @@ class TokenDataset:
 
     Shards are read in order, the windows of each in a permutation of its own for (seed, epoch, shard). `batch_size` is
     the number of sequences of one optimizer step over all processes, `vocab_size` that of the tokenizer's tokens. One
-    shard is open at a time: it is verified when it is opened, and its file's size and time are compared at each later
-    read. Reading raises what `open_shard` raises, and UserError for a file that changes, or with a token that is not
-    below `vocab_size`.
+    shard is open at a time, and is verified when it is opened. Reading raises what `open_shard` raises, and UserError
+    for a token that is not below `vocab_size`.
     """
 
     def __init__(
@@ -31,9 +28,8 @@ class TokenDataset:
     ):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self._vocab_size = vocab_size
-        self._opened: tuple[int, int] | None = None  # (epoch, shard), so that each epoch verifies its shards again
-        self._windows: np.ndarray | None = None  # of that shard, (windows, T + 1), uint16, mapped
-        self._stamp = (0, 0)
+        # (epoch, shard), so that each epoch verifies its shards again, and its windows, (windows, T + 1), uint16
+        self._opened: tuple[tuple[int, int], np.ndarray] | None = None
         self._set_shards(shards)
 
     def _set_shards(self, shards: list[Shard]) -> None:
@@ -51,7 +47,7 @@ class TokenDataset:
         """Windows in one epoch."""
         return int(self._starts[-1])
 
-    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
+    def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
         return self.windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))
 
@@ -61,9 +57,9 @@ class TokenDataset:
         return self._gather(g // n, g % n, permuted=True)
 
     def pass_to(self, window: int) -> None:
-        """Tells that windows before `window`, counted since the run's start, will not be read any more."""
+        """Notes that windows before `window`, counted since the run's start, will not be read again."""
 
-    def validation_rows(self, lo: int, hi: int) -> np.ndarray:
+    def validation_windows(self, lo: int, hi: int) -> np.ndarray:
         """Windows [lo, hi) in plain order, shape (hi - lo, T + 1), int64; hi is at most `windows`."""
         window = np.arange(lo, hi, dtype=np.int64)
         return self._gather(np.zeros_like(window), window, permuted=False)
@@ -71,7 +67,7 @@ class TokenDataset:
     def _gather(self, epoch: np.ndarray, window: np.ndarray, permuted: bool) -> np.ndarray:
         out = np.empty((len(window), self.sequence_length + 1), np.int64)  # (N, T + 1)
         shard = np.searchsorted(self._starts, window, side="right") - 1  # (N,)
-        changes = np.flatnonzero(np.diff(epoch) | np.diff(shard)) + 1  # rows of one epoch and shard are neighbors
+        changes = np.flatnonzero(np.diff(epoch) | np.diff(shard)) + 1  # windows of one epoch and shard are neighbors
         for group in np.split(np.arange(len(window)), changes):
             if len(group) == 0:
                 continue
@@ -79,50 +75,38 @@ class TokenDataset:
             index = window[group] - self._starts[s]
             if permuted:
                 index = permutation(index, int(self._starts[s + 1] - self._starts[s]), (self.seed, e, s))
-            rows = self._windows_of(e, s)[index]  # (rows, T + 1)
-            if (largest := rows.max()) >= self._vocab_size:
+            windows = self._windows_of(e, s)[index]  # (those of the group, T + 1)
+            if (largest := windows.max()) >= self._vocab_size:
                 whose = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
                 raise UserError(
                     f"{self.shards[s].path}: holds token {largest}, {whose} ends at {self._vocab_size - 1}: another "
                     "tokenizer, type or byte order"
                 )
-            out[group] = rows
+            out[group] = windows
         return out
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
         """The windows of shard `s`, (windows, T + 1), uint16."""
-        shard = self.shards[s]
-        if self._opened != (epoch, s):
-            self._stamp = _stamp(shard.path)
-            tokens = open_shard(shard)
-            self._windows = np.lib.stride_tricks.sliding_window_view(tokens, self.sequence_length + 1)
-            self._windows = self._windows[:: self.sequence_length]
-            self._opened = epoch, s
-        # Reading a file that was changed might end the process (SIGBUS, where it was shortened) or train on damaged
-        # tokens. The comparison costs a microsecond.
-        if (now := _stamp(shard.path)) != self._stamp:
-            raise UserError(
-                f"{shard.path}: changed while the run reads it (it has {now[0]:,} bytes, and had {self._stamp[0]:,}); "
-                "put back the file that was prepared, and resume the run"
-            )
-        return self._windows
+        if self._opened is None or self._opened[0] != (epoch, s):
+            windows = np.lib.stride_tricks.sliding_window_view(open_shard(self.shards[s]), self.sequence_length + 1)
+            self._opened = (epoch, s), windows[:: self.sequence_length]
+        return self._opened[1]
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, so that a resumed run can tell these data from others (`check_same_data`):
         {"shards": [[name, tokens, sha256], ...], "complete": True}"""
         return {"shards": [shard.identity for shard in self.shards], "complete": True}
 
+    def check_batch(self) -> None:
+        """Raises UserError for fewer windows than one optimizer step takes."""
+        if self.batch_size > self.windows:
+            raise UserError(
+                f"{self.shards[0].path.parent}: total_batch_tokens takes {self.batch_size} sequences a step, but the "
+                f"training data have only {self.windows}; lower total_batch_tokens, or prepare more text"
+            )
+
     def close(self) -> None:
         """Ends a read that waits, which only a streamed dataset's can."""
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """A file's size and time."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: deleted while the run reads it; put it back, and resume the run") from None
-    return status.st_size, status.st_mtime_ns
 
 
 def permutation(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
@@ -187,49 +171,22 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
         )
 
 
-def check_data(train: list[Shard], val: list[Shard], sequence_length: int, batch_size: int) -> None:
-    """Raises UserError for data on which a run would mislead or could not take a step: a training shard that is also a
-    validation shard, a split without a whole sequence, and fewer training windows than one optimizer step takes."""
-    check_disjoint(train, val)
-    for shards in (val, train):
-        check_length(shards, sequence_length)
-    check_batch(TokenDataset(train, sequence_length, batch_size, seed=0))
-
-
-def check_length(shards: list[Shard], sequence_length: int) -> None:
-    """Raises UserError for shards that hold no whole sequence."""
-    if max(shard.tokens for shard in shards) <= sequence_length:
-        raise UserError(
-            f"{shards[0].path}: {shards[0].tokens} tokens, fewer than one sequence of sequence_length + 1 = "
-            f"{sequence_length + 1}; lower sequence_length, or prepare more text (or a larger val_fraction)"
-        )
-
-
-def check_batch(train: TokenDataset) -> None:
-    """Raises UserError for fewer training windows than one optimizer step takes."""
-    if train.batch_size > train.windows:
-        raise UserError(
-            f"{train.shards[0].path.parent}: total_batch_tokens takes {train.batch_size} sequences a step, but the "
-            f"training data have only {train.windows}; lower total_batch_tokens, or prepare more text"
-        )
-
-
-def check_disjoint(train: list[Shard], val: list[Shard]) -> None:
-    """Raises UserError for a training shard that is also a validation shard, by name or by its bytes."""
-    for v in val:
-        for t in train:
-            if t.path.resolve() == v.path.resolve() or (t.tokens == v.tokens and _same_tokens(t, v)):
+def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> None:
+    """Raises UserError for data on which a run would mislead or could not take a step: validation data without a whole
+    window, fewer training windows than a step takes, and a training shard that is also one for validation."""
+    for dataset in validation:
+        if not dataset.windows:
+            raise UserError(
+                f"{dataset.shards[0].path}: {dataset.shards[0].tokens} tokens, fewer than one sequence of "
+                f"sequence_length + 1 = {dataset.sequence_length + 1}; lower sequence_length, or prepare more text (or "
+                "a larger val_fraction)"
+            )
+    for dataset in train:
+        dataset.check_batch()
+    for v in (shard for dataset in validation for shard in dataset.shards):
+        for t in (shard for dataset in train for shard in dataset.shards):
+            if t.path.resolve() == v.path.resolve() or (t.sha256 and t.sha256 == v.sha256):
                 raise UserError(
                     f"{t.path} (training) and {v.path} (validation) hold the same tokens: the validation loss would "
                     "mean nothing; name other files in dataset_name or val_data"
                 )
-
-
-def _same_tokens(a: Shard, b: Shard) -> bool:
-    if a.sha256 and b.sha256:
-        return a.sha256 == b.sha256
-    if not (a.path.exists() and b.path.exists()):  # of a stream
-        return False
-    x, y = read_shard(a.path), read_shard(b.path)
-    # The beginnings decide for all but equal files, and reading a thousand whole shards would take minutes.
-    return np.array_equal(x[:4096], y[:4096]) and np.array_equal(x, y)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import lzma
 import os
 import re
 from collections import deque
@@ -21,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config.catalog import text_files, text_suffix, unknown_data
+from recipe.config.catalog import text_files, text_suffix
 from recipe.data.shards import DTYPE, Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
@@ -70,6 +69,7 @@ class Column:
         if value is None:
             return ()
         if isinstance(value, str):
+            value = _without_surrogates(value)
             return (value[lo : lo + LONGEST_PIECE] for lo in range(0, len(value), LONGEST_PIECE))
         if isinstance(value, list) and all(type(number) is int for number in value):
             return self._tokens(np.array(value, np.int64), where)
@@ -171,12 +171,8 @@ class TextFiles:
     """Local files in order, which are never held in memory as a whole."""
 
     def __init__(self, name: str, column: Column):
-        """`name` is a file, a glob or a directory. `paths` is empty where no text file matches, `skipped` are the files
-        beside them that are not read. Raises UserError for what is there and holds no text file."""
-        self.paths, self.skipped = text_files(name)
-        self.column = column
-        if not self.paths and (self.skipped or Path(name).exists()):
-            raise unknown_data(name, "train_text")
+        """`name` is a file, a glob or a directory; `paths` is empty where no text file matches."""
+        self.paths, self.column = text_files(name), column
 
     def __str__(self) -> str:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
@@ -219,10 +215,8 @@ class TextFiles:
                         yield self.column.content(_json_object(line, where), where)
 
 
-def _open(path: Path) -> io.BufferedReader | lzma.LZMAFile:
+def _open(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed as its name says."""
-    if path.suffix == ".xz":  # which pyarrow cannot read
-        return lzma.open(path)
     return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)
 
 
@@ -234,6 +228,15 @@ def _json_object(line: bytes, where: str) -> dict:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object per line")
     return row
+
+
+def _without_surrogates(text: str) -> str:
+    """`text` with U+FFFD for each lone surrogate, which JSON may hold and UTF-8 may not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _file_chunks(path: Path) -> Iterator[str]:

@@ -27,8 +27,8 @@ _STATE_EVERY = 256  # documents between two positions from which a stream can st
 _PERMANENT = {400, 401, 403, 404, 410, 416}  # HTTP
 
 
-class HubRepository:
-    """A data set's repository, read at the commit that `pin` sets.
+class HubText:
+    """A data set of text, or of token ids, streamed with `datasets` at the commit that `pin` sets.
 
     The libraries sometimes report a rate limit or an outage as a missing file, or as a data set without data. So what
     has worked is retried whatever the error is, unless the Hub itself reports that it is permanent; and what has not
@@ -37,52 +37,9 @@ class HubRepository:
 
     commit: str
 
-    def __init__(self, name: str, repo: str, revision: str | None):
-        """`name` is for messages."""
-        self.name, self.repo, self.revision = name, repo, revision
-        self._worked, self._failures, self._since = False, 0, time.monotonic()
-
-    def newest(self) -> dict:
-        """{"commit": the newest one of `revision`}. Raises UserError."""
-        from huggingface_hub import HfApi
-
-        try:
-            return {"commit": HfApi().dataset_info(self.repo, revision=self.revision, timeout=30).sha}
-        except Exception as error:
-            raise user_error(self.name, error) from None
-
-    def pin(self, manifest: Manifest) -> None:
-        """Reads what the shards of a manifest were made from. Where there are some, what fails now is the Hub's doing,
-        and no mistake in a name."""
-        self.commit, self._worked = manifest.source["commit"], bool(manifest.shards)
-
-    def succeeded(self) -> None:
-        """To be called when the Hub has answered: forgets the failures before."""
-        self._worked, self._failures, self._since = True, 0, time.monotonic()
-
-    def wait_after(self, error: Exception) -> None:
-        """Waits before another attempt. Raises UserError where there is to be none."""
-        if not self._worked:
-            raise user_error(self.name, error) from None
-        status, reason = _status_and_reason(error)
-        if status in _PERMANENT or time.monotonic() - self._since > _PATIENCE:
-            raise UserError(
-                f"{self.name}: the Hub, which answered before, reports {reason}; the same command continues"
-            ) from None
-        wait = min(_LONGEST_WAIT, 2**self._failures)
-        self._failures += 1
-        logger.warning("data       %s: %s; trying again in %d s from where it stopped", self.name, reason, wait)
-        time.sleep(wait)
-
-
-class HubText(HubRepository):
-    """A data set of text, or of token ids, streamed with `datasets`."""
-
-    skipped = ()  # as TextFiles'
-
     def __init__(self, data: DataConfig, column: Column):
-        super().__init__(f"train_text {data.train_text}", data.train_text, data.dataset_revision or None)
-        self.column, self._data = column, data
+        self.repo, self.column, self._data = data.train_text, column, data
+        self._worked, self._failures, self._since = False, 0, time.monotonic()
         self._files: list[Callable] | None = None
 
     def __str__(self) -> str:
@@ -93,6 +50,35 @@ class HubText(HubRepository):
         fields = ("train_text", "dataset_config", "dataset_split", "dataset_revision", "text_column")
         return {field: getattr(self._data, field) for field in fields}
 
+    def newest(self) -> dict:
+        """{"commit": the newest one of `dataset_revision`}. Raises UserError."""
+        from huggingface_hub import HfApi
+
+        try:
+            found = HfApi().dataset_info(self.repo, revision=self._data.dataset_revision or None, timeout=30)
+        except Exception as error:
+            raise self._error(error) from None
+        return {"commit": found.sha}
+
+    def pin(self, manifest: Manifest) -> None:
+        """Reads what the shards of a manifest were made from. Where there are some, what fails now is the Hub's doing,
+        and no mistake in a name."""
+        self.commit, self._worked = manifest.source["commit"], bool(manifest.shards)
+
+    def wait_after(self, error: Exception) -> None:
+        """Waits before another attempt. Raises UserError where there is to be none."""
+        if not self._worked:
+            raise self._error(error) from None
+        status, reason = _status_and_reason(error)
+        if status in _PERMANENT or time.monotonic() - self._since > _PATIENCE:
+            raise UserError(
+                f"train_text {self.repo}: the Hub, which answered before, reports {reason}; the same command continues"
+            ) from None
+        wait = min(_LONGEST_WAIT, 2**self._failures)
+        self._failures += 1
+        logger.warning("data       %s: %s; trying again in %d s from where it stopped", self.repo, reason, wait)
+        time.sleep(wait)
+
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
         """All documents in order, or those from an earlier document's `stream` on: each once, whatever happens to the
         connection."""
@@ -100,7 +86,7 @@ class HubText(HubRepository):
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a later attempt starts from there)
-                    self.succeeded()
+                    self._worked, self._failures, self._since = True, 0, time.monotonic()
                     if index >= following:
                         following = index + 1
                         yield Document(index, self.column.content(row, self.repo), stream)
@@ -110,51 +96,51 @@ class HubText(HubRepository):
             except Exception as error:
                 self.wait_after(error)
 
+    def _error(self, error: Exception) -> UserError:
+        """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not
+        said what is wrong with the name."""
+        status, reason = _status_and_reason(error)
+        refused = status in _PERMANENT or isinstance(error, HFValidationError)
+        return (UserError if refused else Unreachable)(
+            f"train_text {self.repo}: no such local file, and the Hub reports {reason}; check the name and the "
+            "network, or give local .txt, .jsonl or .parquet files"
+        )
+
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
         """(index, row, the last position before it from which a stream can start again)."""
-        import datasets
+        import datasets.config
 
         # Its own retries wait up to twenty minutes without a word.
-        datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
+        for what in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
+            setattr(datasets.config, f"STREAMING_{what}", 1)
         for what in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
             setattr(datasets.config, f"STREAMING_{what}_RETRY_INTERVAL", 0)
         if self._files is None:
             subset, split = self._data.dataset_config or None, self._data.dataset_split
             rows = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
             self._files = [partial(rows.shard, rows.num_shards, i) for i in range(rows.num_shards)]
-        index, start = (stream["document"], stream["state"]) if stream else (0, {"file": 0, "within": None})
-        for number in range(start["file"], len(self._files)):
+        index, first, within = 0, 0, None  # `within`: where in its first file
+        if stream:
+            index, first, within = stream["document"], stream["state"]["file"], stream["state"]["within"]
+        for number in range(first, len(self._files)):
             # By row groups of parquet: to start again need not read the file up to there. A file at a time, for all of
             # them would be opened first.
             rows = self._files[number]().reshard()
-            if start["within"]:
-                rows.load_state_dict(start["within"])
+            if within:
+                rows.load_state_dict(within)
             for row in rows:
                 yield index, row, stream
                 index += 1
                 if index % _STATE_EVERY == 0:
                     stream = {"document": index, "state": {"file": number, "within": rows.state_dict()}}
-            start = {"file": number + 1, "within": None}
-            stream = {"document": index, "state": start}
+            within, stream = None, {"document": index, "state": {"file": number + 1, "within": None}}
 
 
 def _status_and_reason(error: Exception) -> tuple[int | None, str]:
     """The HTTP status beneath an error, if there is one, and a line about both."""
-    status, beneath, seen = None, error, set()
-    while beneath and id(beneath) not in seen and status is None:
-        seen.add(id(beneath))
+    status, beneath = None, error
+    while beneath and status is None:
         status = getattr(getattr(beneath, "response", None), "status_code", None)
         beneath = beneath.__cause__ or beneath.__context__
     text = redact((str(error).strip().splitlines() or [""])[0])[:200]  # redacted first: a cut secret has no shape
     return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
-
-
-def user_error(name: str, error: Exception) -> UserError:
-    """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not said
-    what is wrong with the name."""
-    status, reason = _status_and_reason(error)
-    refused = status in _PERMANENT or isinstance(error, HFValidationError)
-    return (UserError if refused else Unreachable)(
-        f"{name}: no such local file, and the Hub reports {reason}; check the name and the "
-        "network, or give local .txt, .jsonl or .parquet files"
-    )

@@ -20,7 +20,7 @@ class MixedDataset:
 
     def __init__(self, sets: list[DataSet], datasets: list[TokenDataset], batch_size: int, seed: int):
         """`sets` and `datasets` belong together, in the mixture's order; `batch_size` is TokenDataset's."""
-        self._names, self._counts = [one.name for one in sets], counts_of(sets)
+        self._names, self._counts = [one.name for one in sets], tuple(one.count for one in sets)
         self._datasets, self._batch_size, self._seed = datasets, batch_size, seed
 
     @property
@@ -29,7 +29,7 @@ class MixedDataset:
         shares = [count / BLOCK for count in self._counts]
         return list(zip(self._names, shares, self._datasets, strict=True))
 
-    def rows(self, step: int, lo: int, hi: int) -> np.ndarray:
+    def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
         """As TokenDataset's; waits for streams."""
         first = step * self._batch_size
         for dataset, passed in zip(self._datasets, windows_before(first + lo, self._counts, self._seed), strict=True):
@@ -54,11 +54,6 @@ class MixedDataset:
 
 
 Dataset = TokenDataset | MixedDataset  # what a run reads
-
-
-def counts_of(sets: list[DataSet]) -> tuple[int, ...]:
-    """How many of each 1,000 windows each data set gives, (K,)."""
-    return tuple(one.count for one in sets)
 
 
 def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from recipe.config import BLOCK, BatchPlan, Config, DataConfig, DataSet, data_sets
 from recipe.data.builder import Builder
-from recipe.data.dataset import TokenDataset, check_data, check_disjoint, check_length
-from recipe.data.download import producer_of
-from recipe.data.mixed import Dataset, MixedDataset, counts_of, windows_before
+from recipe.data.dataset import TokenDataset, check_data
+from recipe.data.mixed import Dataset, MixedDataset, windows_before
 from recipe.data.prepare import must_prepare, prepare
-from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
-from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.producer import Producer
+from recipe.data.shards import Shard, check_tokenizer, find_shards
+from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting, open_manifest
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def open_datasets(
     config: Config, batch: BatchPlan, processes: Processes, step: int = 0, state: dict | None = None
-) -> Iterator[tuple[Dataset, Dataset]]:
+) -> Generator[tuple[Dataset, Dataset], None, None]:
     """The training and validation data. A collective call: local text is prepared by the main process first.
 
     The run continues at `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError
@@ -36,25 +36,30 @@ def open_datasets(
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(one.data) for one in sets]
-    firsts = windows_before(step * batch.sequences, counts_of(sets), run.seed)
-    opened: list[tuple[TokenDataset, TokenDataset]] = []
+    firsts = windows_before(step * batch.sequences, tuple(one.count for one in sets), run.seed)
+    trains: list[TokenDataset] = []
+    validations: list[TokenDataset] = []
     with ExitStack() as closing:
         for one, is_stream, first, saved in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
             data = replace(one.data, disk_budget_gb=one.data.disk_budget_gb / max(1, sum(streamed)))
             per_step = -(-batch.sequences * one.count // BLOCK)
             shape = data.sequence_length, per_step, run.seed, config.model.vocab_size
             if is_stream:
-                opened.append(_open_stream(data, shape, processes, first, saved, closing))
+                train, validation = _open_stream(data, shape, processes, first, saved, closing)
             else:
-                opened.append(_open_prepared(data, shape, processes))
-            for dataset in opened[-1]:
-                closing.callback(dataset.close)
+                with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
+                    if must_prepare(data):
+                        prepare(data)
+                train, validation = _open_prepared(data, shape)
+            closing.callback(train.close)
+            trains.append(train)
+            validations.append(validation)
+        check_data(trains, validations)
         if len(sets) == 1:
-            yield opened[0]
+            yield trains[0], validations[0]
             return
-        trains, validations = map(list, zip(*opened, strict=True))
-        check_disjoint([s for train in trains for s in train.shards], [s for val in validations for s in val.shards])
-        yield tuple(MixedDataset(sets, these, batch.sequences, run.seed) for these in (trains, validations))
+        train, validation = (MixedDataset(sets, each, batch.sequences, run.seed) for each in (trains, validations))
+        yield train, validation
 
 
 def check_dataset(one: DataSet, batch: BatchPlan) -> None:
@@ -70,30 +75,21 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
-        _prepared_shards(data, data.sequence_length, -(-batch.sequences * one.count // BLOCK))
+        train, validation = _open_prepared(data, (data.sequence_length, -(-batch.sequences * one.count // BLOCK), 0))
+        check_data([train], [validation])
 
 
 def _is_streamed(data: DataConfig) -> bool:
-    """Whether shards must be made or downloaded while the model trains: not all of them are on this disk."""
-    return (data.streaming or data.train_text.startswith("hf://")) and producer_of(data).finished() is None
+    """Whether shards must be made while the model trains: not all of them are on this disk."""
+    return data.streaming and Producer(data, Path(data.dataset_name)).finished() is None
 
 
-def _open_prepared(data: DataConfig, shape: tuple[int, ...], processes: Processes) -> tuple[TokenDataset, TokenDataset]:
-    """Prepares local text where that was not done before; `shape` is what TokenDataset takes after its shards."""
-    if not data.train_text.startswith("hf://"):
-        with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
-            if must_prepare(data):
-                prepare(data)
-    train, val = _prepared_shards(data, *shape[:2])
-    return TokenDataset(train, *shape), TokenDataset(val, *shape)
-
-
-def _prepared_shards(data: DataConfig, sequence_length: int, batch_size: int) -> tuple[list[Shard], list[Shard]]:
+def _open_prepared(data: DataConfig, shape: tuple[int, ...]) -> tuple[TokenDataset, TokenDataset]:
+    """`shape` is what TokenDataset takes after its shards."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
-    check_data(train, val, sequence_length, batch_size)
     found = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
     logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
-    return train, val
+    return TokenDataset(train, *shape), TokenDataset(val, *shape)
 
 
 def _validation_shards(data: DataConfig) -> list[Shard]:
@@ -108,7 +104,7 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
 
 def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
     shards = find_shards(name, split)
-    check_tokenizer(name, shards, open_tokenizer(data.tokenizer))
+    check_tokenizer(name, open_tokenizer(data.tokenizer))
     return shards
 
 
@@ -125,7 +121,7 @@ def _open_stream(
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
         waiting.until_opened()
-        return Manifest.load(out).source.get("commit")
+        return open_manifest(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
     # Nobody goes beyond these two before all nodes have started, or would read the status of an earlier run.
@@ -138,9 +134,6 @@ def _open_stream(
             start(commit)
     if data.val_data:
         val_shards = _validation_shards(data)
-    elif not (val_shards := Manifest.load(out).shards_in(out, "val")):
+    elif not (val_shards := open_manifest(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
-    train = StreamedDataset(out, *shape, rank=processes.local_rank, first=first)
-    check_disjoint(train.shards, val_shards)
-    check_length(val_shards, data.sequence_length)
-    return train, TokenDataset(val_shards, *shape)
+    return StreamedDataset(out, *shape, rank=processes.local_rank, first=first), TokenDataset(val_shards, *shape)

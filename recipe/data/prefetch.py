@@ -45,8 +45,8 @@ class BatchLoader:
             self._pending.append(self._pool.submit(self._load, *index))
 
     def _load(self, step: int, micro_step: int) -> torch.Tensor:
-        rows = torch.from_numpy(self._dataset.rows(step, *self._batch.slice(micro_step, self._rank)))
-        return rows.pin_memory() if self._pin else rows
+        sequences = torch.from_numpy(self._dataset.sequences(step, *self._batch.slice(micro_step, self._rank)))
+        return sequences.pin_memory() if self._pin else sequences
 
     def ready(self, seconds: float, ahead: int = 0) -> bool:
         """Whether all micro-batches of the next step, or of that `ahead` steps later, are there after at most so many
@@ -78,10 +78,10 @@ class BatchLoader:
         if not self._pending:
             raise StopIteration
         asked = time.perf_counter()
-        rows = self._pending.popleft().result()
+        sequences = self._pending.popleft().result()
         self._waited += time.perf_counter() - asked
         self._submit_next()
-        return self._to_device(rows)
+        return self._to_device(sequences)
 
     def waited(self) -> float:
         """Seconds for which the loop has waited since the last call."""

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,16 +21,16 @@ import filelock
 from tqdm import tqdm
 
 from recipe.config import DataConfig, data_sets, parse_config
-from recipe.config.catalog import TEXT_SUFFIXES, kinds_of_text
+from recipe.config.catalog import TEXT_SUFFIXES
 from recipe.data.documents import TextFiles
-from recipe.data.producer import TextProducer
+from recipe.data.producer import Producer
 from recipe.data.shards import Manifest
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
-from recipe.utils.units import plural, some
+from recipe.utils.units import plural
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("recipe.data.prepare")  # as a command this module is called __main__
 
 LOCK = ".preparing.lock"
 
@@ -72,7 +72,7 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
     Raises UserError.
     """
     out = Path(data.dataset_name)
-    producer = TextProducer(data, out, threads)
+    producer = Producer(data, out, threads)
     if manifest := producer.finished():
         logger.info("data       %s is complete already: %s", out, _summary(manifest))
         return manifest
@@ -81,8 +81,6 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
         manifest = producer.open()
         continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
         logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
-        if skipped := some(path.name for path in producer.source.skipped):
-            logger.info("data       not read: %s (text is %s)", skipped, kinds_of_text())
         start = time.monotonic()
         with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
             made = sum(bar.update(tokens) or tokens for tokens in producer.everything())
@@ -99,7 +97,7 @@ def must_prepare(data: DataConfig) -> bool:
     """
     if not data.train_text:
         return False
-    producer = TextProducer(data, Path(data.dataset_name))
+    producer = Producer(data, Path(data.dataset_name))
     if producer.finished():
         return False
     if not isinstance(producer.source, TextFiles):
@@ -111,7 +109,7 @@ def must_prepare(data: DataConfig) -> bool:
 
 
 @contextmanager
-def alone_in(out: Path, seconds: float = 0) -> Iterator[None]:
+def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
     """Holds the lock of a directory of shards, for which it waits `seconds`: two producers would overwrite each other's
     open shards. The lock ends with its process. Raises UserError."""
     try:

@@ -6,16 +6,15 @@ where the next one begins, so that a producer killed at any moment continues fro
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from recipe.config import DataConfig
-from recipe.config.catalog import text_suffix, unknown_data
+from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Document, TextFiles, tokenized
-from recipe.data.hub import HubRepository, HubText
+from recipe.data.hub import HubText
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, of_tokenizer, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
@@ -30,30 +29,27 @@ Run = tuple[dict, np.ndarray]  # tokens of a document, (tokens,), and the positi
 def open_text(data: DataConfig) -> TextFiles | HubText:
     """The text that `train_text` names. Raises UserError if it cannot be one."""
     column = Column(data.text_column, open_tokenizer(data.tokenizer))
-    files = TextFiles(data.train_text, column)
+    files, path = TextFiles(data.train_text, column), Path(data.train_text)
     if files.paths:
         return files
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", data.train_text) and not text_suffix(Path(data.train_text)):
+    if REPO_NAME.fullmatch(data.train_text) and not path.exists() and not text_suffix(path):
         return HubText(data, column)
     raise unknown_data(data.train_text, "train_text")
 
 
 class Producer:
-    """Makes the shards of `source` in `out`, in order or, those that the manifest knows already, in any order.
+    """Makes the shards of a text in `out`, in order or, those that the manifest knows already, in any order.
 
-    `wanted` is what a manifest records of the source and the settings, and `val_fraction` the share of the tokens, at
-    the end, that are for validation. `make` is a generator so that its caller can show progress; a shard is finished
-    when it ends.
+    `val_documents` at the beginning are for validation, or a share `val_fraction` of the tokens at the end, or neither.
+    `make` is a generator so that its caller can show progress; a shard is finished when it ends.
     """
 
-    wanted: dict
-    val_fraction: float | None = None
+    manifest: Manifest  # from `open` on
 
-    def __init__(self, data: DataConfig, out: Path, source: TextFiles | HubRepository):
-        """Raises UserError where shards would come among files that are not this recipe's."""
-        self.source, self.out, self.tokenizer = source, out, open_tokenizer(data.tokenizer)
-        if out.is_file():
-            raise UserError(f"{out} is a file, and the shards need a directory; name another one")
+    def __init__(self, data: DataConfig, out: Path, threads: int | None = None):
+        """`threads` tokenize, by default one a core. Raises UserError where the text cannot be read, or where shards
+        would come among files that are not this recipe's."""
+        self.source, self.out, self.tokenizer = open_text(data), out, open_tokenizer(data.tokenizer)
         if out.is_dir() and not (out / MANIFEST).exists():
             others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
             if others:
@@ -61,6 +57,18 @@ class Producer:
                     f"{out} holds other files ({some(sorted(others), 1)}), and shards are not mixed with them; name an "
                     "empty or a new directory"
                 )
+        self._threads, self.shard_tokens = threads, data.shard_tokens
+        self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
+        self.val_fraction = 0.0 if self.val_documents or (data.streaming and data.val_data) else data.val_fraction
+        self.options = {
+            "val_fraction": self.val_fraction or None,
+            "val_documents": self.val_documents or None,
+            "shard_tokens": data.shard_tokens,
+        }
+        self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
+        self._runs: Iterator[Run] = iter(())
+        self._rest: Run | None = None  # what the shard before has left of a document
+        self._documents = 0  # read so far
 
     def finished(self) -> Manifest | None:
         """The manifest in `out` if nothing is left to do. Raises UserError for shards of other text or settings."""
@@ -81,28 +89,29 @@ class Producer:
         if manifest and manifest.shards:
             self._check_same(manifest)
         else:
-            manifest = self._new_manifest({"commit": commit} if commit else self.source.newest())
+            version = {"commit": commit} if commit else self.source.newest()
+            manifest = Manifest(self.source.identity() | version, self.options, **of_tokenizer(self.tokenizer))
         self.manifest = manifest
         self.source.pin(manifest)
         manifest.save(self.out)
         return manifest
 
-    def _new_manifest(self, version: dict) -> Manifest:
-        raise NotImplementedError
-
     def _check_same(self, manifest: Manifest) -> None:
-        if was := self._difference(manifest):
+        if difference := self._difference(manifest):
             raise UserError(
-                f"{self.out} holds shards of another text or with other settings: {was}. Delete {self.out} to make "
-                "them again, name another directory, or train on them as they are with --train_text ''"
+                f"{self.out} holds shards of another text or with other settings: {difference}. Delete {self.out} to "
+                "make them again, name another directory, or train on them as they are with --train_text ''"
             )
 
     def _difference(self, manifest: Manifest) -> str:
         """What of the text and the settings is not as the shards of `manifest` were made, or nothing."""
-        found = {**manifest.source, **manifest.options, "tokenizer": manifest.tokenizer}
-        name = next((name for name, value in self.wanted.items() if found.get(name) != value), "")
-        was = f"{name} was {found.get(name)!r}, and is {self.wanted.get(name)!r} now" if name else ""
-        return "the text files differ" if name == "files" else was
+        wanted = self.source.identity() | self.options | {"tokenizer": self.tokenizer.digest}
+        found = manifest.source | manifest.options | {"tokenizer": manifest.tokenizer}
+        for name, value in wanted.items():
+            if found.get(name) != value:
+                different = f"{name} was {found.get(name)!r}, and is {value!r} now"
+                return "the text files differ" if name == "files" else different
+        return ""
 
     def missing(self, entries: list[dict]) -> list[int]:
         """Which of these shards are not on the disk."""
@@ -113,67 +122,14 @@ class Producer:
         return HEADER_BYTES + self.tokens_of(split, number) * DTYPE.itemsize
 
     def tokens_of(self, split: str, number: int) -> int:
-        """Tokens of a shard that the manifest knows."""
-        return self.manifest.of(split)[number]["tokens"]
-
-    @property
-    def largest(self) -> int:
-        """The size in bytes of the largest training shard that may come."""
-        return max(self.bytes_of(i) for i in range(len(self.manifest.of("train"))))
-
-    def make_validation(self) -> Iterator[int]:
-        """Makes the validation shards, unless they are here."""
-        for number in self.missing(self.manifest.of("val")):
-            yield from self.make("val", number)
-
-    def make(self, split: str, number: int) -> Iterator[int]:
-        """Makes a shard. Yields the tokens that were added. Raises UserError."""
-        raise NotImplementedError
-
-
-class TextProducer(Producer):
-    """Makes the shards of a text."""
-
-    source: TextFiles | HubText
-
-    def __init__(self, data: DataConfig, out: Path, threads: int | None = None):
-        """`threads` tokenize, by default one a core. Raises UserError where the text cannot be read, or `out` holds
-        something else."""
-        if data.shard_tokens >= 1 << 31:
-            raise UserError(f"shard_tokens {data.shard_tokens}: a shard holds at most {(1 << 31) - 1} tokens")
-        super().__init__(data, out, open_text(data))
-        self._threads, self.shard_tokens = threads, data.shard_tokens
-        # For validation are so many documents at the beginning, or such a share of the tokens at the end, or neither.
-        self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else None)
-        if not (self.val_documents or (data.streaming and data.val_data)):
-            self.val_fraction = data.val_fraction or None
-        self.options = {
-            "val_fraction": self.val_fraction,
-            "val_documents": self.val_documents,
-            "shard_tokens": data.shard_tokens,
-        }
-        self.wanted = {**self.source.identity(), **self.options, "tokenizer": self.tokenizer.digest}
-        self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
-        self._runs: Iterator[Run] = iter(())
-        self._rest: Run | None = None  # what the shard before has left of a document
-        self._documents = 0  # read so far
-
-    def _new_manifest(self, version: dict) -> Manifest:
-        return Manifest({**self.source.identity(), **version}, self.options, **of_tokenizer(self.tokenizer))
-
-    def tokens_of(self, split: str, number: int) -> int:
-        """Also of a shard that is not known yet, if it is not the last. The first one for training is a tenth of
-        `shard_tokens`, so that training can begin while the next is made, and each has twice the tokens of the one
+        """Tokens of a shard; of one that is not known yet, if it is not the last. The first one for training is a tenth
+        of `shard_tokens`, so that training can begin while the next is made, and each has twice the tokens of the one
         before, up to `shard_tokens`."""
-        if number < len(self.manifest.of(split)):
-            return super().tokens_of(split, number)
+        known = self.manifest.of(split)
+        if number < len(known):
+            return known[number]["tokens"]
         first = max(1, self.shard_tokens // 10)
         return self.shard_tokens if split == "val" else min(self.shard_tokens, first << min(number, 31))
-
-    @property
-    def largest(self) -> int:
-        """As Producer's; what the text has left is not known."""
-        return HEADER_BYTES + self.shard_tokens * DTYPE.itemsize
 
     def everything(self) -> Iterator[int]:
         """Makes what is missing, and yields the tokens that were added. Raises UserError where a split stays empty."""
@@ -197,7 +153,7 @@ class TextProducer(Producer):
         if not self.manifest.of("val"):
             raise UserError(f"{self.source}: holds no text")
 
-    def make(self, split: str, number: int) -> Iterator[int]:
+    def make(self, split: str, number: int) -> Generator[int, None, bool]:
         """Makes a shard, or finds that the text ends before it. Yields the tokens that were added, and returns whether
         more of the split may follow. Raises UserError where a shard that the manifest knows comes out different."""
         known = self.manifest.of(split)[number : number + 1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from recipe.config import ROOT, DataConfig
 from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
-from recipe.data.dataset import TokenDataset, check_batch
+from recipe.data.dataset import TokenDataset
 from recipe.data.shards import Manifest
 from recipe.utils.errors import UserError
 
@@ -47,8 +47,10 @@ class BuilderProcess:
             start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
         )
         job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "earlier": earlier}
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        self._process.stdin.flush()
+        assert self._process.stdin
+        self._stdin = self._process.stdin
+        self._stdin.write(json.dumps(job).encode() + b"\n")
+        self._stdin.flush()
         threading.Thread(target=self._watch, name="builder", daemon=True).start()
 
     def _watch(self) -> None:
@@ -60,7 +62,7 @@ class BuilderProcess:
     def close(self) -> None:
         """Ends the builder, after ten seconds by killing it."""
         self._closing = True
-        self._process.stdin.close()
+        self._stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -69,7 +71,7 @@ class BuilderProcess:
 
 
 class Waiting:
-    """Waits for the builder, and logs what it is doing. Ends with its error, or when `closed` is set."""
+    """Waits for the builder, and logs that. Ends with its error, or when `closed` is set."""
 
     def __init__(self, out: Path):
         self.out, self.closed = out, False
@@ -90,9 +92,15 @@ class Waiting:
                 raise UserError("the run ended while it waited for data")
             if time.monotonic() - logged > _BETWEEN_LINES:
                 logged = time.monotonic()
-                doing = status.get("state", "the builder is starting")
-                logger.info("data       waiting %.0f s for %s: %s", logged - start, what, doing)
+                logger.info("data       waiting %.0f s for %s", logged - start, what)
             time.sleep(POLL)
+
+
+def open_manifest(out: Path) -> Manifest:
+    """The manifest of a stream that readers can begin to read."""
+    manifest = Manifest.load(out)
+    assert manifest  # the builder has written it before
+    return manifest
 
 
 class StreamedDataset(TokenDataset):
@@ -104,13 +112,13 @@ class StreamedDataset(TokenDataset):
         self.out, self.rank = out, rank
         self._waiting = Waiting(out)
         self._at: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
-        super().__init__([], *shape)
-        self._refresh()
+        self.manifest = open_manifest(out)
+        super().__init__(self.manifest.shards_in(out, "train"), *shape)
         self.pass_to(first)
 
     def _refresh(self) -> bool:
         """Reads the manifest; whether it has changed."""
-        known, self.manifest = getattr(self, "manifest", None), Manifest.load(self.out)
+        known, self.manifest = self.manifest, open_manifest(self.out)
         if self.manifest == known:
             return False
         self._set_shards(self.manifest.shards_in(self.out, "train"))
@@ -130,14 +138,18 @@ class StreamedDataset(TokenDataset):
                 number = len(self.shards)
                 self._pass_to(number)  # or to an earlier one of the next epoch, if the stream ends here
                 self._waiting.until(self._refresh, f"shard {number}")
-            if self.manifest.complete:
-                check_batch(self)
+            self.check_batch()
 
     def pass_to(self, window: int) -> None:
         """As TokenDataset's: shards of which this reader gets no window must not wait for it."""
         if window >= self.windows and not self.manifest.complete:
             self._refresh()
         self._pass_to(self._shard_of(window))
+
+    def check_batch(self) -> None:
+        """As TokenDataset's, once all shards are known."""
+        if self.manifest.complete:
+            super().check_batch()
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
         self._pass_to(epoch * len(self.shards) + s if self.manifest.complete else s)
@@ -151,12 +163,12 @@ class StreamedDataset(TokenDataset):
         epoch, window = divmod(window, self.windows)
         return epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1
 
-    def _pass_to(self, sequence: int) -> None:
-        """Tells the builder that shards before `sequence`, counted over all epochs, may go."""
-        if sequence != self._at:
-            self._opened = self._windows = None  # or the disk would still hold what is deleted
-            write_json(reader_path(self.out, self.rank), {"shard": sequence})
-            self._at = sequence
+    def _pass_to(self, shard: int) -> None:
+        """Lets the builder delete the shards before `shard`, counted over all epochs."""
+        if shard != self._at:
+            self._opened = None  # or the disk would still hold what is deleted
+            write_json(reader_path(self.out, self.rank), {"shard": shard})
+            self._at = shard
 
     def state_dict(self) -> dict:
         """As TokenDataset's, and the manifest, from which another node can build the shards again."""

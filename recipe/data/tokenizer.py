@@ -22,7 +22,8 @@ from recipe.utils.download import on_this_disk
 from recipe.utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    from transformers import GPT2TokenizerFast, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gpt2 import tokenization_gpt2
 
 GPT2 = "gpt2"
 MOST_TOKENS = 1 << 16  # that uint16 has numbers for
@@ -61,12 +62,10 @@ def encoding() -> tiktoken.Encoding:
 def encode(text: str) -> np.ndarray:
     """Token ids of `text`, shape (tokens,), uint16.
 
-    A literal "<|endoftext|>" is ordinary text: END_OF_TEXT never comes out. Lone surrogates become U+FFFD.
+    A literal "<|endoftext|>" is ordinary text: END_OF_TEXT never comes out.
     """
     try:
         return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-    except UnicodeEncodeError:
-        return encode(without_surrogates(text))
     except ValueError:
         # On some 100,000s of spaces the regex engine's stack runs out, and that of transformers' does not.
         slower = hf_tokenizer().backend_tokenizer
@@ -74,25 +73,14 @@ def encode(text: str) -> np.ndarray:
         return np.array(slower.encode(text).ids, np.uint16)
 
 
-def without_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each lone surrogate, which JSON may hold and UTF-8 may not."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> GPT2TokenizerFast:
+def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> tokenization_gpt2.GPT2Tokenizer:
     """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens,
     and truncates there if asked to. It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no
     other special token."""
-    from transformers import GPT2TokenizerFast  # seconds to import, which making shards is spared
+    from transformers.models.gpt2 import tokenization_gpt2  # seconds to import, which making shards is spared
 
-    vocab = json.loads((_FILES / "encoder.json").read_text(encoding="utf-8"))
-    merges = (_FILES / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]  # after a version line
-    return GPT2TokenizerFast(
-        vocab=vocab,
-        merges=[tuple(merge.split()) for merge in merges],
-        model_max_length=max_length,
-        pad_token="<|endoftext|>",
-    )
+    vocab, merges = str(_FILES / "encoder.json"), str(_FILES / "vocab.bpe")
+    return tokenization_gpt2.GPT2Tokenizer(vocab, merges, model_max_length=max_length, pad_token="<|endoftext|>")
 
 
 class GPT2Tokenizer:
@@ -129,10 +117,8 @@ class OwnTokenizer(GPT2Tokenizer):
         """Raises UserError for what cannot be loaded, or cannot make shards."""
         self._tokenizer = _loaded(name)
         self.name = Path(name).resolve().name if Path(name).exists() else name
-        vocabulary = self._tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text, self.end_of_text_token = self._tokenizer.eos_token_id, self._tokenizer.eos_token
-        _check_usable(name, self._tokenizer, self.vocab_size)
         self._bpe = copy.deepcopy(self._tokenizer.backend_tokenizer)
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
@@ -141,12 +127,7 @@ class OwnTokenizer(GPT2Tokenizer):
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As GPT2Tokenizer's."""
-        try:
-            found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError):  # a lone surrogate: the library takes such a text for another type
-            plain = [without_surrogates(text) for text in texts]
-            found = self._bpe.encode_batch_fast(plain, add_special_tokens=False)
-        return [np.array(one.ids, np.uint16) for one in found]
+        return [np.array(one.ids, np.uint16) for one in self._bpe.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> bytes:
         """As GPT2Tokenizer's; U+FFFD for what is no whole character."""
@@ -180,35 +161,36 @@ def open_tokenizer(name: str) -> GPT2Tokenizer:
     return GPT2Tokenizer() if name == GPT2 else OwnTokenizer(name)
 
 
-def _loaded(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+def _loaded(name: str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     directory = on_this_disk(name, "tokenizer", _HUB_FILES, "tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds
         raise UserError(
             f"tokenizer {name} cannot be loaded ({first_line(error)}); give a directory that "
             "holds tokenizer.json, ORG/NAME on the Hub, or gpt2"
         ) from None
-
-
-def _check_usable(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    added, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
-    tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
-    model = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
-    if not (isinstance(model, BPE) and alphabet <= tokens and set("".join(tokens)) <= alphabet):
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not _is_byte_level(tokenizer):
         raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
-    if vocab_size > MOST_TOKENS:
+    if (size := max(tokenizer.get_vocab().values()) + 1) > MOST_TOKENS:
         raise UserError(
-            f"tokenizer {name} has {vocab_size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}. Choose a "
-            "smaller one"
+            f"tokenizer {name} has {size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}; take a smaller one"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"tokenizer {name} has no eos_token, which is written before each document; set one with "
             "transformers (tokenizer.eos_token = ...), and save it again"
         )
+    return tokenizer
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    added, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
+    tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
+    byte_level = alphabet <= tokens and set("".join(tokens)) <= alphabet
+    return byte_level and isinstance(tokenizer.backend_tokenizer.model, BPE)

@@ -1,20 +1,13 @@
-"""How long a run takes and what it costs. As a command: a table for the sizes of GPT-2.
+"""How fast a device trains: by published speeds, or on a CPU by a matrix product."""
 
-python -m recipe.estimate.cost --price_per_hour 1.75
-"""
-
-import argparse
 import math
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from recipe.config import parse_config
-from recipe.engine.device import DEVICES, known_name
-from recipe.estimate.memory import flops_per_token, parameter_count
-from recipe.utils.units import plural, si
+from recipe.engine.device import known_name
+from recipe.utils.units import si
 
 
 class Speed(NamedTuple):
@@ -42,9 +35,6 @@ PUBLISHED = (
     Speed("TPU V6E", 8, 730e6, 0.237, "nanochat-jax"),
 )
 ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
-
-RECIPES = ("gpt2", "gpt2-fast", "gpt2-medium", "gpt2-large", "gpt2-xl")
-TABLE = ((8, "A100"), (8, "H100"), (1, "H100"), (1, "RTX 4090"))  # how many, and a name of DEVICES
 
 
 def mfu_of(device: str, count: int, parameters: int) -> tuple[float, str]:
@@ -76,33 +66,3 @@ def cpu_flops(precision: str, size: int = 256) -> float:
         best = min(best, time.perf_counter() - start)
     torch.set_num_threads(threads)
     return threads * 2 * size**3 / best
-
-
-def table(price_per_hour: float) -> Iterator[str]:
-    """Lines for the terminal: time and cost of each recipe on each device, at dollars an hour of one device."""
-    yield "cost       an estimate from published speeds, not measured here; without validation, saving, communication"
-    for recipe in RECIPES:
-        config = parse_config([f"--config={recipe}"])
-        tokens = config.optimizer.max_steps * config.optimizer.total_batch_tokens
-        flops = tokens * flops_per_token(config.model, config.data.sequence_length)
-        parameters = parameter_count(config.model)
-        yield f"{recipe}, {si(parameters, 'B')} parameters, {si(tokens, 'B')} tokens, {flops:.2g} FLOP"
-        for count, name in TABLE:
-            mfu, basis = mfu_of(name, count, parameters)
-            hours = flops / (mfu * count * DEVICES[name].peak) / 3600
-            time_ = f"{hours:6.1f} h   " if hours < 48 else f"{hours / 24:6.1f} days"
-            dollars = f"  ${hours * count * price_per_hour:,.0f}" if price_per_hour else ""
-            used = plural(round(count * hours), "device-hour")
-            yield f"  {f'{count} x {name}':12} {time_} {used:>17}{dollars}  at {basis}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prints time and cost of GPT-2's sizes on several devices; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Time and cost of training GPT-2's sizes.", allow_abbrev=False)
-    parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of one device")
-    print("\n".join(table(parser.parse_args(argv).price_per_hour)))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

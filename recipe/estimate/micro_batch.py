@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,8 +87,9 @@ def _chosen(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, bool
 def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str]:
     """The largest of `sizes` (ascending) that fits the devices of all processes, 0 where none does, and how it was
     found. What is estimated to take more than the memory by more than the estimate's accuracy is not tried."""
-    dry, free = config.run.dry_run, hardware.free_memory(engine.device)
-    budget = HEADROOM * (engine.memory if dry or free is None else min(free, engine.memory))
+    dry, free, memory = config.run.dry_run, hardware.free_memory(engine.device), engine.memory
+    assert memory is not None  # or UNMEASURED would have been taken
+    budget = HEADROOM * (memory if dry or free is None else min(free, memory))
 
     def estimate(size: int) -> int:
         batch = batch_arithmetic(
@@ -108,14 +109,14 @@ def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str
         logger.info("micro      trying how many sequences a device holds at once")
         with trials(config, engine) as peak_of:
             for size in likely:
-                peak = peak_of(size)
-                if peak is not None and peak <= budget:
-                    fits = size
+                measured = peak_of(size)
+                if measured is not None and measured <= budget:
+                    fits, peak = size, measured
                     break
     size = next((size for size in reversed(sizes) if not engine.processes.anywhere(fits < size)), 0)
     if not size:
-        return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(engine.memory)} may be used"
-    return size, f"{gb(peak)} of {gb(engine.memory)}, {how}" if fits == size else "all that fit another process"
+        return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(memory)} may be used"
+    return size, f"{gb(peak)} of {gb(memory)}, {how}" if fits == size else "all that fit another process"
 
 
 def engine_kind(config: Config, engine: Engine) -> dict:
@@ -125,7 +126,7 @@ def engine_kind(config: Config, engine: Engine) -> dict:
 
 
 @contextmanager
-def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | None]]:
+def trials(config: Config, engine: Engine) -> Generator[Callable[[int], int | None], None, None]:
     """Context: a function of the micro-batch to the peak bytes of a step on this process's device, or None where memory
     ran out. Its model is the process's own, unprepared, and deleted at the end."""
     with hardware.same_random_numbers(engine.device):
@@ -138,6 +139,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
         update = whole + update_bytes(config, engine.processes.world_size, engine.precision)
 
         def step(micro: int) -> None:
+            assert model  # until the context ends
             shape = (micro, config.data.sequence_length + 1)
             rows = (torch.arange(shape[0] * shape[1], device=engine.device) % config.model.vocab_size).view(shape)
             for _ in range(2):  # in the second one gradients are there, as after the first micro-step of a run
@@ -146,6 +148,7 @@ def trials(config: Config, engine: Engine) -> Iterator[Callable[[int], int | Non
                 loss.backward()
 
         def peak_of(micro: int) -> int | None:
+            assert model
             peak = hardware.peak_while(engine.device, lambda: step(micro))
             model.zero_grad()
             return None if peak is None else max(peak, update) + later - whole

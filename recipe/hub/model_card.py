@@ -152,9 +152,8 @@ def data_sets(state: dict) -> list[dict]:
 
 
 def _text(source: dict) -> dict:
-    hub = source.get("train_text") or source.get("uri", "").removeprefix("hf://datasets/")
-    if hub and (source.get("commit") or source.get("shards")):  # shards: by dataset_source
-        repository = "/".join(hub.split("@")[0].split("/")[:2])
+    repository = source.get("train_text")
+    if repository and (source.get("commit") or source.get("shards")):  # shards: by dataset_source
         found = {"text": repository, "id": repository, "commit": source.get("commit")}
         return found | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
     if files := source.get("files"):

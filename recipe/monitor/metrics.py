@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Metrics:
         tracker: the Tracker, whose state a checkpoint keeps.
         seconds, pauses: of training, and of validation, saving and the like between; of the whole run, earlier
             processes included.
+        val_losses: {step: validation loss} of the run so far; on the main process.
         warning: shown in every line until it is empty again.
     """
 
@@ -60,17 +61,21 @@ class Metrics:
             step, known = checkpoint.step, checkpoint.state["record"]
             # A tracker takes no step twice: steps that now go differently are another run of its.
             run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
-            self.load_state_dict(checkpoint.state["metrics"])
-        self._log = None  # the main process alone has one
+            before = checkpoint.state["metrics"]
+            self.seconds, self.pauses = before["seconds"], before["pauses"]
+            self.loss.load_state_dict(before["running_loss"])
+        self._log: MetricsLog | None = None  # the main process alone has one
+        self.val_losses: dict[int, float] = {}
         if engine.processes.is_main:
-            self._log = closing.enter_context(MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step))
-            known = self._log.earlier | known
+            self._log = MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step)
+            closing.callback(self._log.close)
+            known, self.val_losses = self._log.earlier | known, self._log.val_losses
         opt = config.optimizer
         self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
         closing.callback(self._progress.close)
         self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.processes.is_main))
         self._read_at, self._known = step, known  # the step of the last reading, and what is known of it
-        self._grad_norm: torch.Tensor | None = None
+        self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
         self._window_begun = time.perf_counter()  # later by its pauses
         self._save_wait = 0.0  # seconds for which this process has stood still for its saves
 
@@ -106,9 +111,15 @@ class Metrics:
         """Writes the record of a step to all outputs, unless it is empty."""
         if not record:
             return
-        line = {"step": step, "tokens": step * self._config.optimizer.total_batch_tokens}
-        line |= dict.fromkeys(_MEASURED) | record | {"seconds": round(self.seconds, 3)}
-        line |= {"save_wait": self._save_wait / max(self._save_wait + self.seconds, 1e-9)} | self._engine.counters()
+        line = {
+            "step": step,
+            "tokens": step * self._config.optimizer.total_batch_tokens,
+            **dict.fromkeys(_MEASURED),
+            **record,
+            "seconds": round(self.seconds, 3),
+            "save_wait": self._save_wait / max(self._save_wait + self.seconds, 1e-9),
+            **self._engine.counters(),
+        }
         if self._log:
             self._log.write(line)
         self._progress.report(line, self.warning)
@@ -121,7 +132,7 @@ class Metrics:
         self._progress.advance()
 
     @contextmanager
-    def paused(self, what: str) -> Iterator[Callable[[int, int], None]]:
+    def paused(self, what: str) -> Generator[Callable[[int, int], None], None, None]:
         """A context for a pause in training, such as "validating": its seconds do not count as training, and the
         progress bar shows what the run is doing. The device must be idle at its beginning, or the work still queued
         there counts as pause. Yields a function that reports how many of how many batches are done."""
@@ -136,24 +147,15 @@ class Metrics:
             if what == "saving":
                 self._save_wait += pause
 
-    @property
-    def val_losses(self) -> dict[int, float]:
-        """{step: validation loss} of the run so far; of the main process."""
-        return self._log.val_losses
-
     def sync(self) -> None:
-        """Brings metrics.jsonl to the disk; of the main process."""
-        self._log.sync()
+        """Brings metrics.jsonl to the disk; on the main process."""
+        if self._log:
+            self._log.sync()
 
     def state_dict(self) -> dict:
         """For the checkpoint, as JSON. A collective call, and waits for the device."""
         loss = self.loss.state_dict(self._engine.processes.mean)
         return {"seconds": self.seconds, "pauses": self.pauses, "running_loss": loss}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Sets what `state_dict` returned."""
-        self.seconds, self.pauses = state["seconds"], state["pauses"]
-        self.loss.load_state_dict(state["running_loss"])
 
 
 class RunningLoss:
@@ -198,14 +200,14 @@ class RunningLoss:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a logged step, written at once; of the main process only, a context manager.
+    """metrics.jsonl: one JSON object a logged step, written at once; of the main process only.
 
-    A resumed run drops the lines after `first_step`, which it is about to write again. That of `first_step` itself
-    stays until it writes that again: an earlier plan may have measured there what this one does not, such as the
-    validation loss after its last step. A full disk costs the lines that no longer fit into the file's buffer.
+    A resumed run drops the lines from `first_step` on, which it is about to write again. A full disk costs the lines
+    that no longer fit into the file's buffer.
 
     Attributes:
-        earlier: what the file's line of `first_step` holds, without nulls; empty if there is none.
+        earlier: what the file's line of `first_step` held, without nulls; empty if there was none. An earlier plan may
+            have measured what this one does not, such as the validation loss after its last step.
         val_losses: {step: validation loss} of the lines so far, where it was measured and is finite.
     """
 
@@ -216,8 +218,7 @@ class MetricsLog:
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
         self.val_losses = {step: line["val_loss"] for step, line in kept.items() if line.get("val_loss") is not None}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
-        texts = [json.dumps(line) + "\n" for line in kept.values()]
-        self._end_before = len("".join(texts[:-1]))  # in bytes; where the line of first_step begins, if there is one
+        texts = [json.dumps(line) + "\n" for step, line in kept.items() if step < first_step]
         with writing(path, "move it away, or choose another output_dir"):
             replace_file(path, "".join(texts).encode())
             self._file = path.open("ab")
@@ -229,8 +230,6 @@ class MetricsLog:
         if line.get("val_loss") is not None:
             self.val_losses[line["step"]] = line["val_loss"]
         try:
-            if line["step"] == self.earlier.get("step"):
-                self._file.truncate(self._end_before)
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()  # after an error the buffer keeps what it could not write
             self._failed = False
@@ -246,10 +245,8 @@ class MetricsLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *exception) -> None:
+    def close(self) -> None:
+        """Brings the file to the disk, and closes it."""
         self.sync()
         with suppress(OSError):
             self._file.close()

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -65,7 +65,7 @@ class Progress:
             logger.info("%s  validation loss %.4f", step, record["val_loss"])
 
     @contextmanager
-    def during(self, what: str) -> Iterator[Callable[[int, int], None]]:
+    def during(self, what: str) -> Generator[Callable[[int, int], None], None, None]:
         """A context for an interruption of the training: `what` is "validating", "saving"... Yields a function that
         shows how many of how many batches of it are done."""
         last_line = time.monotonic()

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.config import BLOCK, ROOT, BatchPlan, Config, data_sets
-from recipe.data.mixed import Dataset
-from recipe.data.shards import unigram_loss
 from recipe.engine.base import Engine
 from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
 from recipe.estimate.memory import (
@@ -118,7 +116,7 @@ def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
     return f"time       about {duration(flops / (peak * mfu))} {basis}"
 
 
-def summarize(config: Config, result: Result, train: Dataset, val: Dataset) -> ExitCode:
+def summarize(config: Config, result: Result) -> ExitCode:
     """Logs how the run has ended, with commands to copy, and returns the exit code that says so too."""
     run_dir = Path(config.run.output_dir)
     if not result.saved:
@@ -131,24 +129,16 @@ def summarize(config: Config, result: Result, train: Dataset, val: Dataset) -> E
     if result.val_loss is None:
         logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
         return ExitCode.RUN_AGAIN
-    both = zip(train.parts, val.parts, strict=True)
-    baseline = sum(
-        share * unigram_loss(dataset.shards, held_out.shards, config.model.vocab_size)
-        for (_, share, dataset), (_, _, held_out) in both
-    )
-    for line in outcome(config, result, baseline, read_metrics(run_dir / "metrics.jsonl")):
+    for line in outcome(config, result, read_metrics(run_dir / "metrics.jsonl")):
         logger.info(line)
     return ExitCode.DONE
 
 
-def outcome(config: Config, result: Result, baseline: float, lines: list[dict]) -> Iterator[str]:
+def outcome(config: Config, result: Result, lines: list[dict]) -> Iterator[str]:
     """The lines of the closing panel; `lines` are those of metrics.jsonl."""
     steps, run_dir = config.optimizer.max_steps, Path(config.run.output_dir)
     tokens = steps * config.optimizer.total_batch_tokens
-    yield (
-        f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {result.val_loss:.4f} (unigram "
-        f"baseline {baseline:.4f})"
-    )
+    yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {result.val_loss:.4f}"
     measured = [(line["val_loss"], line["step"]) for line in lines if line.get("val_loss") is not None]
     if measured and min(measured)[1] < steps:
         yield "best       validation loss {:.4f} at step {:,}".format(*min(measured))

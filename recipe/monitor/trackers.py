@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,11 +68,8 @@ class Tracker:
                 tracker.log({"configuration": text.strip("{}")}, step=step)
                 where = f"tensorboard --logdir {run.output_dir}"
             elif self._name == "wandb":
-                tracker = self._wandb(run.run_name, run.output_dir)
+                tracker, where = self._wandb(run.run_name, run.output_dir)
                 tracker.store_init_configuration(settings)
-                directory = Path(tracker.tracker.dir).parent
-                offline = f"wandb is offline; to upload: wandb sync {directory}"
-                where = offline if tracker.tracker.offline else f"wandb {tracker.tracker.url}"
             else:
                 name = f"{run.run_name}-{self.run_id}"  # trackio knows a run by its name
                 tracker = self._started(PROJECT, name=name, resume="allow", embed=False)
@@ -100,7 +97,7 @@ class Tracker:
                 self._tracker.finish()
 
     @contextmanager
-    def _or_without_it(self) -> Iterator[None]:
+    def _or_without_it(self) -> Generator[None, None, None]:
         try:
             yield
         except Exception as error:
@@ -113,7 +110,8 @@ class Tracker:
         tracker.start()
         return tracker
 
-    def _wandb(self, name: str, run_dir: str) -> GeneralTracker:
+    def _wandb(self, name: str, run_dir: str) -> tuple[GeneralTracker, str]:
+        """wandb's tracker, and where the run is to be seen."""
         import wandb
 
         # wandb's own record of the run holds the command line, the home directory and the address of the git
@@ -124,7 +122,7 @@ class Tracker:
         patience = {"init_timeout": 30, "finish_timeout": 60}
         # Without a key wandb.init would ask for one at a terminal, and elsewhere raise an exception and keep nothing.
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
-        return self._started(
+        tracker = self._started(
             os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", name),
             id=os.environ.get("WANDB_RUN_ID", self.run_id),
@@ -133,3 +131,7 @@ class Tracker:
             settings=private | quiet | patience,
             **({"mode": "offline"} if offline else {}),
         )
+        run = wandb.run
+        assert run
+        to_upload = f"wandb is offline; to upload: wandb sync {Path(run.dir).parent}"
+        return tracker, to_upload if run.offline else f"wandb {run.url}"

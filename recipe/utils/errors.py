@@ -1,7 +1,6 @@
 """How a program ends: the exit codes, and the error that is a user's to mend."""
 
-import errno
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -26,14 +25,10 @@ class ExitCode(IntEnum):
     LEFT_AT_ONCE = 130  # a second Ctrl-C
 
 
-@contextmanager
-def reading(path: Path, way_out: str) -> Iterator[None]:
+def reading(path: Path, way_out: str) -> AbstractContextManager[None]:
     """Context in which a file is read, and nothing else is done: whatever a library raises there becomes a UserError
-    that names the file and the way out. So does what is no regular file: a FIFO would be waited for without end."""
-    with _naming(path, "read", way_out):
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        yield
+    that names the file and the way out."""
+    return _naming(path, "read", way_out)
 
 
 def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
@@ -42,7 +37,7 @@ def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _naming(path: Path, done: str, way_out: str) -> Iterator[None]:
+def _naming(path: Path, done: str, way_out: str) -> Generator[None, None, None]:
     try:
         yield
     except UserError:

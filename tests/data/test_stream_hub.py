@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data.shards import Manifest
-from tests import processes
-from tests.conftest import LAUNCHED, ROOT, TINY, environment, flags, metrics, run_train
+from tests.conftest import ROOT, TINY, flags, metrics, run_train
 from tests.data import write_tokens
 from tests.data.streams import BATCH, DOCUMENTS, at, budget, local, make_prepared, streaming
 from tests.hub import Fault, Hub
@@ -35,9 +34,9 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def hub(prepared, tmp_path):
-    """a/text holds the documents as parquet, a/tokens their tokens as JSON lines, a/shards the prepared shards."""
+    """a/text holds the documents as parquet, a/tokens their tokens as JSON lines."""
     root = tmp_path / "hub"
-    text, tokens, shards = root / "a" / "text", root / "a" / "tokens", root / "a" / "shards"
+    text, tokens = root / "a" / "text", root / "a" / "tokens"
     for directory in (text, tokens):
         (directory / "sample").mkdir(parents=True)
         (directory / "README.md").write_text(README)
@@ -46,7 +45,6 @@ def hub(prepared, tmp_path):
         table = pa.table({"text": documents, "id": range(lo, lo + len(documents))})
         pq.write_table(table, text / "sample" / f"{i:03d}.parquet", row_group_size=50)
         write_tokens(tokens / "sample" / f"{i:03d}.jsonl", documents)
-    shutil.copytree(prepared.out, shards / "v1")
     with Hub(root) as server:
         server.token = TOKEN
         yield server
@@ -63,10 +61,6 @@ def from_hub(prepared, out, **changes):
     return at(prepared, out, **({"train_text": "a/text", "dataset_config": "sample-10BT"} | changes))
 
 
-def shards_from_hub(prepared, out, **changes):
-    return at(prepared, out, train_text="hf://datasets/a/shards/v1/*.bin", **changes)
-
-
 FAILURES = [
     {"status": 429, "headers": {"Retry-After": "1"}},
     {"status": 500, "skip": 2},
@@ -79,7 +73,7 @@ FAILURES = [
 def assert_streamed(data, expected, epochs, first=0):
     with streaming(data, first=first) as s:
         for step in range(first, int(epochs * expected.windows) // BATCH):
-            assert np.array_equal(s.datasets[0].rows(step, 0, BATCH), expected.rows(step, 0, BATCH)), step
+            assert np.array_equal(s.datasets[0].sequences(step, 0, BATCH), expected.sequences(step, 0, BATCH)), step
 
 
 @pytest.mark.parametrize(
@@ -101,20 +95,10 @@ def test_text_from_a_hub_that_fails(prepared, hub, at_the_hub, tmp_path, capfd, 
     assert all("/main/" not in r.path for r in hub.requests if "/sample/" in r.path)
     printed = capfd.readouterr()
     if name == "a/text":  # the others are retried by huggingface_hub
-        assert re.search(r"^data       train_text a/text: .* trying again in ", printed.out, re.MULTILINE)
+        assert re.search(r"^data       a/text: .* trying again in ", printed.out, re.MULTILINE)
     assert "canary" not in printed.out + printed.err
     for path in [p for p in (tmp_path / "s").rglob("*") if p.is_file()]:
         assert b"canary" not in path.read_bytes(), path
-
-
-def test_shards_from_a_hub_that_fails(prepared, hub, at_the_hub, tmp_path):
-    hub.faults += [Fault(path="*/train_*.bin", method="GET", **failure) for failure in FAILURES]
-    data = shards_from_hub(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3))
-    assert_streamed(data, local(prepared), 1.5)
-    assert hub.faults == []
-    manifest = Manifest.load(tmp_path / "s")
-    assert [e["sha256"] for e in manifest.of("train")] == [e["sha256"] for e in prepared.manifest.of("train")]
-    assert manifest.source == {"uri": data.train_text, "commit": hub.commit}
 
 
 REFUSE = """
@@ -144,9 +128,6 @@ def test_what_the_hub_does_not_have_is_an_error_at_once(prepared, hub, at_the_hu
         ({"dataset_revision": "v9"}, r"train_text a/text: .*the Hub reports .*RevisionNotFound"),
         ({"text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
         ({"train_text": "a/script"}, r"train_text a/script: .* scripts are no longer supported"),
-        ({"train_text": "hf://datasets/a/shards/v2/*.bin"}, r"the Hub reports HTTP 404"),
-        ({"train_text": "hf://datasets/a/shards/v1/val*.bin"}, "no file for training matches v1/val"),
-        ({"train_text": "hf://datasets/shards"}, "expected hf://datasets/ORG/NAME/PATTERN"),
     ]
     data = [
         from_hub(prepared, tmp_path / str(i), **({"dataset_config": ""} if "train_text" in changes else {}) | changes)
@@ -164,44 +145,26 @@ def losses(run):
 
 
 @pytest.mark.slow
-def test_training_does_not_notice(prepared, hub, tmp_path):
+def test_training_does_not_notice(prepared, tmp_path):
     """The run on prepared shards, and the same streamed within a small budget, stopped in the middle of a shard, which
-    is deleted, and resumed with two processes on an emptied disk, and with shards downloaded from a failing Hub."""
+    is deleted, and resumed with two processes on an emptied disk."""
     stop, steps = 12, 24
     tiny = TINY | {"total_batch_tokens": 256, "max_steps": steps, "save_steps": stop, "eval_steps": stop}
     sizes = {"val_documents": 20, "shard_tokens": 8000}
     streamed = sizes | {"train_text": prepared.text, "streaming": "true", "disk_budget_gb": budget(prepared, 2)}
-    hub.faults += [Fault(path="*/train_*.bin", method="GET", status=500, skip=1)]
 
     def train(run, processes=1, **fields):
-        return run_train(*flags(**tiny | {"output_dir": tmp_path / run} | fields), processes=processes)
-
-    def resume(run):
-        shutil.copytree(tmp_path / "streamed", tmp_path / run)
-        shutil.rmtree(tmp_path / run / f"step_{steps:08d}")
-        return run
-
-    results = [
-        train("prepared", dataset_name=prepared.out, train_text=prepared.text, **sizes),
-        train("streamed", dataset_name=tmp_path / "s", **streamed),
-        train(resume("two"), 2, dataset_name=tmp_path / "e", **streamed),
-        processes.run(
-            *("tests/hub/with_hub.py", hub.url, "recipe/train.py"),
-            *flags(**tiny | {"output_dir": tmp_path / resume("downloaded"), "dataset_name": tmp_path / "d"}),
-            *flags(train_text="hf://datasets/a/shards/v1/*.bin", disk_budget_gb=budget(prepared, 3)),
-            env=LAUNCHED | environment({"HUB_TOKEN": TOKEN}),
-        ),
-    ]
-    for result in results:
+        result = run_train(*flags(**tiny | {"output_dir": tmp_path / run} | fields), processes=processes)
         assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    train("prepared", dataset_name=prepared.out, train_text=prepared.text, **sizes)
+    assert "data       streaming" in train("streamed", dataset_name=tmp_path / "s", **streamed)
     expected = losses(tmp_path / "prepared")
-    assert "data       streaming" in results[1].stdout
-    assert losses(tmp_path / "streamed") == losses(tmp_path / "downloaded") == expected
-    assert all(f"resume     from step {stop}" in result.stdout for result in results[2:])
-    for a, b in zip(losses(tmp_path / "two"), expected, strict=True):
+    assert losses(tmp_path / "streamed") == expected
+    shutil.rmtree(tmp_path / "streamed" / f"step_{steps:08d}")
+    assert f"resume     from step {stop}" in train("streamed", 2, dataset_name=tmp_path / "e", **streamed)
+    for a, b in zip(losses(tmp_path / "streamed"), expected, strict=True):
         assert a == (b[0], *(pytest.approx(number, abs=1e-5) for number in b[1:]))
     for directory in ("s", "e"):  # passed, and gone; not needed, and never built
         assert not (tmp_path / directory / "train_000000.bin").exists()
-    assert hub.faults == []
-    for path in [p for p in tmp_path.rglob("*") if p.is_file() and hub.root not in p.parents]:
-        assert b"canary" not in path.read_bytes(), path

@@ -6,26 +6,12 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from recipe.config import batch_arithmetic, parse_config
+from recipe.config import parse_config
 from recipe.engine.factory import open_engine
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import micro_batch
-from recipe.utils.errors import UserError
 from tests import processes as programs
 from tests.conftest import TINY, by_step, environment, flags, launch, run_train
-
-
-def test_auto_is_a_field_like_any_other(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("dataset_name: x\nmicro_batch_size: auto\ntotal_batch_tokens: 4096\nsequence_length: 32")
-    config = parse_config(["--config", str(recipe)])
-    assert parse_config(["--config", str(recipe), "--micro_batch_size", "4"]).optimizer.micro_batch_size == 4
-    with pytest.raises(UserError, match=r"not a multiple of 3 processes x micro_batch_size 1 .*; 4032 is one"):
-        batch_arithmetic(config, 3)
-    for word in ("automatic", "0", "1.5"):
-        with pytest.raises(UserError, match=f"micro_batch_size is '?{word}'?; it must be "):
-            parse_config([f"--micro_batch_size={word}"])
-
 
 SETTINGS = TINY | {"total_batch_tokens": 256, "sequence_length": 32, "dropout": 0.1, "micro_batch_size": "auto"}
 

@@ -21,7 +21,7 @@ SHIPPED = [{"data": {"files": [{"name": SHAKESPEARE.name, "sha256": SHA256}]}}]
 ABOUT = {
     "tiny Shakespeare": SHIPPED,
     "FineWeb-Edu": [{"data": {"train_text": "HuggingFaceFW/fineweb-edu"}}],
-    "FineWeb": [{"data": {"uri": "hf://datasets/kjj0/fineweb10B-gpt2@v1/*.bin"}}],
+    "FineWeb": [{"data": {"shards": "x", "train_text": "kjj0/fineweb10B-gpt2"}}],
 }
 # Recipe -> the curve that ships for it.
 PRESETS = {
@@ -332,8 +332,7 @@ def test_a_recipes_settings_are_those_of_its_reference(preset):
         ([{"data": {"files": [{"name": "tiny_shakespeare.txt", "sha256": "0" * 64}]}}], ""),
         ([*SHIPPED, {"data": {"train_text": "HuggingFaceFW/fineweb"}}], ""),
         ([{"data": {"train_text": "huggingfacefw/FineWeb"}}], "FineWeb"),
-        ([{"data": {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2/*.bin"}}], "FineWeb-Edu"),
-        ([{"data": {"uri": "hf://datasets/somebody/fineweb/*.bin"}}], ""),
+        ([{"data": {"train_text": "somebody/fineweb"}}], ""),
         ([{"data": {"shards": "x"}}, {"data": {"shards": "x", "train_text": "Skylion007/openwebtext"}}], "OpenWebText"),
     ],
 )

@@ -187,14 +187,13 @@ def test_model_index_has_whole_evaluations_only(card):
 
 
 FINEWEB = ["HuggingFaceFW/fineweb-edu"]
-ON_SHARDS = {"uri": "hf://datasets/kjj0/finewebedu10B-gpt2@v1/*.bin", "commit": "abc"}
 AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
 
 
 @pytest.mark.parametrize(
     ("parts", "datasets", "base", "text"),
     [
-        ([PART | {"data": ON_SHARDS}], ["kjj0/finewebedu10B-gpt2"], None, "| commit of the data set | abc |"),
+        ([PART | {"data": {"train_text": "a/b", "commit": "abc"}}], ["a/b"], None, "| commit of the data set | abc |"),
         ([PART | {"data": {"files": [{"name": "a.txt"}] * 2, "of": 31}}], None, None, "a.txt and 30 more files"),
         ([PART | {"data": {"shards": "mine", "train_text": "a/b"}}], ["a/b"], None, "| text | a/b |"),
         (

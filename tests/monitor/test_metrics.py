@@ -2,7 +2,7 @@
 
 import json
 import resource
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +40,7 @@ def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoi
 def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"step": 5, "lo')
-    with MetricsLog(path, first_step=3) as log:
+    with closing(MetricsLog(path, first_step=3)) as log:
         log.write({"step": 3, "loss": float("nan")})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 0},
@@ -53,7 +53,7 @@ def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path
 def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
     """In the place of a full disk a limit of what a file may hold, which cuts a line in two."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
+    with closing(MetricsLog(tmp_path / "metrics.jsonl", 0)) as log:
         log.write({"step": 0})
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
         try:
@@ -68,7 +68,7 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
 
 def test_a_directory_in_place_of_the_file_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(not a regular file\); "):
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Is a directory\); "):
         MetricsLog(tmp_path / "metrics.jsonl", 0)
 
 
@@ -84,8 +84,8 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     engine.spike_filter = SimpleNamespace(check=lambda step: 2)
     engine.stop, batches = SimpleNamespace(patient=nullcontext), SimpleNamespace(waited=lambda: 0.5)
 
-    with ExitStack() as closing:
-        metrics = Metrics(config, engine, batches, None, closing)
+    with ExitStack() as stack:
+        metrics = Metrics(config, engine, batches, None, stack)
         metrics.write(0, metrics.record(0, read=True))
         for step in range(5):
             now[0] += 2.0
@@ -107,7 +107,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     assert line["save_wait"] == 0.5
 
     checkpoint = SimpleNamespace(step=5, state=json.loads(json.dumps(state)), rewound=False)
-    with ExitStack() as closing:  # by a plan that evaluates nothing at this step
-        resumed = Metrics(config, engine, batches, checkpoint, closing)
+    with ExitStack() as stack:  # by a plan that evaluates nothing at this step
+        resumed = Metrics(config, engine, batches, checkpoint, stack)
         resumed.write(5, resumed.record(5, read=True))
     assert read_metrics(tmp_path / "metrics.jsonl") == [nothing, line | {"save_wait": 0.0}]  # which is this process's
