@@ -14,7 +14,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from eval.scores import score, text_dataset
-from recipe.checkpoint.format import model_only
+from recipe import audit
+from recipe.checkpoint.format import files_of
 from recipe.config import parse_config
 from recipe.hub import access, export, upload
 from recipe.hub.upload import Target, Uploads, sync
@@ -43,7 +44,7 @@ def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES) -> None
         card = ModelCard(found.pop("README.md").decode())
         losses = [e.metric_value for e in card.data.eval_results if e.metric_name.startswith("validation loss")]
         assert losses == [round(recorded[step]["val_loss"], 6)]
-        assert found == {p.name: p.read_bytes() for p in model_only(run / f"step_{step:08d}")}
+        assert found == {p.name: p.read_bytes() for p in files_of(run / f"step_{step:08d}")}
         assert [c.message for c in repository.branches[branch]] == ["initial", f"Step {step}"]
 
 
@@ -80,6 +81,30 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
     assert len(files) > 10
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in result.stdout + result.stderr
+
+
+def config_of(run: Path, **changes):
+    fields = {"push_to_hub": True, "hub_model_id": REPO, "milestone_steps": 10, "max_steps": 20, "warmup_steps": 1}
+    return parse_config(flags(**TINY | fields | {"output_dir": run} | changes))
+
+
+ONE_PROCESS = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
+
+
+def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, capsys):
+    assert push(run) == 0
+    assert audit.main(["--repo", REPO]) == 2
+    assert "only uploads of --push_to_hub state" in capsys.readouterr().err
+    assert upload.open_uploads(config_of(run, push_to_hub="state"), ONE_PROCESS).wait() == 0
+    assert audit.main(["--repo", REPO]) == 0
+    assert "step 10 to 20: equal to the bit" in capsys.readouterr().out
+    assert f"`python -m recipe.audit --repo {REPO}`" in hub.files(REPO, "main")["README.md"].decode()
+    files = hub.files(REPO, "step-000020")
+    lines = files["metrics.jsonl"].decode().splitlines()
+    lines[-1] = json.dumps(json.loads(lines[-1]) | {"loss": 4.0})
+    files["metrics.jsonl"] = "\n".join(lines).encode()
+    assert audit.main(["--repo", REPO]) == 1
+    assert "step 10 to 20: different: losses differ from step 20 on" in capsys.readouterr().out
 
 
 # Faults of the Hub
@@ -290,12 +315,10 @@ def test_a_push_without_a_run_takes_the_newest(hub, run, tmp_path, monkeypatch):
 
 def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, caplog, capsys, monkeypatch):
     caplog.set_level(logging.INFO)
-    fields = {"push_to_hub": True, "hub_model_id": REPO, "milestone_steps": 10, "max_steps": 20, "warmup_steps": 1}
-    config = parse_config(flags(**TINY | fields | {"output_dir": run}))
-    one_process = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
+    config = config_of(run)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     monkeypatch.setattr(upload, "PAUSE", 0.1)
-    uploads = upload.open_uploads(config, one_process)
+    uploads = upload.open_uploads(config, ONE_PROCESS)
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
     assert push(run) == 75
@@ -309,7 +332,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     assert push(run) == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     logging.getLogger("recipe").propagate = True
-    upload.open_uploads(config, one_process).start()
+    upload.open_uploads(config, ONE_PROCESS).start()
     assert "HF_HUB_OFFLINE is set, so this run uploads nothing" in caplog.text
 
 
