@@ -32,7 +32,7 @@ class Loaded:
     name: str
     directory: Path | None
     model: transformers.PreTrainedModel
-    tokenizer: transformers.PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizer | transformers.PreTrainedTokenizerFast
     device: torch.device
     dtype: torch.dtype
 
@@ -57,7 +57,7 @@ class Loaded:
         model, gpt2 = self.model, self.model.config.model_type == "gpt2"
 
         def states(ids, positions=None, mask=None):
-            found = model.transformer(ids, position_ids=positions, attention_mask=mask, use_cache=False)
+            found = model.base_model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
             return found.last_hidden_state
 
         return LanguageModel(
@@ -113,7 +113,7 @@ def steps_of(run: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """The optimizer step in the name of a checkpoint directory."""
-    return int(STEP_DIR.fullmatch(checkpoint.name).group(1))
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def newest_run(file: str, runs: Path = Path("runs")) -> Path:
@@ -172,13 +172,12 @@ def load(args: argparse.Namespace) -> Loaded:
             # The same formula in one operation instead of seven: a fifth of a forward pass on a CPU.
             config.activation_function = "gelu_pytorch_tanh"
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model, report = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+        options = {"config": config, "dtype": dtype, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
-        if directory and not directory.exists():  # deleted meanwhile, by the run that trains there
-            return load(args)
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
     # transformers makes up what is absent, an empty tokenizer and random weights: such a model must not get a score.
-    if len(tokenizer) < 2:
+    if tokenizer is None or len(tokenizer) < 2:
         raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
@@ -196,7 +195,7 @@ def hub_problem() -> str:
     If it does not, the libraries are set to offline: what is in their caches still loads, and the rest fails at once
     instead of after a minute of silent retries.
     """
-    import datasets
+    import datasets.config
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
         try:

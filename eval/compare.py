@@ -2,8 +2,7 @@
 
 The loss on the validation shards of the first model's run, HellaSwag in both published ways, and a sample of each. Both
 models see the same text, so that each difference has a paired interval, which tells models apart whose own intervals
-overlap. A loss per token compares models of one tokenizer only: with another one the loss is in bits per byte of the
-same text.
+overlap. A loss per token compares models of one tokenizer only: without that, there is none in the table.
 """
 
 import argparse
@@ -58,42 +57,27 @@ def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) ->
     return found
 
 
-def recode(windows: list[np.ndarray], ours: common.Loaded, theirs: common.Loaded) -> list[np.ndarray]:
-    """The text of windows in another tokenizer's tokens, as windows of the same length, each document after that
-    tokenizer's end-of-text."""
-    length, tokens = len(windows[0]) - 1, np.concatenate([window[:-1] for window in windows])
-    ids: list[int] = []
-    for document in np.split(tokens, np.flatnonzero(tokens == ours.tokenizer.eos_token_id)):
-        text = ours.tokenizer.decode(document, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ids += [theirs.tokenizer.eos_token_id, *theirs.encode(text)]
-    return [np.array(ids[i : i + length + 1]) for i in range(0, len(ids) - length, length)]
-
-
 def compare_losses(ours: common.Loaded, theirs: common.Loaded, windows: list[np.ndarray], batch_size: int) -> dict:
-    """The row of the table for the validation loss: in nats per token where both have one tokenizer, with a paired
-    interval over the windows; otherwise in bits per byte, without one, since the windows differ."""
-    same = ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
-    both = windows, windows if same else recode(windows, ours, theirs)
-    desc, losses, found = "validation" if devices.is_main() else "", [], []
-    for loaded, of_model in zip((ours, theirs), both, strict=True):
-        losses.append(
-            devices.split(lambda share, x=loaded: perplexity.window_losses(x, share, batch_size, desc), of_model)
-        )
-        found.append(perplexity.summarize(loaded, of_model, losses[-1]))
-    key, name = ("loss", "loss, nats per token") if same else ("bits_per_byte", "loss, bits per byte")
-    row = {"metric": f"validation {name}", "ours": found[0][key], "theirs": found[1][key], "n": len(windows)}
-    if not same:
-        return row | {"difference": row["ours"] - row["theirs"], "ci95": None, "p": None}
-    length = len(windows[0]) - 1
-    return row | paired_difference(*(np.asarray(nats) / length for nats in losses)) | {"p": None}
+    """The row of the table for the validation loss, in nats per token, with a paired interval over the windows."""
+    desc = "validation" if devices.is_main() else ""
+    losses = [
+        devices.split(lambda share, x=loaded: perplexity.window_losses(x, share, batch_size, desc), windows)
+        for loaded in (ours, theirs)
+    ]
+    means = [np.asarray(nats) / (len(windows[0]) - 1) for nats in losses]
+    row = {"metric": "validation loss, nats per token", "n": len(windows), "p": None}
+    return row | {"ours": float(means[0].mean()), "theirs": float(means[1].mean())} | paired_difference(*means)
 
 
 def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loaded) -> list[dict]:
-    """The table's row for the validation loss; none, with a note, where the first model's data are not here."""
+    """The table's row for the validation loss; none, with a note, where the tokenizers differ or the first model's data
+    are not here."""
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(ours.directory).get("sequence_length", 1024), ours.n_positions, theirs.n_positions
     )
     try:
+        if ours.tokenizer.get_vocab() != theirs.tokenizer.get_vocab():
+            raise common.UserError("the tokenizers differ; make eval-val has each model's bits per byte")
         windows, _ = perplexity.choose_windows(args, ours)
     except common.UserError as error:
         if args.data:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from accelerate import PartialState
@@ -28,7 +28,7 @@ def is_main() -> bool:
 
 
 @contextlib.contextmanager
-def launched() -> Iterator[None]:
+def launched() -> Generator[None, None, None]:
     """Context of a command that may be one of several processes: only the main process's standard output is shown."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if is_main() else nowhere):
         yield
@@ -49,7 +49,7 @@ def split(score: Callable[[Sequence], Sequence], items: Sequence) -> list:
 def choose_device(name: str) -> torch.device:
     """`auto` is the first there is of cuda, mps, cpu; of several processes, the one that Accelerate gives to each.
     Raises UserError if a named one is absent."""
-    if name == "auto" and (state := _launched()):
+    if name == "auto" and (state := _launched()) and state.device:
         return state.device
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     present = [device for device, found in there.items() if found]

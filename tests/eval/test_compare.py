@@ -6,11 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from eval import common, compare, hellaswag, perplexity
+from eval import common, compare, hellaswag
 from recipe.hub.model_card import model_card
 from tests.conftest import launch
 
@@ -83,33 +80,6 @@ def test_without_the_runs_data_the_rest_is_compared(gpt2, tmp_path, monkeypatch,
     assert "note: no validation loss" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--data absent"):
         run_compare(monkeypatch, gpt2, "--other", gpt2, "--data", "absent", "--output", output)
-
-
-def test_another_tokenizer_is_compared_per_byte(gpt2, tiny_gpt2, monkeypatch):
-    """A model of bytes, uniform: 8 bits per byte whatever the text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=alphabet[0])
-    sizes = {"n_positions": 64, "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 256}
-    model = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
-    torch.nn.init.zeros_(model.transformer.wte.weight)
-    ours = load(gpt2)
-    theirs = common.Loaded("bytes", None, model, tokenizer, torch.device("cpu"), torch.float32)
-    text = "First Citizen:\nBefore we proceed, héllo 漢字.\n" * 20
-    documents = [[50256, *ours.encode(text)]] * 2
-    tokens = np.concatenate(documents)
-    windows = [tokens[i : i + 33] for i in range(0, len(tokens) - 32, 32)]
-    again = compare.recode(windows, ours, theirs)
-    read = "".join(tokenizer.decode(window[:-1], skip_special_tokens=True) for window in again)
-    assert text[:500] in read
-    row = compare.compare_losses(ours, theirs, windows, 4)
-    assert (row["metric"], row["ci95"]) == ("validation loss, bits per byte", None)
-    assert row["theirs"] == pytest.approx(8.0, rel=2e-3)  # an end-of-text costs bits, and stands for no byte
-    assert (
-        row["ours"]
-        == perplexity.summarize(ours, windows, perplexity.window_losses(ours, windows, 4, ""))["bits_per_byte"]
-    )
 
 
 def test_the_paired_interval_and_the_sign_test():
