@@ -123,17 +123,10 @@ class Runs:
 
     def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
         steps, others = run["max_steps"], {name: value for name, value in fields.items() if name != "warmup"}
-        every = {
-            "config": "recipe/configs/gpt2.yaml",
-            "optim": optimizer,
-            "streaming": False,
-            **self.data,
-            **dict.fromkeys(("milestone_steps", "hellaswag_steps", "sample_steps"), 0),
-            "save_total_limit": 1,
-            "save_steps": steps // 5,
-            "eval_steps": steps // 5,
-            "warmup_steps": round(steps * fields["warmup"]),
-        }
+        off = ("milestone_steps", "hellaswag_steps", "sample_steps")
+        every: dict[str, object] = {"config": "recipe/configs/gpt2.yaml", "optim": optimizer, "streaming": False}
+        every |= self.data | {"save_total_limit": 1, "warmup_steps": round(steps * fields["warmup"])}
+        every |= {"save_steps": steps // 5, "eval_steps": steps // 5} | dict.fromkeys(off, 0)
         if math.isfinite(self.ends):
             if (left := self.ends - time.monotonic()) < 60:
                 raise TimeUp

@@ -137,7 +137,8 @@ def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.M
     """nanoGPT's GPT from the checkout and its optimizer, at the vocabulary of 50,304 that it trains from scratch with,
     with recipe/train.py's first weights in its first 50,257 rows; the others are as it draws them."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     m, opt = config.model, config.optimizer

@@ -53,7 +53,7 @@ class HellaSwag(evaluate.Metric):
             ],
         )
 
-    def _compute(self, log_likelihoods, lengths, labels):  # ty: ignore[invalid-method-override]  named by the features
+    def _compute(self, log_likelihoods, lengths, labels):  # ty: ignore[incompatible-method-override]  named by the features
         scores, labels = np.asarray(log_likelihoods), np.asarray(labels)  # (rows, 4), (rows,)
         return {
             "acc": float(np.mean(scores.argmax(axis=1) == labels)),
