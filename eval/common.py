@@ -17,12 +17,15 @@ import transformers
 from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
 
-from eval.devices import UserError, choose_device
 from eval.loglikelihood import LanguageModel
 
 STEP_DIR = re.compile(r"step_(\d+)")
 MODEL_FILES = ("config.json", "model.safetensors")
 HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. The message names the bad value and the way out."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,15 @@ def hub_problem() -> str:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first there is of cuda, mps, cpu. Raises UserError if a named one is absent."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    present = [device for device, found in there.items() if found]
+    if name != "auto" and name not in present:
+        raise UserError(f"--device {name}: not available here. There is: {', '.join(present)}")
+    return torch.device(present[0] if name == "auto" else name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

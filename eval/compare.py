@@ -16,7 +16,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 
 import numpy as np
 
-from eval import common, devices, hellaswag, perplexity, sample
+from eval import common, hellaswag, perplexity, sample
 from eval.published import HELLASWAG_ROWS, WAYS
 from eval.scores import comparison_row
 
@@ -59,11 +59,7 @@ def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) ->
 
 def compare_losses(ours: common.Loaded, theirs: common.Loaded, windows: list[np.ndarray], batch_size: int) -> dict:
     """The row of the table for the validation loss, in nats per token, with a paired interval over the windows."""
-    desc = "validation" if devices.is_main() else ""
-    losses = [
-        devices.split(lambda share, x=loaded: perplexity.window_losses(x, share, batch_size, desc), windows)
-        for loaded in (ours, theirs)
-    ]
+    losses = [perplexity.window_losses(loaded, windows, batch_size, "validation") for loaded in (ours, theirs)]
     means = [np.asarray(nats) / (len(windows[0]) - 1) for nats in losses]
     row = {"metric": "validation loss, nats per token", "n": len(windows), "p": None}
     return row | {"ours": float(means[0].mean()), "theirs": float(means[1].mean())} | paired_difference(*means)
@@ -104,25 +100,23 @@ def main() -> None:
     parser.add_argument("--prompt", default="The", help="that both models continue")
     perplexity.add_arguments(parser)
     args = parser.parse_args()
-    with devices.launched():
-        ours = common.load(args)
-        output = common.results_path(args.output, ours)
-        theirs = common.load(argparse.Namespace(**vars(args) | {"model": args.other}))
-        rows = validation(args, ours, theirs)
-        examples = hellaswag.load_rows(args.limit)
-        scores = [hellaswag.score_shared(loaded, examples, args.batch_size) for loaded in (ours, theirs)]
-        rows += compare_hellaswag(*scores, examples)
-        print(f"\n{table(rows, ours.name, theirs.name)}\n")
-        options = sample.arguments().parse_args([])
-        texts = []
-        for name, loaded in (("first", ours), ("second", theirs)):
-            print(f"--- sample of the {name}")
-            texts += sample.generate(loaded, args.prompt, options)
-        if devices.is_main():
-            # Of a directory only its name and its parent's: the model card shows it to others.
-            other = "/".join(theirs.directory.resolve().parts[-2:]) if theirs.directory else theirs.name
-            found = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
-            common.write_results(output, "compare", ours.describe() | found)
+    ours = common.load(args)
+    output = common.results_path(args.output, ours)
+    theirs = common.load(argparse.Namespace(**vars(args) | {"model": args.other}))
+    rows = validation(args, ours, theirs)
+    examples = hellaswag.load_rows(args.limit)
+    scores = [hellaswag.score_rows(x.lm, examples, batch_size=args.batch_size, desc=x.name) for x in (ours, theirs)]
+    rows += compare_hellaswag(*scores, examples)
+    print(f"\n{table(rows, ours.name, theirs.name)}\n")
+    options = sample.arguments().parse_args([])
+    texts = []
+    for name, loaded in (("first", ours), ("second", theirs)):
+        print(f"--- sample of the {name}")
+        texts += sample.generate(loaded, args.prompt, options)
+    # Of a directory only its name and its parent's: the model card shows it to others.
+    other = "/".join(theirs.directory.resolve().parts[-2:]) if theirs.directory else theirs.name
+    found = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
+    common.write_results(output, "compare", ours.describe() | found)
 
 
 if __name__ == "__main__":

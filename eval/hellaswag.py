@@ -24,7 +24,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 
 import numpy as np
 
-from eval import common, devices
+from eval import common
 from eval.loglikelihood import LanguageModel, Request, score
 from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, WAYS
 from eval.scores import ci95, hellaswag_scores
@@ -107,12 +107,6 @@ def count_correct(
     return counts
 
 
-def score_shared(loaded: common.Loaded, rows: list[dict], batch_size: int) -> list[dict[str, RowScore]]:
-    """The scores of all `rows`, on every process of a launch. A collective call."""
-    desc = "HellaSwag" if devices.is_main() else ""
-    return devices.split(lambda share: score_rows(loaded.lm, share, batch_size=batch_size, desc=desc), rows)
-
-
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
     """Both accuracies in each way: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
     from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
@@ -150,18 +144,16 @@ def main() -> None:
     parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
     args = parser.parse_args()
-    with devices.launched():
-        loaded = common.load(args)
-        output = common.results_path(args.output, loaded)
-        rows = load_rows(args.limit)
-        start = time.monotonic()
-        result = accuracies(score_shared(loaded, rows, args.batch_size), rows)
-        seconds = time.monotonic() - start
-        print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
-        if devices.is_main():
-            found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
-            result |= {"seconds": round(seconds, 1), "scores": found}
-            common.write_results(output, "hellaswag", loaded.describe() | result)
+    loaded = common.load(args)
+    output = common.results_path(args.output, loaded)
+    rows = load_rows(args.limit)
+    start = time.monotonic()
+    result = accuracies(score_rows(loaded.lm, rows, batch_size=args.batch_size, desc="HellaSwag"), rows)
+    seconds = time.monotonic() - start
+    print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
+    found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
+    result |= {"seconds": round(seconds, 1), "scores": found}
+    common.write_results(output, "hellaswag", loaded.describe() | result)
 
 
 if __name__ == "__main__":

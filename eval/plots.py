@@ -85,9 +85,10 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
             late += [*smooth(y)[x >= 0.2 * end], *val[val_x >= 0.2 * end]]
         _token_axis(axes)
     whole.set(ylabel="loss (nats a token)", title="(a) whole run, logarithmic")
-    whole.set_xscale("log", nonpositive="mask")
-    whole.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
-    whole.xaxis.set_minor_formatter(NullFormatter())
+    if any(len(run.series("loss")[0]) for run in runs):
+        whole.set_xscale("log", nonpositive="mask")
+        whole.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
+        whole.xaxis.set_minor_formatter(NullFormatter())
     rest.set(title="(b) last four fifths", xlim=(0.2 * end, 1.02 * end))
     if late:
         room = 0.05 * (max(late) - min(late)) + 0.01

@@ -54,8 +54,8 @@ OPENAI_LOSS_SOURCE = {
 
 
 class Speed(NamedTuple):
-    """`run` is a key of SPEED_SOURCES; `device` by its name in recipe.engine.device.DEVICES, or one that is not there; `size`
-    a recipe of the same model; `memory` in MiB of a device, None where that was not published."""
+    """`run` is a key of SPEED_SOURCES; `device` by its name in recipe.engine.device.DEVICES, or one that is not there;
+    `size` a recipe of the same model; `memory` in MiB of a device, None where that was not published."""
 
     run: str
     setup: str
