@@ -6,7 +6,6 @@ overlap. A loss per token compares models of one tokenizer only: without that, t
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +30,6 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict:
     return {"difference": mean, "ci95": [mean - half, mean + half]}
 
 
-def sign_test(ours: Sequence[int], theirs: Sequence[int]) -> float:
-    """The two-sided p-value of the difference of two accuracies (1 or 0 for each row): McNemar's exact test, by the
-    binomial distribution of the rows that one model alone has right. With few of those the interval is too narrow."""
-    apart = np.asarray(ours) - np.asarray(theirs)
-    n = int(np.abs(apart).sum())
-    fewer = (n - abs(int(apart.sum()))) // 2
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
-
-
 def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) -> list[dict]:
     """A row of the table for each accuracy in each way, from `hellaswag.score_rows` of both models."""
     found = []
@@ -52,7 +42,6 @@ def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) ->
             found.append(
                 {"metric": f"HellaSwag {kind}, {style}{part}", "ours": values[0], "theirs": values[1], "n": len(rows)}
                 | paired_difference(*right)
-                | {"p": sign_test(*right)}
             )
     return found
 
@@ -61,7 +50,7 @@ def compare_losses(ours: common.Loaded, theirs: common.Loaded, windows: list[np.
     """The row of the table for the validation loss, in nats per token, with a paired interval over the windows."""
     losses = [perplexity.window_losses(loaded, windows, batch_size, "validation") for loaded in (ours, theirs)]
     means = [np.asarray(nats) / (len(windows[0]) - 1) for nats in losses]
-    row = {"metric": "validation loss, nats per token", "n": len(windows), "p": None}
+    row = {"metric": "validation loss, nats per token", "n": len(windows)}
     return row | {"ours": float(means[0].mean()), "theirs": float(means[1].mean())} | paired_difference(*means)
 
 
@@ -85,10 +74,10 @@ def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loa
 
 def table(rows: list[dict], ours: str, theirs: str) -> str:
     """The rows as a user reads them."""
-    cells = [("", "first", "second", "difference, 95 % interval", "p")]
+    cells = [("", "first", "second", "difference, 95 % interval")]
     cells += [comparison_row(row) for row in rows]
     width = max(len(row[0]) for row in cells)
-    lines = [f"{metric:<{width}} {a:>8} {b:>8}  {change:<26} {p}".rstrip() for metric, a, b, change, p in cells]
+    lines = [f"{metric:<{width}} {a:>8} {b:>8}  {change}" for metric, a, b, change in cells]
     return "\n".join([f"first: {ours}", f"second: {theirs}", "", *lines])
 
 

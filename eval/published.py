@@ -22,14 +22,6 @@ HELLASWAG = {
         "1558M, scaling journal, 10 B tokens": (0.3450, 0.4122),
     },
     "lmeval": {"GPT-2 124M, OpenAI": (0.2892, 0.3114), "GPT-2 1558M, OpenAI": (0.4004, 0.5089)},
-    # Zero-shot, "by comparing the mean per-token log-likelihood" of completions, with a prompt of its own: nearly
-    # llm.c-style.
-    "GPT-3": {
-        "GPT-3 125M": (None, 0.337),
-        "GPT-3 350M": (None, 0.436),
-        "GPT-3 760M": (None, 0.510),
-        "GPT-3 1.3B": (None, 0.547),
-    },
 }
 SOURCES = {
     "llmc": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c "
@@ -37,7 +29,6 @@ SOURCES = {
     "Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; journal: "
     "jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
     "lmeval": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
-    "GPT-3": "Brown et al. 2020 (arXiv:2005.14165), table H.1",
 }
 # Validation loss of OpenAI's weights, nats a token, by the data set that it was published for.
 OPENAI_LOSS = {
