@@ -73,21 +73,6 @@ def test_the_best_is_the_lowest_validation_loss_of_what_is_whole(whole_run, tmp_
         export.export(run / "step_00000020", tmp_path / "other")
 
 
-@pytest.mark.parametrize("name", ["copy", "link", "."])
-def test_a_checkpoint_is_exported_whatever_it_is_called(whole_run, tmp_path, monkeypatch, name):
-    checkpoint = whole_run[0] / "step_00000010"
-    if name == "copy":
-        shutil.copytree(checkpoint, tmp_path / name)
-    elif name == "link":
-        (tmp_path / name).symlink_to(checkpoint)
-    monkeypatch.chdir(checkpoint if name == "." else tmp_path)
-    assert export.main([name, "--out", str(tmp_path / "out")]) == 0
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "weights after step 10." in card.text
-    values = [e.metric_value for e in card.data.eval_results or []]
-    assert values == ([] if name == "copy" else [round(whole_run[1][10]["val_loss"], 6)])  # it is away from its run
-
-
 def test_mistakes_of_an_export(whole_run, tmp_path, capsys):
     run, out = whole_run[0], tmp_path / "out"
 

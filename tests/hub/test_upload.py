@@ -182,26 +182,6 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
     assert time.monotonic() - start < 10
 
 
-def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog, monkeypatch):
-    monkeypatch.setattr(upload, "PAUSE", 2.0)
-    hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
-    uploads = Uploads(run, target_of(run))
-
-    def lines_of_metrics(seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            uploads.start()
-            time.sleep(0.01)
-
-    lines_of_metrics(1.5)
-    assert caplog.messages == [f"upload     to {REPO} failed: HTTP 503: Service Unavailable; trying again later"]
-    assert hub.count("POST", "/repos/create") == 1
-    hub.faults.clear()
-    lines_of_metrics(2)
-    assert uploads.wait() == 0
-    on_the_hub(hub, run)
-
-
 # What belongs on the Hub and is not there
 
 
@@ -305,14 +285,6 @@ def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, 
     assert not hub.files(REPO, "main")
 
 
-def test_a_push_without_a_run_takes_the_newest(hub, run, tmp_path, monkeypatch):
-    shutil.copytree(run, tmp_path / "here" / "runs" / "mine")
-    monkeypatch.chdir(tmp_path / "here")
-    assert export.main(["push", "--repo", REPO]) == 0
-    newest = (run / "step_00000020" / "model.safetensors").read_bytes()
-    assert dict(hub.files(REPO, "main"))["model.safetensors"] == newest
-
-
 def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, caplog, capsys, monkeypatch):
     caplog.set_level(logging.INFO)
     config = config_of(run)
@@ -353,15 +325,3 @@ def test_mistakes_of_a_push(hub, run, capsys, where, repo, message):
     assert push(run.parent / where, repo=repo) == 2
     assert message in capsys.readouterr().err
     assert not hub.requests
-
-
-def test_the_best_checkpoint_or_a_copy_of_one_goes_to_main(hub, run, tmp_path):
-    lines = "".join(f'{{"step": {step}, "val_loss": {loss}}}\n' for step, loss in ((10, 4.1), (20, 4.25)))
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").write_text(lines)
-    assert push(run, "--best") == 0
-    assert hub.models[REPO].branches["main"][-1].message == "Step 10"
-    assert set(hub.models[REPO].branches) == set(BRANCHES)
-    copy = shutil.copytree(run / "step_00000020", tmp_path / "mine")
-    assert push(copy, repo="acme/other") == 0
-    assert hub.models["acme/other"].branches["main"][-1].message == "Step 20"
