@@ -252,18 +252,12 @@ def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
 # Runs and references
 
 
-def test_a_log_is_read_as_far_as_it_is_whole(tmp_path):
-    path = write_run(tmp_path / "run", [{"step": 0, "tokens": 0, "loss": 5.0}])
-    with (path / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 1, "tok')
-    assert len(curves.read_run(path).records) == 1
-
-
 def test_what_is_no_run_is_named(tmp_path):
-    for make, message in ((lambda: None, r"no metrics\.jsonl"), (lambda: write_run(tmp_path, []), "no complete line")):
-        make()
-        with pytest.raises(common.UserError, match=f"run {tmp_path}: .*{message}"):
-            curves.read_run(tmp_path)
+    with pytest.raises(common.UserError, match=rf"run {tmp_path}: no metrics\.jsonl"):
+        curves.read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tok')
+    with pytest.raises(common.UserError, match=f"run {tmp_path}: .* no complete line"):
+        curves.read_run(tmp_path)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

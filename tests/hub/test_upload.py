@@ -119,22 +119,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-def test_training_is_not_affected_by_a_refusal(shards, whole_run, tmp_path):
-    run = tmp_path / "run"
-    with Hub(tmp_path / "hub", TOKEN) as hub:
-        hub.faults.append(Fault(**FAULTS["403"]))
-        result = train(hub, shards, run)
-        output = result.stdout + result.stderr
-        assert result.returncode == 2, output
-        assert "Traceback" not in output
-        assert losses(run) == losses(whole_run[0])
-        assert "not on the Hub: step-000010, step-000020, main; to upload it, run python -m recipe.hub" in output
-        hub.faults.clear()
-        assert train(hub, shards, run).returncode == 0  # the whole run is there, and is uploaded
-        on_the_hub(hub, run)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, capsys, monkeypatch, fault):
     monkeypatch.setattr(upload, "PAUSE", 0.1)
