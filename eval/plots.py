@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from eval.curves import Reference, Run
 from eval.diagnosis import distance, tokens
@@ -85,15 +85,16 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
             late += [*smooth(y)[x >= 0.2 * end], *val[val_x >= 0.2 * end]]
         _token_axis(axes)
     whole.set(ylabel="loss (nats a token)", title="(a) whole run, logarithmic")
-    if any(len(run.series("loss")[0]) for run in runs):
+    if logged := [x for run in runs for x in run.series("loss")[0]]:
         whole.set_xscale("log", nonpositive="mask")
+        whole.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged) else (1, 2, 5)))
         whole.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
         whole.xaxis.set_minor_formatter(NullFormatter())
     rest.set(title="(b) last four fifths", xlim=(0.2 * end, 1.02 * end))
     if late:
         room = 0.05 * (max(late) - min(late)) + 0.01
         rest.set_ylim(min(late) - room, max(late) + room)
-    figure.legend(*whole.get_legend_handles_labels(), loc="outside upper left")
+    _legend(figure, whole)
     caption = "Loss in nats a token; faint: every line of the log; bold: their moving average."
     for r in references:
         caption += f" Reference: {r.source}; validation on {r.validation}. Gray band: the expected deviation."
@@ -126,7 +127,7 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture:
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
         axes.set_title(WAYS[way])
     panels[0].set_ylabel("accuracy, normalized by length")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left")
+    _legend(figure, panels[0])
     caption = f"HellaSwag, acc_norm on {min(run.hellaswag_rows for run in runs):,} of {HELLASWAG_ROWS:,} validation "
     caption += "rows, with 95 % intervals; OpenAI's models on all rows."
     caption += "".join(f" {WAYS[way]}: {SOURCES[way]}." for way in WAYS)
@@ -141,6 +142,12 @@ def smooth(y: np.ndarray) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(y)])
     low, high = at - half, np.minimum(at + half, len(y) - 1) + 1
     return (sums[high] - sums[low]) / (high - low)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Above the axes, where no curve is, in two columns where they fit."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2 if max(map(len, labels)) < 48 else 1)
 
 
 def _token_axis(axes: Axes) -> None:
