@@ -73,7 +73,7 @@ def bare_loop(config: Config, checkout: str) -> None:
         model, loss_function = transformers_model(config)
         optimizer = make_optimizer(model.to(on), opt, fused=True)
     if run.torch_compile:
-        hardware.compile_model(model, run.torch_compile_mode)
+        hardware.compile_graph(model, run.torch_compile_mode)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     scaler = torch.amp.GradScaler(on.type, enabled=run.precision == "fp16")
     accumulation, batches, log = accumulation_of(config), micro_batches(config, on), Log(config)
