@@ -5,14 +5,20 @@
 Writes gpu_tests.json after every test.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks import report as results  # a hook's argument must have that name
 from recipe.config import ROOT
 from recipe.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Record:
@@ -27,7 +33,7 @@ class Record:
         self._session, self.collected = session, len(items)
         items[:] = [item for item in items if self.outcomes.get(item.name) != "passed"]
 
-    def pytest_runtest_logreport(self, report: object) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Writes the outcome of a test, or of a fixture that failed."""
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.nodeid.partition("::")[2]] = report.outcome

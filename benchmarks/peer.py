@@ -67,15 +67,13 @@ class Log:
 def bare_loop(config: Config, checkout: str) -> None:
     """The least that trains a model: batches, forward, backward, clip, AdamW. Never returns."""
     opt, run, on = config.optimizer, config.run, device()
-    model, loss_function = nanogpt(config, checkout) if checkout else transformers_model(config)
-    model.to(on)
     if checkout:
-        betas = opt.adam_beta1, opt.adam_beta2
-        optimizer = model.configure_optimizers(opt.weight_decay, opt.learning_rate, betas, on.type)
+        model, loss_function, optimizer = nanogpt(config, checkout, on)
     else:
-        optimizer = make_optimizer(model, opt, fused=True)
+        model, loss_function = transformers_model(config)
+        optimizer = make_optimizer(model.to(on), opt, fused=True)
     if run.torch_compile:
-        hardware.compile_model(model, run.torch_compile_mode)
+        hardware.compile_graph(model, run.torch_compile_mode)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     scaler = torch.amp.GradScaler(on.type, enabled=run.precision == "fp16")
     accumulation, batches, log = accumulation_of(config), micro_batches(config, on), Log(config)
@@ -96,19 +94,24 @@ def bare_loop(config: Config, checkout: str) -> None:
 
 def accumulation_of(config: Config) -> int:
     """Micro-steps of a step."""
-    return config.optimizer.total_batch_tokens // (config.optimizer.micro_batch_size * config.data.sequence_length)
+    return config.optimizer.total_batch_tokens // (micro_batch_size(config) * config.data.sequence_length)
+
+
+def micro_batch_size(config: Config) -> int:
+    """Sequences of a micro-batch, which the command line gives as a number."""
+    return int(config.optimizer.micro_batch_size)
 
 
 def dataset(config: Config) -> TokenDataset:
     """The trainer's data, in its order."""
     length = config.data.sequence_length
     sequences = config.optimizer.total_batch_tokens // length
-    return TokenDataset(find_shards(Path(config.data.dataset_name), "train"), length, sequences, config.run.seed)
+    return TokenDataset(find_shards(config.data.dataset_name, "train"), length, sequences, config.run.seed)
 
 
 def micro_batches(config: Config, on: torch.device) -> Iterator[torch.Tensor]:
     """Micro-batches, (micro_batch_size, T + 1), copied to the device without waiting for it."""
-    data, micro = dataset(config), config.optimizer.micro_batch_size
+    data, micro = dataset(config), micro_batch_size(config)
     pinned = on.type == "cuda"  # as the trainer
     for step in count():
         for start in range(0, data.batch_size, micro):
@@ -130,13 +133,15 @@ def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
     return model.train(), lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
 
 
-def nanogpt(config: Config, checkout: str) -> tuple[torch.nn.Module, Loss]:
-    """nanoGPT's GPT from the checkout, at the vocabulary of 50,304 that it trains from scratch with, with
-    recipe/train.py's first weights in its first 50,257 rows; the others are as it draws them."""
+def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.Module, Loss, torch.optim.Optimizer]:
+    """nanoGPT's GPT from the checkout and its optimizer, at the vocabulary of 50,304 that it trains from scratch with,
+    with recipe/train.py's first weights in its first 50,257 rows; the others are as it draws them."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    m = config.model
+    m, opt = config.model, config.optimizer
     sizes = {"n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "block_size": m.n_positions}
     torch.manual_seed(config.run.seed)
     model = module.GPT(module.GPTConfig(vocab_size=50304, dropout=m.dropout, bias=True, **sizes))
@@ -146,7 +151,9 @@ def nanogpt(config: Config, checkout: str) -> tuple[torch.nn.Module, Loss]:
             # Conv1D's weights are (in, out), nn.Linear's (out, in).
             ours = ours.t() if ours.ndim == 2 and ".h." in name else ours
             theirs[name][: ours.shape[0]].copy_(ours)
-    return model.train(), lambda x, y: model(x, y.contiguous())[1]
+    betas = opt.adam_beta1, opt.adam_beta2
+    optimizer = model.to(on).configure_optimizers(opt.weight_decay, opt.learning_rate, betas, on.type)
+    return model.train(), lambda x, y: model(x, y.contiguous())[1], optimizer
 
 
 def hf_trainer(config: Config) -> None:
@@ -154,7 +161,8 @@ def hf_trainer(config: Config) -> None:
     data, log = dataset(config), Log(config)
     windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # the first steps, more than are compared
     examples = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in windows]
-    repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # a new epoch would start new data loaders
+    # Repeated, since a new epoch would start new data loaders.
+    repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
 
     class Logged(transformers.TrainerCallback):
         def on_step_end(self, *_, **__) -> None:
@@ -177,7 +185,7 @@ def training_arguments(config: Config) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(
         output_dir=run.output_dir,
         max_steps=10**6,
-        per_device_train_batch_size=opt.micro_batch_size,
+        per_device_train_batch_size=micro_batch_size(config),
         gradient_accumulation_steps=accumulation_of(config),
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",

@@ -112,8 +112,8 @@ def main(argv: list[str]) -> int:
     fields["total_batch_tokens"] = fields["micro_batch_size"] * fields["sequence_length"]
     peers = contenders(fields["precision"], arguments.nanogpt, on_cpu)
     peers = [peer for peer in peers if re.search(arguments.only, peer[0])]
-    results = report.circumstances() | report.measured_model(recipe) | fields | {"rows": []}
-    out, rows = Path(arguments.out), results["rows"]
+    out, rows = Path(arguments.out), []
+    results = report.circumstances() | report.measured_model(recipe) | fields | {"rows": rows}
     with shards() as directory:
         for row in measure(fields, peers, arguments, directory):
             rows.append(row)

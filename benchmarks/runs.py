@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
@@ -152,7 +152,7 @@ def device() -> torch.device:
 
 
 @contextmanager
-def shards() -> Iterator[Path]:
+def shards() -> Generator[Path, None, None]:
     """A directory with `shards`, of tiny Shakespeare, the text that ships, and for the runs; deleted in the end."""
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:

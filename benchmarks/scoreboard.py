@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.published import PUBLISHED, SOURCES
 from benchmarks.runs import Run, Void, device, shards, trainer
+from eval.published import SPEED_SOURCES, SPEEDS
 from recipe.config import Config, parse_config
 from recipe.engine import device as hardware
 from recipe.estimate.cost import cpu_flops
@@ -138,7 +138,7 @@ def predicted(config: Config, single: float, processes: int, micro: int) -> floa
 def published_rows() -> list[dict]:
     """What others have published, with the keys of COLUMNS."""
     rows = []
-    for speed in PUBLISHED:
+    for speed in SPEEDS:
         model = report.measured_model(parse_config([f"--config={speed.size}"]))
         row = dict.fromkeys(key for key, _ in COLUMNS.values()) | {"name": speed.setup}
         row |= {"machine": f"{speed.count} x {speed.device}", "size": si(model["model"]["parameters"], "B")}
@@ -163,7 +163,7 @@ def table(rows: list[dict]) -> str:
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
     note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory of a device, or of a process."
-    return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SOURCES.items())]) + "\n"
+    return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SPEED_SOURCES.items())]) + "\n"
 
 
 def picture(measured: list[dict], published: list[dict], path: Path) -> None:

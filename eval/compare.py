@@ -2,12 +2,10 @@
 
 The loss on the validation shards of the first model's run, HellaSwag in both published ways, and a sample of each. Both
 models see the same text, so that each difference has a paired interval, which tells models apart whose own intervals
-overlap. A loss per token compares models of one tokenizer only: with another one the loss is in bits per byte of the
-same text.
+overlap. A loss per token compares models of one tokenizer only: without that, there is none in the table.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 
 import numpy as np
 
-from eval import common, devices, hellaswag, perplexity, sample
+from eval import common, hellaswag, perplexity, sample
 from eval.published import HELLASWAG_ROWS, WAYS
 from eval.scores import comparison_row
 
@@ -32,15 +30,6 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict:
     return {"difference": mean, "ci95": [mean - half, mean + half]}
 
 
-def sign_test(ours: Sequence[int], theirs: Sequence[int]) -> float:
-    """The two-sided p-value of the difference of two accuracies (1 or 0 for each row): McNemar's exact test, by the
-    binomial distribution of the rows that one model alone has right. With few of those the interval is too narrow."""
-    apart = np.asarray(ours) - np.asarray(theirs)
-    n = int(np.abs(apart).sum())
-    fewer = (n - abs(int(apart.sum()))) // 2
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
-
-
 def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) -> list[dict]:
     """A row of the table for each accuracy in each way, from `hellaswag.score_rows` of both models."""
     found = []
@@ -53,47 +42,27 @@ def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) ->
             found.append(
                 {"metric": f"HellaSwag {kind}, {style}{part}", "ours": values[0], "theirs": values[1], "n": len(rows)}
                 | paired_difference(*right)
-                | {"p": sign_test(*right)}
             )
     return found
 
 
-def recode(windows: list[np.ndarray], ours: common.Loaded, theirs: common.Loaded) -> list[np.ndarray]:
-    """The text of windows in another tokenizer's tokens, as windows of the same length, each document after that
-    tokenizer's end-of-text."""
-    length, tokens = len(windows[0]) - 1, np.concatenate([window[:-1] for window in windows])
-    ids: list[int] = []
-    for document in np.split(tokens, np.flatnonzero(tokens == ours.tokenizer.eos_token_id)):
-        text = ours.tokenizer.decode(document, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ids += [theirs.tokenizer.eos_token_id, *theirs.encode(text)]
-    return [np.array(ids[i : i + length + 1]) for i in range(0, len(ids) - length, length)]
-
-
 def compare_losses(ours: common.Loaded, theirs: common.Loaded, windows: list[np.ndarray], batch_size: int) -> dict:
-    """The row of the table for the validation loss: in nats per token where both have one tokenizer, with a paired
-    interval over the windows; otherwise in bits per byte, without one, since the windows differ."""
-    same = ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
-    both = windows, windows if same else recode(windows, ours, theirs)
-    desc, losses, found = "validation" if devices.is_main() else "", [], []
-    for loaded, of_model in zip((ours, theirs), both, strict=True):
-        losses.append(
-            devices.split(lambda share, x=loaded: perplexity.window_losses(x, share, batch_size, desc), of_model)
-        )
-        found.append(perplexity.summarize(loaded, of_model, losses[-1]))
-    key, name = ("loss", "loss, nats per token") if same else ("bits_per_byte", "loss, bits per byte")
-    row = {"metric": f"validation {name}", "ours": found[0][key], "theirs": found[1][key], "n": len(windows)}
-    if not same:
-        return row | {"difference": row["ours"] - row["theirs"], "ci95": None, "p": None}
-    length = len(windows[0]) - 1
-    return row | paired_difference(*(np.asarray(nats) / length for nats in losses)) | {"p": None}
+    """The row of the table for the validation loss, in nats per token, with a paired interval over the windows."""
+    losses = [perplexity.window_losses(loaded, windows, batch_size, "validation") for loaded in (ours, theirs)]
+    means = [np.asarray(nats) / (len(windows[0]) - 1) for nats in losses]
+    row = {"metric": "validation loss, nats per token", "n": len(windows)}
+    return row | {"ours": float(means[0].mean()), "theirs": float(means[1].mean())} | paired_difference(*means)
 
 
 def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loaded) -> list[dict]:
-    """The table's row for the validation loss; none, with a note, where the first model's data are not here."""
+    """The table's row for the validation loss; none, with a note, where the tokenizers differ or the first model's data
+    are not here."""
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(ours.directory).get("sequence_length", 1024), ours.n_positions, theirs.n_positions
     )
     try:
+        if ours.tokenizer.get_vocab() != theirs.tokenizer.get_vocab():
+            raise common.UserError("the tokenizers differ; make eval-val has each model's bits per byte")
         windows, _ = perplexity.choose_windows(args, ours)
     except common.UserError as error:
         if args.data:
@@ -105,10 +74,10 @@ def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loa
 
 def table(rows: list[dict], ours: str, theirs: str) -> str:
     """The rows as a user reads them."""
-    cells = [("", "first", "second", "difference, 95 % interval", "p")]
+    cells = [("", "first", "second", "difference, 95 % interval")]
     cells += [comparison_row(row) for row in rows]
     width = max(len(row[0]) for row in cells)
-    lines = [f"{metric:<{width}} {a:>8} {b:>8}  {change:<26} {p}".rstrip() for metric, a, b, change, p in cells]
+    lines = [f"{metric:<{width}} {a:>8} {b:>8}  {change}" for metric, a, b, change in cells]
     return "\n".join([f"first: {ours}", f"second: {theirs}", "", *lines])
 
 
@@ -120,25 +89,23 @@ def main() -> None:
     parser.add_argument("--prompt", default="The", help="that both models continue")
     perplexity.add_arguments(parser)
     args = parser.parse_args()
-    with devices.launched():
-        ours = common.load(args)
-        output = common.results_path(args.output, ours)
-        theirs = common.load(argparse.Namespace(**vars(args) | {"model": args.other}))
-        rows = validation(args, ours, theirs)
-        examples = hellaswag.load_rows(args.limit)
-        scores = [hellaswag.score_shared(loaded, examples, args.batch_size) for loaded in (ours, theirs)]
-        rows += compare_hellaswag(*scores, examples)
-        print(f"\n{table(rows, ours.name, theirs.name)}\n")
-        options = sample.arguments().parse_args([])
-        texts = []
-        for name, loaded in (("first", ours), ("second", theirs)):
-            print(f"--- sample of the {name}")
-            texts += sample.generate(loaded, args.prompt, options)
-        if devices.is_main():
-            # Of a directory only its name and its parent's: the model card shows it to others.
-            other = "/".join(theirs.directory.resolve().parts[-2:]) if theirs.directory else theirs.name
-            found = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
-            common.write_results(output, "compare", ours.describe() | found)
+    ours = common.load(args)
+    output = common.results_path(args.output, ours)
+    theirs = common.load(argparse.Namespace(**vars(args) | {"model": args.other}))
+    rows = validation(args, ours, theirs)
+    examples = hellaswag.load_rows(args.limit)
+    scores = [hellaswag.score_rows(x.lm, examples, batch_size=args.batch_size, desc=x.name) for x in (ours, theirs)]
+    rows += compare_hellaswag(*scores, examples)
+    print(f"\n{table(rows, ours.name, theirs.name)}\n")
+    options = sample.arguments().parse_args([])
+    texts = []
+    for name, loaded in (("first", ours), ("second", theirs)):
+        print(f"--- sample of the {name}")
+        texts += sample.generate(loaded, args.prompt, options)
+    # Of a directory only its name and its parent's: the model card shows it to others.
+    other = "/".join(theirs.directory.resolve().parts[-2:]) if theirs.directory else theirs.name
+    found = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
+    common.write_results(output, "compare", ours.describe() | found)
 
 
 if __name__ == "__main__":

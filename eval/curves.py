@@ -159,9 +159,19 @@ def load_references() -> list[Reference]:
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
         content = json.loads(path.read_text())
-        fields = {name: content.get(name) for name in Reference.__annotations__}
-        curves = {k: np.array(fields[k]) for k in ("val_loss", "hellaswag_llmc_acc_norm") if fields[k]}
-        references.append(Reference(**fields | curves))
+        accuracy = content.get("hellaswag_llmc_acc_norm")
+        references.append(
+            Reference(
+                name=content["name"],
+                dataset=content["dataset"],
+                source=content["source"],
+                validation=content["validation"],
+                noise=content["noise"],
+                settings=content["settings"],
+                val_loss=np.array(content["val_loss"]),
+                hellaswag_llmc_acc_norm=np.array(accuracy) if accuracy else None,
+            )
+        )
     return references
 
 

@@ -21,8 +21,6 @@ RISE = 0.03
 SHIFT = 0.1
 # Skipped steps that are only worth a note: fp16's loss scale begins at 65,536 and is halved at each.
 SKIPPED = 10
-# Share of its first speed, and share of its time spent waiting, that a user would want to know of.
-SLOWER, WAITING = 0.8, 0.05
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,9 @@ class Finding:
 
 def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All there is to say of a run, the comparison with its reference first."""
-    found = [*_learning(run), *_rise(run), *_spikes(run), *_speed(run)]
+    found = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in found):
-        found.append(Finding("good", "First loss, spikes, skipped steps, overfitting: nothing else stands out."))
+        found.append(Finding("good", "First loss, skipped steps, overfitting, divergence: nothing else stands out."))
     return [beside_reference(run, references), *found]
 
 
@@ -123,44 +121,6 @@ def _rise(run: Run) -> Iterator[Finding]:
     else:
         text += "and the training loss does not fall: it diverges. A lower learning_rate or more warm-up would help."
     yield Finding("bad", text)
-
-
-def _spikes(run: Run) -> Iterator[Finding]:
-    """Points of the training loss far above the ten before them, in units of a spread that spikes do not widen."""
-    x, loss = run.series("loss")
-    if len(loss) < 20:
-        return
-    before = np.array([np.median(loss[i - 10 : i]) for i in range(10, len(loss))])
-    above = loss[10:] - before
-    spread = 1.4826 * np.median(np.abs(above - np.median(above)))
-    high = np.flatnonzero(above > max(0.3, 8 * spread))
-    if not len(high):
-        return
-    worst = high[above[high].argmax()]
-    recovered = np.median(loss[-3:]) <= before[high[-1]] + 0.05
-    text = f"The training loss spikes, by {above[worst]:.2f} at {tokens(x[10 + worst])} tokens, and "
-    text += "comes back" if recovered else "has not come back"
-    text += ". --skip_loss_z 5 skips such steps; a lower learning_rate or more warm-up prevents them."
-    yield Finding("note" if recovered else "bad", text)
-
-
-def _speed(run: Run) -> Iterator[Finding]:
-    rates = run.series("tokens_per_second")[1][2:]  # the first lines compile and warm up
-    quarter = len(rates) // 4
-    if quarter >= 4:
-        first, last = np.median(rates[:quarter]), np.median(rates[-quarter:])
-        if last < SLOWER * first:
-            text = f"It slows down: {last:,.0f} tokens/s in its last quarter, {first:,.0f} in its first. "
-            yield Finding("note", text + "Look for other work on the machine, heat, and the wait for data.")
-    waits = run.series("data_wait")[1]
-    faster = "prepare the shards before training (make data), or put them on a faster disk"
-    rarer = "a larger save_steps or a faster disk would help"
-    for name, share, way_out in (
-        ("data_wait", waits.mean() if len(waits) else 0.0, faster),
-        ("save_wait", run.last("save_wait"), rarer),  # the log has its share of the whole run
-    ):
-        if share > WAITING:
-            yield Finding("note", f"It spends {share:.0%} of its time waiting ({name}): {way_out}.")
 
 
 def tokens(n: float) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
@@ -41,7 +41,7 @@ def require() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None, None, None]:
     """Without the libraries' notices; bars only on a terminal."""
     import datasets
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 
 import numpy as np
 
-from eval import common, devices
+from eval import common
 from eval.loglikelihood import LanguageModel, Request, score
 from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, WAYS
 from eval.scores import ci95, hellaswag_scores
@@ -76,14 +76,14 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple
 
 
 def score_rows(
-    model: LanguageModel, rows: list[dict], *, batch_size: int = 16, ways: Sequence[str] = tuple(WAYS), desc: str = ""
+    model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = ""
 ) -> list[dict[str, RowScore]]:
     """The scores of each row, way by way, in ceil(len(rows) / batch_size) calls of the model; with `desc` behind a
     progress bar."""
-    encoded = [encode_row(model.encode, row, way) for row in rows for way in ways]
-    found = score(model, [requests for requests, _ in encoded], batch_size * len(ways), desc)
+    encoded = [encode_row(model.encode, row, way) for row in rows for way in WAYS]
+    found = score(model, [requests for requests, _ in encoded], batch_size * len(WAYS), desc)
     scores = iter(RowScore(four, lengths) for four, (_, lengths) in zip(found, encoded, strict=True))
-    return [{way: next(scores) for way in ways} for _ in rows]
+    return [{way: next(scores) for way in WAYS} for _ in rows]
 
 
 def count_correct(
@@ -107,23 +107,12 @@ def count_correct(
     return counts
 
 
-def score_shared(loaded: common.Loaded, rows: list[dict], batch_size: int) -> list[dict[str, RowScore]]:
-    """The scores of all `rows`, on every process of a launch. A collective call."""
-    desc = "HellaSwag" if devices.is_main() else ""
-    return devices.split(lambda share: score_rows(loaded.lm, share, batch_size=batch_size, desc=desc), rows)
-
-
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
     """Both accuracies in each way: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
-    from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
-
     result: dict = {"rows": len(rows)}
-    for way in scores[0]:
-        result[way] = HellaSwag(keep_in_memory=True).compute(
-            log_likelihoods=[score[way].log_likelihoods for score in scores],
-            lengths=[score[way].lengths for score in scores],
-            labels=[row["label"] for row in rows],
-        )
+    for way in WAYS:
+        right = [score[way].correct(row["label"]) for score, row in zip(scores, rows, strict=True)]
+        result[way] = {kind: float(np.mean([one[kind] for one in right])) for kind in ("acc", "acc_norm")}
     return result
 
 
@@ -131,11 +120,10 @@ def table(result: dict) -> str:
     """The result beside what is published, way by way."""
     rows = result["rows"]
     lines = [f"HellaSwag validation, {rows:,} rows (chance: 0.2500; +- is the 95 % interval)"]
-    for way, title in (WAYS | {"GPT-3": "GPT-3's paper, zero-shot, scored nearly llm.c-style"}).items():
+    for way, title in WAYS.items():
         lines += ["", f"{title:<49} {'acc':<18} acc_norm"]
-        if way in result:
-            acc, norm = (f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[way]["acc"], result[way]["acc_norm"]))
-            lines.append(f"   {'this model':<46} {acc:<18} {norm}")
+        acc, norm = (f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[way]["acc"], result[way]["acc_norm"]))
+        lines.append(f"   {'this model':<46} {acc:<18} {norm}")
         for model, numbers in HELLASWAG[way].items():
             acc, norm = ("-" if number is None else f"{number:.4f}" for number in numbers)
             lines.append(f"   {model:<46} {acc:<18} {norm}")
@@ -150,18 +138,16 @@ def main() -> None:
     parser = common.parser("HellaSwag in both published ways.", batch_size=16, batch_unit="rows")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows only (default: all 10,042)")
     args = parser.parse_args()
-    with devices.launched():
-        loaded = common.load(args)
-        output = common.results_path(args.output, loaded)
-        rows = load_rows(args.limit)
-        start = time.monotonic()
-        result = accuracies(score_shared(loaded, rows, args.batch_size), rows)
-        seconds = time.monotonic() - start
-        print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
-        if devices.is_main():
-            found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
-            result |= {"seconds": round(seconds, 1), "scores": found}
-            common.write_results(output, "hellaswag", loaded.describe() | result)
+    loaded = common.load(args)
+    output = common.results_path(args.output, loaded)
+    rows = load_rows(args.limit)
+    start = time.monotonic()
+    result = accuracies(score_rows(loaded.lm, rows, batch_size=args.batch_size, desc="HellaSwag"), rows)
+    seconds = time.monotonic() - start
+    print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
+    found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
+    result |= {"seconds": round(seconds, 1), "scores": found}
+    common.write_results(output, "hellaswag", loaded.describe() | result)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
@@ -86,7 +87,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return lengths
 
 
-def window_losses(loaded: common.Loaded, windows: list[np.ndarray], batch_size: int, desc: str) -> list[float]:
+def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_size: int, desc: str) -> list[float]:
     """The summed negative log-likelihood of each window's tokens but the first, in nats. `batch_size` windows at
     a time; with `desc` behind a progress bar."""
     model, losses = loaded.lm, []

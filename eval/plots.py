@@ -1,5 +1,6 @@
 """The report's pictures: matplotlib figures of one run or several. A legend names what is drawn, and nothing else."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import matplotlib
@@ -13,24 +14,9 @@ from eval.diagnosis import distance, tokens
 from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
 from eval.scores import ci95
 
-RC = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "legend.fontsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "text.parse_math": False,  # a $ in a run's name is a $
-}
 SIZE = (7.6, 3.7)  # inches
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), told apart with every kind of color blindness; runs differ in
-# their markers too, for a print without colors.
+# Okabe and Ito's palette (jfly.uni-koeln.de/color), told apart with every kind of color blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
 
@@ -45,17 +31,37 @@ class Picture:
     figure: Figure
 
 
+def style() -> AbstractContextManager[None]:
+    """Context in which figures are drawn and saved."""
+    return matplotlib.rc_context(
+        {
+            "font.size": 9,
+            "axes.titlesize": 9,
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": "#e6e6e6",
+            "axes.axisbelow": True,
+            "legend.frameon": False,
+            "lines.markersize": 3,
+            "text.parse_math": False,  # a $ in a run's name is a $
+        }
+    )
+
+
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
     """The pictures for which the runs have numbers."""
-    with matplotlib.rc_context(RC):
-        found = [draw_loss(runs, references), draw_hellaswag(runs, references)]
-    return [picture for picture in found if picture]
+    with style():
+        found = [draw_loss(runs, references)]
+        if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
+            found.append(draw_hellaswag(runs, references))
+    return found
 
 
 def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     """Training and validation loss against tokens: the whole run, and its last four fifths."""
     end = max(run.tokens for run in runs) or 1
-    first = min((x for run in runs for x in run.series("loss")[0]), default=end)
     figure = Figure(figsize=SIZE, layout="constrained")
     whole, rest = figure.subplots(1, 2)
     references = [r for r in references if end >= r.val_loss[1, 0]]
@@ -74,15 +80,14 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
             (x, y), (val_x, val) = run.series("loss"), run.series("val_loss")
             color = COLORS[i % len(COLORS)]
             axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=color)
-            axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{_short(run.name)}, training", color=color)
-            axes.plot(val_x, val, label=f"{_short(run.name)}, validation", gid=f"{i}-val_loss", **_marked(i, val_x))
+            axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{run.name}, training", color=color)
+            axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
             late += [*smooth(y)[x >= 0.2 * end], *val[val_x >= 0.2 * end]]
         _token_axis(axes)
     whole.set(ylabel="loss (nats a token)", title="(a) whole run, logarithmic")
-    if first < end:
+    if logged := [x for run in runs for x in run.series("loss")[0]]:
         whole.set_xscale("log", nonpositive="mask")
-        whole.set_xlim(first / 1.15, end * 1.15)
-        whole.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * first else (1, 2, 5)))
+        whole.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged) else (1, 2, 5)))
         whole.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
         whole.xaxis.set_minor_formatter(NullFormatter())
     rest.set(title="(b) last four fifths", xlim=(0.2 * end, 1.02 * end))
@@ -98,19 +103,18 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     return Picture("loss", "Loss against tokens", caption, figure)
 
 
-def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture | None:
+def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture:
     """acc_norm of the evaluations during training, a panel for each way, beside OpenAI's models of the runs' sizes
     (else the smallest)."""
-    if not any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
-        return None
     figure = Figure(figsize=SIZE, layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, way in zip(panels, WAYS, strict=True):
         for i, run in enumerate(runs):
             x, accuracy = run.series(f"hellaswag_{way}_acc_norm")
-            half = ci95(accuracy, run.hellaswag_rows)
-            axes.plot(x, accuracy, label=_short(run.name), gid=f"{i}-hellaswag", **_marked(i, x))
-            axes.fill_between(x, accuracy - half, accuracy + half, color=COLORS[i % len(COLORS)], alpha=0.1)
+            half = np.array([ci95(p, run.hellaswag_rows) for p in accuracy])
+            color = COLORS[i % len(COLORS)]
+            axes.plot(x, accuracy, "o-", label=run.name, gid=f"{i}-hellaswag", color=color)
+            axes.fill_between(x, accuracy - half, accuracy + half, color=color, alpha=0.1)
         for r in references:
             if way == "llmc" and r.hellaswag_llmc_acc_norm is not None:
                 axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", **REFERENCE)
@@ -140,12 +144,6 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def _marked(i: int, x: np.ndarray) -> dict:
-    """The look of run i, its markers far enough apart to be seen."""
-    look = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "linewidth": 1.5}
-    return look | {"markeredgecolor": "white", "markeredgewidth": 0.6, "markevery": 0.05 if len(x) > 12 else None}
-
-
 def _legend(figure: Figure, axes: Axes) -> None:
     """Above the axes, where no curve is, in two columns where they fit."""
     handles, labels = axes.get_legend_handles_labels()
@@ -160,7 +158,3 @@ def _token_axis(axes: Axes) -> None:
 
 def _as_tokens(value: float, _: object) -> str:
     return tokens(value) if value else "0"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 32 else f"{name[:15]}…{name[-15:]}"

@@ -15,7 +15,6 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jinja2
-import matplotlib
 import numpy as np
 
 from eval import common, plots
@@ -56,7 +55,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     images = []
     for picture in plots.draw_pictures(runs, list(comparable.values())):
         file = out / f"{picture.name}.png"
-        with matplotlib.rc_context(plots.RC):
+        with plots.style():
             picture.figure.savefig(file, dpi=dpi)
         images.append((picture, base64.b64encode(file.read_bytes()).decode()))
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text())

@@ -13,7 +13,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from transformers import GenerationConfig, TextStreamer, set_seed
+from transformers import GenerationConfig, GenerationMixin, TextStreamer, set_seed
 
 from eval import common
 
@@ -38,6 +38,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
     ids = torch.tensor([kept], device=loaded.device)  # (1, T)
     texts = []
+    assert isinstance(loaded.model, GenerationMixin)
     print()
     for number in range(args.num_samples):
         if args.num_samples > 1:
@@ -49,7 +50,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
             generation_config=GenerationConfig(**options),
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         )  # (1, T + new)
-        texts.append(tokenizer.decode(out[0, len(kept) :], skip_special_tokens=True))
+        texts.append(str(tokenizer.decode(out[0, len(kept) :], skip_special_tokens=True)))
     print()
     return texts
 

@@ -56,8 +56,7 @@ def table_row(score: dict) -> tuple[str, str, str, str]:
     return data, score["metric_name"], f"{score['metric_value']:.4f}{interval}", score["how"]
 
 
-def comparison_row(row: dict) -> tuple[str, str, str, str, str]:
-    """(metric, ours, theirs, difference with its interval, p) of a row that eval/compare.py writes, for a reader."""
-    interval = "" if row["ci95"] is None else "  [{:+.4f}, {:+.4f}]".format(*row["ci95"])
-    p = "" if row["p"] is None else f"{row['p']:.2g}"
-    return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", f"{row['difference']:+.4f}{interval}", p
+def comparison_row(row: dict) -> tuple[str, str, str, str]:
+    """(metric, ours, theirs, difference with its interval) of a row that eval/compare.py writes, for a reader."""
+    difference = "{:+.4f}  [{:+.4f}, {:+.4f}]".format(row["difference"], *row["ci95"])
+    return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", difference

@@ -2,6 +2,7 @@
 
     python -m recipe.audit runs/NAME
     python -m recipe.audit runs/NAME --random 3 --launch 'accelerate launch --config_file accelerate_configs/ddp.yaml'
+    python -m recipe.audit --repo ORG/NAME                            a run on the Hub
 
 The data of a step follow from (seed, step), and a checkpoint holds the whole state: from one checkpoint the ordinary
 trainer must arrive at the next. Each interval is replayed in a directory of its own; the run is only read. Where the
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +33,18 @@ import yaml
 from recipe.checkpoint.format import Checkpoint, checkpoint_path, checkpoints, load_checkpoint, step_of, verify
 from recipe.config import FIELDS, ROOT
 from recipe.engine.launch import fail
+from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.monitor.metrics import read_metrics
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import UserError
 
 # Of how far the weights went in the interval: what other devices, engines or numbers of processes may differ by.
 TOLERANCE = 0.01
 # What must be as it was for two runs to be equal to the bit.
 CIRCUMSTANCES = ("device", "engine", "processes", "precision", "compiled", "packages")
-# A replay evaluates, shows and uploads nothing; it still validates at the run's steps, since a line of metrics.jsonl
-# has the mean loss since the line before.
-QUIET = {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False, "max_hours": 0}
-QUIET |= {"fresh": False, "milestone_steps": 0}
+# Fields that a replay leaves at their defaults, so that it evaluates, uploads and stops no more than it has to. It does
+# validate at the run's steps, since a line of metrics.jsonl has the mean loss since the line before.
+NOT_REPLAYED = {"config", "dry_run", "fresh", "max_hours", "report_to", "push_to_hub"}
+NOT_REPLAYED |= {"hellaswag_steps", "sample_steps"}
 
 
 @dataclass(frozen=True)
@@ -55,34 +58,27 @@ class Interval:
         return f"step {step_of(self.start) if self.start else 0:,} to {step_of(self.end):,}"
 
 
-def intervals(run: Path) -> list[Interval]:
-    """From the beginning to the first checkpoint that is kept, and from each to the next. Raises UserError."""
-    found = checkpoints(run)
-    if not found:
-        raise UserError(f"{run}: no checkpoint there; name a run, such as runs/shakespeare")
-    return [Interval(start, end) for start, end in zip([None, *found], found, strict=False)]
-
-
-def replay(interval: Interval, directory: Path, launch: str) -> Checkpoint:
-    """Trains from the interval's start to its end in `directory`, as the run was configured at its end, and returns
-    the checkpoint. Raises UserError where the trainer ends before."""
+def replay(interval: Interval, directory: Path, launch: str, flags: str) -> Checkpoint:
+    """Trains from the interval's start to its end in `directory`, as the run was configured at its end except for
+    `flags`, and returns the checkpoint. Raises UserError where the trainer ends before."""
     recorded = json.loads((interval.end / "trainer_state.json").read_text())
-    config = {name: value for name, value in recorded["config"].items() if name in FIELDS} | QUIET
+    config = {name: value for name, value in recorded["config"].items() if name in FIELDS and name not in NOT_REPLAYED}
     config |= {"save_steps": recorded["step"], "eval_tokens": config["sequence_length"]}
     config["output_dir"] = str(directory / "run")
-    for name in ("config", "dry_run"):
-        config.pop(name)
     recipe = directory / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(config))
     if interval.start:
         shutil.copytree(interval.start, directory / "run" / interval.start.name)
     reached = checkpoint_path(directory / "run", recorded["step"])
-    command = [*(shlex.split(launch) or [sys.executable]), str(ROOT / "recipe/train.py"), "--config", str(recipe)]
+    program = [*(shlex.split(launch) or [sys.executable]), str(ROOT / "recipe/train.py")]
+    command = [*program, "--config", str(recipe), *shlex.split(flags)]
     with open(directory / "log", "w") as log:
         trainer = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        while trainer.poll() is None and not reached.exists():
-            time.sleep(0.2)
-        _stop(trainer)
+        try:
+            while trainer.poll() is None and not reached.exists():
+                time.sleep(0.2)
+        finally:
+            _stop(trainer)
     if not reached.exists():
         lines = (directory / "log").read_text().splitlines()
         why = next((line for line in reversed(lines) if line.startswith("error:")), "it printed no error")
@@ -91,14 +87,12 @@ def replay(interval: Interval, directory: Path, launch: str) -> Checkpoint:
 
 
 def _stop(trainer: subprocess.Popen) -> None:
-    """Ends the trainer and its processes, which has done what was wanted of it unless it has ended by itself."""
-    for number, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, None)):
-        if trainer.poll() is None:
+    """Ends the trainer and the processes that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(trainer.pid, number)
-            try:
-                trainer.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
+            trainer.wait(60)
+            return
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ def compare(interval: Interval, replayed: Checkpoint, tolerance: float) -> Diffe
             elif not torch.equal(ours[name], theirs[name]):
                 way = ours[name] - before[name] if name in before else ours[name]
                 amounts[name] = float((theirs[name] - ours[name]).norm() / way.norm().clamp(min=1e-30))
-    tensor = max(amounts, key=amounts.get, default="")
+    tensor = max(amounts, key=lambda name: amounts[name], default="")
     step = _first_difference(interval, replayed.path.parent, tolerance)
     return Difference(step, tensor, amounts.get(tensor, 0.0))
 
@@ -145,12 +139,8 @@ def _first_difference(interval: Interval, directory: Path, tolerance: float) -> 
     return None
 
 
-def audit(interval: Interval, directory: Path, launch: str, tolerance: float | None) -> tuple[bool, str]:
-    """Whether the interval's end is what comes out of its start, and a sentence about it. Raises UserError."""
-    for path in (interval.start, interval.end):
-        if path and (problems := verify(path)):
-            return False, f"{path} is damaged: {problems[0]}"
-    replayed = replay(interval, directory, launch)
+def audit(interval: Interval, replayed: Checkpoint, tolerance: float | None) -> tuple[bool, str]:
+    """Whether the interval's end is what came out of its start, and a sentence about it."""
     ran = json.loads((interval.end / "trainer_state.json").read_text())["about"][-1]
     here = replayed.state["about"][-1]
     changed = [
@@ -169,37 +159,57 @@ def audit(interval: Interval, directory: Path, launch: str, tolerance: float | N
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code: 0 equal, 1 different."""
+    arguments = _parser().parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="audit-") as directory:
+            return _main(arguments, Path(directory))
+    except (UserError, OSError) as error:
+        return fail(error)
+
+
+def _main(arguments: argparse.Namespace, directory: Path) -> int:
+    run, repo = arguments.run, arguments.repo
+    found = checkpoints_on_the_hub(repo, directory / "run") if repo else checkpoints(run)
+    if not found:
+        raise UserError(f"{repo or run}: no checkpoint there; name a run, such as runs/shakespeare")
+    intervals = [Interval(start, end) for start, end in zip([None, *found], found, strict=False)]
+    chosen = intervals[-arguments.last :]
+    if arguments.random:
+        chosen = sorted(random.sample(intervals, min(arguments.random, len(intervals))), key=lambda one: one.end)
+    print(f"audit      {repo or run}: {len(chosen)} of {len(intervals)} intervals between its checkpoints", flush=True)
+    code = 0
+    for number, interval in enumerate(chosen):
+        paths = [path for path in (interval.start, interval.end) if path]
+        if repo:
+            for path in paths:
+                fetch(repo, path)
+        at = directory / f"replay-{number}"
+        at.mkdir()
+        if damaged := [f"{path} is damaged: {problem}" for path in paths for problem in verify(path)]:
+            same, sentence = False, damaged[0]
+        else:
+            replayed = replay(interval, at, arguments.launch, arguments.flags)
+            same, sentence = audit(interval, replayed, arguments.tolerance)
+        shutil.rmtree(at)
+        print(f"{interval}: {sentence}", flush=True)
+        code = code if same else 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.audit", description=__doc__.partition("\n")[0])
-    parser.add_argument("run", type=Path, help="directory of the run")
+    add = parser.add_argument
+    of_what = parser.add_mutually_exclusive_group(required=True)
+    of_what.add_argument("run", type=Path, nargs="?", help="directory of the run")
+    of_what.add_argument("--repo", help="ORG/NAME on the Hub, of a run with --push_to_hub state")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", type=int, default=1, metavar="N", help="replay the last N intervals (default: 1)")
     which.add_argument("--random", type=int, metavar="N", help="replay N intervals, drawn at random")
-    parser.add_argument("--launch", default="", help="what starts a program here (default: python, one process)")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        help=f"share of its way that a tensor may differ by, where the "
-        f"circumstances differ (default: {TOLERANCE}; 0 where they are the run's)",
-    )
-    parser.add_argument("--directory", type=Path, help="where to replay (default: a temporary directory)")
-    arguments = parser.parse_args(argv)
-    try:
-        found = intervals(arguments.run)
-        chosen = found[-arguments.last :]
-        if arguments.random:
-            chosen = sorted(random.sample(found, min(arguments.random, len(found))), key=lambda one: one.end)
-        print(
-            f"audit      {arguments.run}: {len(chosen)} of {len(found)} intervals between its checkpoints", flush=True
-        )
-        equal = True
-        for interval in chosen:
-            with tempfile.TemporaryDirectory(prefix="audit-", dir=arguments.directory) as directory:
-                same, sentence = audit(interval, Path(directory), arguments.launch, arguments.tolerance)
-            print(f"{interval}: {sentence}", flush=True)
-            equal = equal and same
-        return ExitCode.DONE if equal else 1
-    except (UserError, OSError) as error:
-        return fail(error)
+    add("--launch", default="", help="what starts a program here (default: python, one process)")
+    add("--flags", default="", help="of recipe/train.py that differ here, such as '--dataset_name DIRECTORY'")
+    equal = f"0 where the circumstances are the run's, else {TOLERANCE}"
+    add("--tolerance", type=float, help=f"share of its way that a tensor may differ by (default: {equal})")
+    return parser
 
 
 if __name__ == "__main__":

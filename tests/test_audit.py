@@ -44,7 +44,9 @@ def test_a_replay_equals_the_run_to_the_bit(shards, tmp_path, capsys):
         shutil.rmtree(tmp_path / "run" / f"step_{step:08d}")
     name = flip_a_bit(tmp_path / "run" / "step_00000010")
     train(shards, tmp_path / "run", **KEPT)
-    code, sentences = audited(capsys, tmp_path / "run", "--last", 4)
+    elsewhere = shutil.copytree(shards, tmp_path / "elsewhere")
+    flags = f"--dataset_name {elsewhere}"
+    code, sentences = audited(capsys, tmp_path / "run", "--last", 4, "--flags", flags)
     assert code == 1
     assert [": equal" in sentence for sentence in sentences] == [True, False, True, True]
     assert f"the logged losses are equal; {name} differs most" in sentences[1]

@@ -42,7 +42,7 @@ SHORTER = {
     "eval/harness.py": ["--limit", "4", "--rows", "lambada_openai=texts.jsonl", "wikitext=pages.jsonl"],
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
-    "benchmarks data": ["--text", "texts.jsonl", "--rounds", "1"],
+    "recipe.audit --repo": ["--help"],  # the same
     "benchmarks": ["--help"],  # tests/benchmarks runs the others
 }
 

@@ -181,10 +181,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def model_only(checkpoint: Path) -> list[Path]:
-    """The files of a whole checkpoint that `from_pretrained` reads, without what was put beside them later."""
-    names = json.loads((checkpoint / "manifest.json").read_text())["files"].keys() - _FOR_TRAINING
-    return sorted(checkpoint / name for name in names)
+def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
+    """The files of a whole checkpoint that `from_pretrained` reads, with `state` all; never what was put beside them
+    later."""
+    names = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
+    return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _FOR_TRAINING))
 
 
 def newest_whole(run_dir: Path) -> Path | None:

@@ -198,7 +198,11 @@ class RunConfig(Part):
     save_steps: int = setting(1000, "steps between checkpoints (0: at the end only)", min=0)
     save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best and milestones", min=1)
     milestone_steps: int = setting(0, "checkpoints at multiples of this step are never pruned (0: none)", min=0)
-    push_to_hub: bool = setting(False, "upload milestones and the final checkpoint to hub_model_id during training")
+    push_to_hub: bool | Literal["state"] = setting(
+        False,
+        "upload milestones and the final checkpoint to hub_model_id during training; state: whole, with metrics.jsonl, "
+        "so that others can audit the run",
+    )
     hub_model_id: str = setting("", "ORG/NAME of the repository on the Hub for push_to_hub")
     hub_private_repo: bool = setting(False, "push_to_hub creates a private repository, and uploads to no public one")
     hub_license: str = setting("mit", "license of the weights for the model card: the Hub's name for it, or other")

@@ -1,6 +1,7 @@
 """Opens the engine that the launch asked for."""
 
-from eval.devices import forget_kaggles_address
+import os
+
 from recipe.engine.base import Engine
 from recipe.engine.device import set_up_allocator
 from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp, wants_xla
@@ -21,7 +22,9 @@ def open_engine(precision: str = "auto", planned: str = "") -> Engine:
     elif wants_fsdp():
         from recipe.engine.fsdp import FsdpEngine as engine
     elif wants_xla():
-        forget_kaggles_address()
+        # Kaggle's images set this to "local", which libtpu takes for a host's name and waits for.
+        if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
+            del os.environ["TPU_PROCESS_ADDRESSES"]
         from recipe.engine.xla import XlaEngine as engine
     else:
         engine = Engine

@@ -1,7 +1,7 @@
 """A run's checkpoint for others: as a directory, or on the Hugging Face Hub.
 
     python -m recipe.hub.export RUN --out my-model          the newest checkpoint as a directory for transformers
-    python -m recipe.hub.export RUN --best --dtype bfloat16 the one with the lowest validation loss, in half the bytes
+    python -m recipe.hub.export RUN --best                  the one with the lowest validation loss
     python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones to branches, the newest to main
 
 An export holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a model
@@ -18,10 +18,8 @@ import sys
 from pathlib import Path
 
 import huggingface_hub.constants
-import torch
-from safetensors.torch import load_file, save_file
 
-from recipe.checkpoint.format import checkpoints, model_only, newest_whole, step_of, verify
+from recipe.checkpoint.format import checkpoints, files_of, newest_whole, step_of, verify
 from recipe.config import check_repo_name
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
@@ -33,12 +31,8 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # __name__ is __main__ where this is the command
 
-DTYPES = ("float32", "bfloat16")  # not float16, whose range weights may leave
 
-
-def export(
-    run: Path, out: Path, *, best: bool = False, dtype: str = "float32", license: str = "", force: bool = False
-) -> Path:
+def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
     """Writes the newest whole checkpoint of `run`, or the `best` one, to the directory `out`; returns the checkpoint.
 
     `run` may also be a checkpoint. `force` replaces the files of an earlier export, and no others. Raises UserError.
@@ -46,25 +40,13 @@ def export(
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
     checkpoint = choose(run, best)
-    card = model_card(checkpoint, license=license, dtype=dtype)
+    card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
-    for path in model_only(checkpoint):
+    for path in files_of(checkpoint):
         (out / path.name).unlink(missing_ok=True)  # never through a link
         shutil.copyfile(path, out / path.name, follow_symlinks=False)
-    if dtype != "float32":
-        _round(out, dtype)
     (out / CARD).write_text(card)
     return checkpoint
-
-
-def _round(model: Path, dtype: str) -> None:
-    """Rounds the fp32 weights of a model to `dtype`."""
-    weights = model / "model.safetensors"
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, {"format": "pt"})
-    weights.chmod(0o644)  # safetensors makes it private to its owner
-    config = json.loads((model / "config.json").read_text()) | {"dtype": dtype}
-    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def choose(run: Path, best: bool) -> Path:
@@ -87,10 +69,10 @@ def choose(run: Path, best: bool) -> Path:
 def best_whole(run: Path) -> Path | None:
     """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those that are kept."""
     losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
-    evaluated = [path for path in checkpoints(run) if losses.get(step_of(path)) is not None]
-    for path in sorted(evaluated, key=lambda path: losses[step_of(path)]):
+    evaluated = [(loss, path) for path in checkpoints(run) if (loss := losses.get(step_of(path))) is not None]
+    for loss, path in sorted(evaluated):
         if not verify(path):
-            logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, losses[step_of(path)])
+            logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
     return None
 
@@ -109,7 +91,9 @@ def push(args: argparse.Namespace) -> ExitCode:
     config = json.loads((final / "trainer_state.json").read_text()).get("config", {})
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")
-    target = Target(args.repo, private, config.get("milestone_steps", 0), final, license, card=not args.no_card)
+    state = args.state or config.get("push_to_hub") == "state"
+    milestone_steps = config.get("milestone_steps", 0)
+    target = Target(args.repo, private, milestone_steps, final, license, card=not args.no_card, state=state)
     check_access(args.repo, private, license, "--repo")
     code = Uploads(args.run, target).wait(limit=math.inf)
     if code == ExitCode.DONE:
@@ -139,9 +123,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _export(args: argparse.Namespace) -> ExitCode:
-    checkpoint = export(args.run, args.out, best=args.best, dtype=args.dtype, license=args.license, force=args.force)
+    checkpoint = export(args.run, args.out, best=args.best, license=args.license, force=args.force)
     size = sum(path.stat().st_size for path in args.out.iterdir())
-    print(f"exported   {checkpoint} to {args.out}, {size / 1e6:,.1f} MB, {args.dtype}")
+    print(f"exported   {checkpoint} to {args.out}, {size / 1e6:,.1f} MB")
     print(f"load       transformers.AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
     print(f"card       {args.out / CARD}; it has the results that eval/ writes beside the checkpoint")
     return ExitCode.DONE
@@ -168,13 +152,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     if pushes:
         add("--repo", default="", help="ORG/NAME on the Hub")
         add("--private", action="store_true", help="create a private repository, push to no public one")
+        add("--state", action="store_true", help="with the optimizer's state and metrics.jsonl, for an audit")
         add("--no_card", action="store_true", help="leave README.md on the Hub as it is")
     else:
         add("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
         add("--force", action="store_true", help="replace an earlier export in --out")
-        add(
-            "--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32, as in the checkpoint)"
-        )
     parser.set_defaults(command=push if pushes else _export)
     return parser.parse_args(argv[1:] if pushes else argv)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -29,13 +29,13 @@ _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 _ENGLISH = {source for source, _ in DATASETS.values()}  # according to these data sets' pages on the Hub
 
 
-def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: str = "float32") -> str:
+def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bool = False) -> str:
     """The card of a checkpoint: YAML and Markdown, without secrets.
 
     It has the evaluations beside the checkpoint (results.json), and those of its run's metrics.jsonl where the
     checkpoint is in its run's directory. `repo` is where the card will be, ORG/NAME on the Hub; `license` replaces the
-    run's hub_license; `dtype` is that of the weights beside the card. Raises UserError for a results.json that eval/
-    did not write, OSError, and ValueError for other damaged files.
+    run's hub_license; `audit` says that the optimizer's state and metrics.jsonl are there too. Raises UserError for a
+    results.json that eval/ did not write, OSError, and ValueError for other damaged files.
     """
     state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
@@ -64,7 +64,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         eval_results=[_entry(score) for score in whole] or None,
     )
     data_tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
-    tables = [*data_tables, ("Training", _training(state, lines)), ("Code", _code(config, parts))]
+    tables = [*data_tables, ("Training", _training(state, lines)), ("Code", _code(config, parts[-1]))]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -80,7 +80,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", dtype: st
         end_of_text=state["tokenizer"],
         scores=[[plain(cell) for cell in table_row(score)] for score in scores],
         comparison=comparison,
-        dtype=dtype,
+        audit=repo if audit else "",
         tables=[
             (title, [(plain(k), plain(v)) for k, v in rows.items() if v not in (None, "")]) for title, rows in tables
         ],
@@ -190,14 +190,15 @@ def _data(state: dict, text: dict) -> dict[str, object]:
 
 
 def _training(state: dict, lines: list[dict]) -> dict[str, object]:
-    config, parts = state["config"], state["about"]
+    config, parts = state["config"], state["about"]  # a part for each start of the run
+    precisions = [f"{part['precision']}{', compiled' * part['compiled']}" for part in parts]
     return {
         "steps": f"{state['step']:,}",
         "tokens": f"{state['tokens']:,}",
         "objective": "next token, cross-entropy",
         **{field: config.get(field) for field in hyperparameters(config)},
-        "hardware": _history(parts, _hardware),
-        "precision": _history(parts, _precision),
+        "hardware": "; ".join(dict.fromkeys(map(_hardware, parts))),
+        "precision": "; ".join([*dict.fromkeys(precisions), "weights and optimizer state fp32"]),
         "seconds of training, without validation and saving": f"{state['metrics']['seconds']:,.0f}",
         "tokens per second, median of the log": _median(lines, "tokens_per_second", "{:,.0f}"),
         "MFU, median of the log": _median(lines, "mfu", "{:.1%}"),
@@ -205,26 +206,14 @@ def _training(state: dict, lines: list[dict]) -> dict[str, object]:
     }
 
 
-def _code(config: dict, parts: list[dict]) -> dict[str, object]:
-    packages = dict.fromkeys(name for part in parts for name in part["packages"])
+def _code(config: dict, part: dict) -> dict[str, object]:
     return {
         "recipe": Path(config["config"]).name,
-        "gpt2-recipe": _history(parts, lambda part: part["recipe"]),
-        "commit": _history(parts, lambda part: (part["commit"] or "").replace("+", ", with local changes")),
-        "Python": _history(parts, lambda part: part["python"]),
-        **{name: _history(parts, lambda part, name=name: part["packages"].get(name)) for name in packages},
+        "gpt2-recipe": part["recipe"],
+        "commit": (part["commit"] or "").replace("+", ", with local changes"),
+        "Python": part["python"],
+        **part["packages"],
     }
-
-
-def _history(parts: list[dict], value_of: Callable[[dict], str | None]) -> str:
-    """The value of a run, or each that a later part of the run changed it to: "2.13.0; 2.14.0 from step 40"."""
-    values: list[str] = []
-    before = None
-    for part in parts:
-        if (value := value_of(part)) and value != before:
-            values.append(value + (f" from step {part['from_step']:,}" if part["from_step"] else ""))
-            before = value
-    return "; ".join(values)
 
 
 def _hardware(part: dict) -> str:
@@ -232,10 +221,6 @@ def _hardware(part: dict) -> str:
     if not engine.startswith(device):  # a processor, whose engine is only "CPU"
         engine = f"{device}, {engine}"
     return engine + (f", on {nodes} nodes" if nodes > 1 else "")
-
-
-def _precision(part: dict) -> str:
-    return f"{part['precision']}{', compiled' if part['compiled'] else ''}; weights and optimizer state fp32"
 
 
 def _median(lines: list[dict], key: str, how: str) -> str | None:

@@ -24,17 +24,18 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
-from recipe.checkpoint.format import checkpoints, model_only, step_of, verify
+from recipe.checkpoint.format import checkpoint_path, checkpoints, files_of, step_of, verify
 from recipe.config import Config
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
+from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode
 from recipe.utils.processes import Processes
 from recipe.utils.units import some
 
 logger = logging.getLogger(__name__)
 
-MAIN = "main"
+MAIN, METRICS = "main", "metrics.jsonl"
 LIMIT = 900.0  # seconds that the end of a run waits for its uploads, at most
 PAUSE = 60.0  # seconds between a failure and the next attempt
 ATTEMPTS = 6  # that may fail while somebody waits: together longer than the five minutes of the Hub's rate limits
@@ -51,6 +52,7 @@ class Target:
         final: the checkpoint for main; it need not exist yet.
         license: of the weights, for the model card (empty: the run's hub_license).
         card: whether a model card goes with the weights; it replaces one that differs.
+        state: whether the optimizer's state and metrics.jsonl go with them too.
     """
 
     repo: str
@@ -59,6 +61,7 @@ class Target:
     final: Path | None = None
     license: str = ""
     card: bool = True
+    state: bool = False
 
     def branches(self, run: Path) -> dict[str, Path]:
         """{branch: checkpoint} of what is on the disk, the oldest first."""
@@ -68,7 +71,12 @@ class Target:
         if self.final and (self.final / "trainer_state.json").is_file():
             steps[recorded_step(self.final)] = self.final
             final = {MAIN: self.final}
-        return {f"step-{step:06d}": path for step, path in sorted(steps.items())} | final
+        return {branch_of(step): path for step, path in sorted(steps.items())} | final
+
+
+def branch_of(step: int) -> str:
+    """The name of a checkpoint's branch."""
+    return f"step-{step:06d}"
 
 
 def recorded_step(checkpoint: Path) -> int:
@@ -91,12 +99,17 @@ def sync(target: Target, wanted: dict[str, Path], known: dict[str, bool]) -> Non
             logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
             continue
         # Not upload_folder: the card is made here, and what else lies beside the model stays here.
-        files = [CommitOperationAdd(path.name, str(path)) for path in model_only(checkpoint)]
+        files = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=target.state)]
+        step = recorded_step(checkpoint)
+        if target.state:
+            lines = [line for line in read_metrics(checkpoint.resolve().parent / METRICS) if line["step"] <= step]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            files.append(CommitOperationAdd(METRICS, text.encode()))
         if target.card:
-            card = model_card(checkpoint, repo=target.repo, license=target.license)
+            card = model_card(checkpoint, repo=target.repo, license=target.license, audit=target.state)
             files.append(CommitOperationAdd(CARD, card.encode()))
         api.create_branch(target.repo, branch=branch, exist_ok=True)
-        message = f"Step {recorded_step(checkpoint)}"
+        message = f"Step {step}"
         api.create_commit(target.repo, files, commit_message=message, revision=branch)
         logger.info("upload     %s is at %s", branch, page(target.repo, branch))
         known[branch] = True
@@ -127,7 +140,9 @@ class Uploads:
         the metrics of the newest checkpoint's step were written, since a model card has them."""
         wanted = self._unknown()
         if wanted and not self._refused and not self._busy() and time.monotonic() >= self._not_before:
-            self._thread = threading.Thread(target=self._upload, args=(wanted,), name="upload", daemon=True)
+            self._thread = threading.Thread(
+                target=self._upload, args=(self._target, wanted), name="upload", daemon=True
+            )
             self._thread.start()
 
     def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
@@ -159,21 +174,23 @@ class Uploads:
 
     def _unknown(self) -> dict[str, Path]:
         """What another attempt may upload."""
-        branches = self._target.branches(self._run) if self._target else {}
-        return {branch: path for branch, path in branches.items() if branch not in self._known}
+        return {branch: path for branch, path in self._branches().items() if branch not in self._known}
 
     def _missing(self) -> list[str]:
-        return [branch for branch in self._target.branches(self._run) if not self._known.get(branch)]
+        return [branch for branch in self._branches() if not self._known.get(branch)]
 
-    def _upload(self, wanted: dict[str, Path]) -> None:
+    def _branches(self) -> dict[str, Path]:
+        return self._target.branches(self._run) if self._target else {}
+
+    def _upload(self, target: Target, wanted: dict[str, Path]) -> None:
         try:
-            sync(self._target, wanted, self._known)
+            sync(target, wanted, self._known)
         except Exception as error:
             self._refused = is_lasting(error)
             self._failures += 1
             self._not_before = time.monotonic() + PAUSE
             again = "" if self._refused else "; trying again later"
-            logger.warning("upload     to %s failed: %s%s", self._target.repo, reason(error), again)
+            logger.warning("upload     to %s failed: %s%s", target.repo, reason(error), again)
 
 
 def open_uploads(config: Config, processes: Processes) -> Uploads:
@@ -194,5 +211,6 @@ def open_uploads(config: Config, processes: Processes) -> Uploads:
             logger.info("upload     to %s, each checkpoint during training", page(run.hub_model_id))
     if offline or not processes.is_main:
         return Uploads(run_dir, None)
-    final = run_dir / f"step_{config.optimizer.max_steps:08d}"
-    return Uploads(run_dir, Target(run.hub_model_id, run.hub_private_repo, run.milestone_steps, final))
+    final = checkpoint_path(run_dir, config.optimizer.max_steps)
+    state = run.push_to_hub == "state"
+    return Uploads(run_dir, Target(run.hub_model_id, run.hub_private_repo, run.milestone_steps, final, state=state))

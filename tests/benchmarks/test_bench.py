@@ -22,34 +22,6 @@ SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "sequence_l
 SIZES |= {"micro_batch_size": 2, "total_batch_tokens": 128}
 FIELDS = SIZES | {"config": "shakespeare", "precision": "fp32"}
 PEER = ROOT / "benchmarks/peer.py"
-# nanoGPT's interface, with this project's model behind it.
-NANOGPT = """
-import torch
-from dataclasses import dataclass
-from transformers import GPT2Config
-from recipe.model.gpt2 import GPT2LMHeadModel
-
-@dataclass
-class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        off = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-        self.transformer = GPT2LMHeadModel(GPT2Config(vocab_size=config.vocab_size, n_positions=config.block_size,
-            n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **off), seed=0).transformer
-        for name, module in list(self.named_modules()):
-            if type(module).__name__ == "Conv1D":
-                self.set_submodule(name, torch.nn.Linear(*module.weight.shape))
-    def forward(self, x, y):
-        logits = self.transformer(x) @ self.transformer.wte.weight.t()
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        groups = [{"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": weight_decay},
-                  {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
-"""
 
 
 class Forked(programs.Running):
@@ -93,18 +65,12 @@ def start(directory):
         run.close()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["transformers", pytest.param("trainer", marks=pytest.mark.slow), pytest.param("nanogpt", marks=pytest.mark.slow)],
-)
-def test_every_peer_takes_the_same_steps(kind, start, tmp_path):
-    (tmp_path / "model.py").write_text(NANOGPT)
-    ours, peer = start(), start(PEER, kind, *([f"--nanogpt={tmp_path}"] if kind == "nanogpt" else []))
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("trainer", marks=pytest.mark.slow)])
+def test_every_peer_takes_the_same_steps(kind, start):
+    """nanoGPT's is checked where it runs, as all are: other losses are void."""
+    ours, peer = start(), start(PEER, kind)
     found = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
-    # nanoGPT's 47 rows more in the vocabulary stand in the softmax: log(50304 / 50257) = 9e-4
-    assert (
-        found["losses_apart"] == pytest.approx(9.3e-4, abs=1e-3) if kind == "nanogpt" else found["losses_apart"] < 2e-5
-    )
+    assert found["losses_apart"] < 2e-5
     assert ours.lines[peers.COMPARED - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
     assert 0 < found["low"] <= found["ratio"] <= found["high"]
     assert min(found["peak_memory_bytes"]) > 10**8

@@ -108,7 +108,7 @@ def test_gpu_resumes_what_the_cpu_saved(shards, reference, tmp_path, config):
     ],
 )
 def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
-    """Sums over some 30 tokens each, of tens of nats; `make bench-eval` measures the speed."""
+    """Sums over some 30 tokens each, of tens of nats."""
     rows, scores = hellaswag.load_rows()[::500], []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
         loaded = tiny_gpt2(n_positions=256)

@@ -1,6 +1,5 @@
 """lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, the error if it is missing."""
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -10,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from benchmarks import libraries
 from eval import common, harness, hellaswag
 from recipe.hub.model_card import model_card
 
@@ -82,28 +80,6 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, monkeypatch, capf
     assert found["results"]["wikitext"]["bits_per_byte,none"] == pytest.approx(bits / len(PAGES[0]), rel=1e-3)
 
 
-def test_local_tasks_differ_from_the_harnesss_own_in_their_data_alone():
-    needs_lm_eval()
-    import lm_eval.tasks
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    texts, pages = [{"text": text} for text in TEXTS], [{"page": page} for page in PAGES]
-    docs = {"hellaswag": hellaswag.load_rows(3), "lambada_openai": texts, "wikitext": pages}
-    with harness.local_tasks(docs, list(docs)) as manager:
-        tasks = manager.load(list(docs))["tasks"]
-    for name, (folder, _, _) in harness.TASKS.items():
-        theirs = load_yaml(harness.Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
-        changed = {"dataset_path", "dataset_name", "dataset_kwargs", "training_split", "metadata", "metric_list", "tag"}
-        changed |= {"validation_split", "doc_to_target", "process_results"}  # the latter two of wikitext are functions
-        kept = {key: value for key, value in theirs.items() if key not in changed}
-        assert len(kept) > 5
-        assert {key: getattr(tasks[name].config, key) for key in kept} == kept
-        assert theirs["metadata"]["version"] == tasks[name].VERSION
-        assert list(tasks[name].aggregation()) == [metric["metric"] for metric in theirs["metric_list"]]
-    assert [doc["gold"] for doc in tasks["hellaswag"].eval_docs] == [row["label"] for row in docs["hellaswag"]]
-    assert [doc["text"] for doc in tasks["lambada_openai"].eval_docs] == TEXTS
-
-
 def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     needs_lm_eval()
     import lm_eval.tasks
@@ -123,30 +99,3 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(monkeypatch, "--tasks", "hellaswag")
-
-
-@pytest.mark.slow
-def test_speed_beside_the_harness(tiny_gpt2):
-    """On the same rows both find the same."""
-    needs_lm_eval()
-    loaded = tiny_gpt2()
-    config = type(loaded.model.config).from_dict(
-        loaded.model.config.to_dict() | {"activation_function": "gelu_pytorch_tanh"}
-    )
-    fused = type(loaded.model)(config).eval()
-    fused.load_state_dict(loaded.model.state_dict())
-    loaded = dataclasses.replace(loaded, model=fused)
-    rows = hellaswag.load_rows()[::5000]
-    ours_both, ours, theirs = libraries.compare(
-        libraries.hellaswag_ways(loaded, rows, 4), 1, len(rows), "rows"
-    ).values()
-    for accuracies in (ours_both, ours):
-        assert {name: accuracies[name] for name in ("acc", "acc_norm")} == pytest.approx(theirs)
-
-
-def test_speed_is_told_as_ratios_of_neighboring_turns(capsys):
-    turns = {"ours": iter([0.0, 2.0, 4.0]), "theirs": iter([0.0, 4.0, 6.0])}  # the first is not timed
-    libraries.compare({name: lambda its=its: (next(its), None) for name, its in turns.items()}, 1, 30, "rows")
-    ours, theirs = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
-    assert ours[1:] == ["11.25", "rows/s", "1.75", "times", "(1.50", "to", "2.00)"]
-    assert theirs[1:] == ["6.25", "rows/s"]

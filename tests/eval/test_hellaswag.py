@@ -135,16 +135,11 @@ def test_sharing_and_padding_change_no_score(n_positions, tiny_gpt2):
 
 
 def test_other_architectures_score_each_ending_apart(tiny_gpt2):
-    loaded, rows = tiny_gpt2(128), hellaswag.load_rows(6)
-    together = hellaswag.score_rows(loaded.lm, rows, batch_size=4)
-    loaded.model.config._attn_implementation = "eager"
-    assert not loaded.lm.shares_contexts
-    assert_same(together, hellaswag.score_rows(loaded.lm, rows, batch_size=4))
-
+    loaded, rows = tiny_gpt2(128), hellaswag.load_rows(1)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = GPTNeoXConfig(vocab_size=50257, max_position_embeddings=128, initializer_range=0.5, **sizes)
     other = dataclasses.replace(loaded, model=GPTNeoXForCausalLM(config).eval())
-    (scored,) = hellaswag.score_rows(other.lm, rows[:1])
+    (scored,) = hellaswag.score_rows(other.lm, rows)
     request = hellaswag.encode_row(loaded.encode, rows[0], "llmc")[0][2]
     with torch.no_grad():
         logits = other.model(torch.tensor([request.tokens])).logits[0].log_softmax(-1)

@@ -20,6 +20,8 @@ def hub(tmp_path, monkeypatch):
     constants = huggingface_hub.constants
     with Hub(tmp_path / "hub", TOKEN) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))

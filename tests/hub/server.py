@@ -193,6 +193,9 @@ class Hub:
                 return self._batch(json.loads(body))
             if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([\w-]+))?(?:/(.+))?", path):
                 return self._model(*match.groups(), body)
+            if match := re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", path):
+                name, oid, file = match.groups()
+                return self._content(oid, file, self._at(name, oid).get(file), headers.get("Range"))
         return error(404, "", "Sorry, we can't find the page you are looking for.")
 
     # Data sets, which are directories
@@ -206,7 +209,8 @@ class Hub:
         if revision not in (None, "main", self.commit):
             return error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         if what == "resolve":
-            return self._file(top, path, asked)
+            content = (top / path).read_bytes() if (top / path).is_file() else None
+            return self._content(self.commit, path, content, asked)
         if what == "paths-info":
             paths = [path for path in parse_qs(body.decode()).get("paths", []) if (top / path).exists()]
         elif (folder := top / (path or "")).is_dir():
@@ -219,11 +223,11 @@ class Hub:
             return success({"id": name, "sha": self.commit, "private": False, "gated": False, "siblings": siblings})
         return success([entry(path, (top / path).read_bytes() if (top / path).is_file() else None) for path in paths])
 
-    def _file(self, top: Path, path: str, asked: str | None) -> Answer:
-        headers = {"X-Repo-Commit": self.commit, "Accept-Ranges": "bytes"}
-        if not (top / path).is_file():
+    def _content(self, commit: str, path: str, content: bytes | None, asked: str | None) -> Answer:
+        """A file of a repository, None where there is none; of it the bytes that are asked for."""
+        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if content is None:
             return error(404, *MEANING[404], headers)
-        content = (top / path).read_bytes()
         found, size = entry(path, content), len(content)
         headers |= {"ETag": f'"{found["oid"]}"', "Content-Type": "application/octet-stream"}
         if "lfs" in found:
@@ -272,6 +276,12 @@ class Hub:
         if what == "xet-write-token":
             storage = f"local://{self.root}/xet"
             return success({"casUrl": storage, "accessToken": "xet", "exp": int(time.time()) + 3600})
+        if what == "refs":
+            heads = [(branch, commits[-1].oid) for branch, commits in branches.items()]
+            found = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in heads]
+            return success({"branches": found, "converts": [], "tags": []})
+        if what == "tree":
+            return success([entry(path, content) for path, content in self._at(name, rest).items()])
         head = branches[rest or "main"][-1]
         if what == "preupload":
             return success({"files": [self._mode(head, file["path"]) for file in json.loads(body)["files"]]})
@@ -279,6 +289,11 @@ class Hub:
             return self._commit(name, rest, [json.loads(line) for line in body.splitlines()])
         private = self.models[name].private
         return success({"id": name, "sha": head.oid, "private": private, "gated": False, "siblings": []})
+
+    def _at(self, name: str, oid: str) -> dict[str, bytes]:
+        """The files of a commit."""
+        branches = self.models[name].branches.values()
+        return next(commit.files for commits in branches for commit in commits if commit.oid == oid)
 
     def _mode(self, head: Commit, path: str) -> dict:
         lfs = Path(path).suffix in LFS

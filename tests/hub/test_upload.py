@@ -14,7 +14,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from eval.scores import score, text_dataset
-from recipe.checkpoint.format import model_only
+from recipe import audit
+from recipe.checkpoint.format import files_of
 from recipe.config import parse_config
 from recipe.hub import access, export, upload
 from recipe.hub.upload import Target, Uploads, sync
@@ -43,7 +44,7 @@ def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES) -> None
         card = ModelCard(found.pop("README.md").decode())
         losses = [e.metric_value for e in card.data.eval_results if e.metric_name.startswith("validation loss")]
         assert losses == [round(recorded[step]["val_loss"], 6)]
-        assert found == {p.name: p.read_bytes() for p in model_only(run / f"step_{step:08d}")}
+        assert found == {p.name: p.read_bytes() for p in files_of(run / f"step_{step:08d}")}
         assert [c.message for c in repository.branches[branch]] == ["initial", f"Step {step}"]
 
 
@@ -82,6 +83,30 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
     assert TOKEN not in result.stdout + result.stderr
 
 
+def config_of(run: Path, **changes):
+    fields = {"push_to_hub": True, "hub_model_id": REPO, "milestone_steps": 10, "max_steps": 20, "warmup_steps": 1}
+    return parse_config(flags(**TINY | fields | {"output_dir": run} | changes))
+
+
+ONE_PROCESS = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
+
+
+def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, capsys):
+    assert push(run) == 0
+    assert audit.main(["--repo", REPO]) == 2
+    assert "only uploads of --push_to_hub state" in capsys.readouterr().err
+    assert upload.open_uploads(config_of(run, push_to_hub="state"), ONE_PROCESS).wait() == 0
+    assert audit.main(["--repo", REPO]) == 0
+    assert "step 10 to 20: equal to the bit" in capsys.readouterr().out
+    assert f"`python -m recipe.audit --repo {REPO}`" in hub.files(REPO, "main")["README.md"].decode()
+    files = hub.files(REPO, "step-000020")
+    lines = files["metrics.jsonl"].decode().splitlines()
+    lines[-1] = json.dumps(json.loads(lines[-1]) | {"loss": 4.0})
+    files["metrics.jsonl"] = "\n".join(lines).encode()
+    assert audit.main(["--repo", REPO]) == 1
+    assert "step 10 to 20: different: losses differ from step 20 on" in capsys.readouterr().out
+
+
 # Faults of the Hub
 
 FAULTS = {
@@ -92,22 +117,6 @@ FAULTS = {
     "reset": {"path": "/lfs/*", "method": "PUT", "kind": "reset", "after": None},
     "stall": {"path": "/lfs/*", "method": "PUT", "kind": "stall", "after": None},
 }
-
-
-@pytest.mark.slow
-def test_training_is_not_affected_by_a_refusal(shards, whole_run, tmp_path):
-    run = tmp_path / "run"
-    with Hub(tmp_path / "hub", TOKEN) as hub:
-        hub.faults.append(Fault(**FAULTS["403"]))
-        result = train(hub, shards, run)
-        output = result.stdout + result.stderr
-        assert result.returncode == 2, output
-        assert "Traceback" not in output
-        assert losses(run) == losses(whole_run[0])
-        assert "not on the Hub: step-000010, step-000020, main; to upload it, run python -m recipe.hub" in output
-        hub.faults.clear()
-        assert train(hub, shards, run).returncode == 0  # the whole run is there, and is uploaded
-        on_the_hub(hub, run)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -155,26 +164,6 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
     start, asked = time.monotonic(), iter([False, False])
     assert uploads.wait(stopped=lambda: next(asked, True)) == 75  # Ctrl-C
     assert time.monotonic() - start < 10
-
-
-def test_trouble_is_reported_once_and_tried_again_after_a_while(hub, run, caplog, monkeypatch):
-    monkeypatch.setattr(upload, "PAUSE", 2.0)
-    hub.faults.append(Fault(path="/api/*", status=503, times=ALWAYS))
-    uploads = Uploads(run, target_of(run))
-
-    def lines_of_metrics(seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            uploads.start()
-            time.sleep(0.01)
-
-    lines_of_metrics(1.5)
-    assert caplog.messages == [f"upload     to {REPO} failed: HTTP 503: Service Unavailable; trying again later"]
-    assert hub.count("POST", "/repos/create") == 1
-    hub.faults.clear()
-    lines_of_metrics(2)
-    assert uploads.wait() == 0
-    on_the_hub(hub, run)
 
 
 # What belongs on the Hub and is not there
@@ -280,22 +269,12 @@ def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, 
     assert not hub.files(REPO, "main")
 
 
-def test_a_push_without_a_run_takes_the_newest(hub, run, tmp_path, monkeypatch):
-    shutil.copytree(run, tmp_path / "here" / "runs" / "mine")
-    monkeypatch.chdir(tmp_path / "here")
-    assert export.main(["push", "--repo", REPO]) == 0
-    newest = (run / "step_00000020" / "model.safetensors").read_bytes()
-    assert dict(hub.files(REPO, "main"))["model.safetensors"] == newest
-
-
 def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, caplog, capsys, monkeypatch):
     caplog.set_level(logging.INFO)
-    fields = {"push_to_hub": True, "hub_model_id": REPO, "milestone_steps": 10, "max_steps": 20, "warmup_steps": 1}
-    config = parse_config(flags(**TINY | fields | {"output_dir": run}))
-    one_process = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
+    config = config_of(run)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     monkeypatch.setattr(upload, "PAUSE", 0.1)
-    uploads = upload.open_uploads(config, one_process)
+    uploads = upload.open_uploads(config, ONE_PROCESS)
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
     assert push(run) == 75
@@ -309,7 +288,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     assert push(run) == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     logging.getLogger("recipe").propagate = True
-    upload.open_uploads(config, one_process).start()
+    upload.open_uploads(config, ONE_PROCESS).start()
     assert "HF_HUB_OFFLINE is set, so this run uploads nothing" in caplog.text
 
 
@@ -330,15 +309,3 @@ def test_mistakes_of_a_push(hub, run, capsys, where, repo, message):
     assert push(run.parent / where, repo=repo) == 2
     assert message in capsys.readouterr().err
     assert not hub.requests
-
-
-def test_the_best_checkpoint_or_a_copy_of_one_goes_to_main(hub, run, tmp_path):
-    lines = "".join(f'{{"step": {step}, "val_loss": {loss}}}\n' for step, loss in ((10, 4.1), (20, 4.25)))
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").write_text(lines)
-    assert push(run, "--best") == 0
-    assert hub.models[REPO].branches["main"][-1].message == "Step 10"
-    assert set(hub.models[REPO].branches) == set(BRANCHES)
-    copy = shutil.copytree(run / "step_00000020", tmp_path / "mine")
-    assert push(copy, repo="acme/other") == 0
-    assert hub.models["acme/other"].branches["main"][-1].message == "Step 20"

@@ -1,0 +1,47 @@
+"""The checkpoints that uploads with the state have brought to the Hugging Face Hub (upload.py), back on this disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+
+from recipe.checkpoint.format import checkpoint_path, step_of
+from recipe.hub.access import limit_requests, reason
+from recipe.hub.upload import branch_of
+from recipe.utils.errors import UserError
+
+
+def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
+    """Where `fetch` puts the checkpoints of a repository, as those of the run directory `run`, oldest first. Raises
+    UserError."""
+    limit_requests()
+    with _asking(repo):
+        branches = [branch.name for branch in HfApi().list_repo_refs(repo).branches]
+    steps = sorted(int(name.removeprefix("step-")) for name in branches if re.fullmatch(r"step-\d{6,}", name))
+    return [checkpoint_path(run, step) for step in steps]
+
+
+def fetch(repo: str, checkpoint: Path) -> None:
+    """Downloads a checkpoint, unless it is there, and into its run's directory the metrics.jsonl that came with it.
+    Raises UserError."""
+    if checkpoint.exists():
+        return
+    branch = branch_of(step_of(checkpoint))
+    with _asking(f"{repo}, {branch}"):
+        snapshot_download(repo, revision=branch, local_dir=checkpoint)
+    metrics = checkpoint / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(f"{repo}, {branch}: no metrics.jsonl there; only uploads of --push_to_hub state can be audited")
+    metrics.replace(checkpoint.parent / metrics.name)
+
+
+@contextmanager
+def _asking(what: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: {reason(error)}") from None
