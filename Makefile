@@ -65,7 +65,7 @@ endef
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-xla scoreboard bench-peers gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-xla scoreboard bench-peers bench-data bench-eval gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -144,6 +144,12 @@ bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CON
 # Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
 gpu-proof: ## full GPU benchmark: tests, speed, optimizers (PART, TEXT)
 	$(foreach part,$(or $(PART),tests peers scoreboard optimizers),$(PROOF_PYTHON) -m benchmarks $(PROOF_$(part)) --out $(PROOF_OUT) $(ARGS);)
+
+bench-data: .venv/installed ## tokenizing vs. datasets.map (TEXT)
+	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)
+
+bench-eval: .venv/installed-eval ## HellaSwag vs. lm-evaluation-harness (MODEL)
+	$(BIN)/python -m benchmarks hellaswag $(MODEL) $(ARGS)
 
 ##@ Develop
 

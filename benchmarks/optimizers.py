@@ -4,7 +4,8 @@
 
 Both optimizers have the same schedule, and both are tuned: from the size's start each field of its search moves by one
 step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. The two best
-are trained with every seed, and Muon's also with fewer steps, until AdamW's loss lies between two lengths.
+are trained with every seed, and Muon's also with fewer steps, until AdamW's loss lies between two lengths. `--vary
+adam_beta1=0.9` tries a change of Muon's best.
 
 Each run is recipe/train.py itself. OUT/optimizers.json holds all that are finished, and no run is made twice: a command
 that was interrupted goes on where it was. Also writes optimizers.png.
@@ -177,8 +178,8 @@ def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
     return None
 
 
-def compare(runs: Runs) -> dict:
-    """Tunes both optimizers, and finds the share of AdamW's tokens that Muon needs."""
+def compare(runs: Runs, vary: list[str]) -> dict:
+    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and varies the best of Muon."""
     seeds = runs.size.seeds
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
     curves = {optimizer: [runs.curve(optimizer, best[optimizer], seed) for seed in seeds] for optimizer in best}
@@ -189,16 +190,30 @@ def compare(runs: Runs) -> dict:
             break
         shorter = [runs.curve("muon", best["muon"], seed, share) for seed in seeds]
         curves[f"muon, {share:g} of the tokens"], ends[share] = shorter, _mean(shorter)
-    return {
+    result: dict = {
         "size": runs.name,
         "best": best,
         "curves": {name: [list(curve.items()) for curve in found] for name, found in curves.items()},
         "share_of_tokens": share_of_tokens(ends, adamw),
+        "seed_noise": _noise(list(curves.values())),
+        "varied": {},
     }
+    for change in vary:
+        name, _, value = change.partition("=")
+        found = [runs.curve("muon", best["muon"] | {name: float(value)}, seed) for seed in seeds]
+        result["varied"][change] = {"final": list(map(last, found)), "gain": ends[1.0] - _mean(found)}
+    return result
 
 
 def _mean(curves: list[Curve]) -> float:
     return statistics.mean(map(last, curves))
+
+
+def _noise(repeated: list[list[Curve]]) -> float | None:
+    """The standard deviation of a run's last loss over the seeds, from all runs that were repeated."""
+    if len(repeated[0]) < 2:
+        return None
+    return math.sqrt(statistics.mean(statistics.variance(map(last, curves)) for curves in repeated))
 
 
 def lines(r: dict) -> list[str]:
@@ -207,8 +222,16 @@ def lines(r: dict) -> list[str]:
     for name, found in r["curves"].items():
         values = ", ".join(f"{k} {v:g}" for k, v in r["best"][name].items()) if name in r["best"] else ""
         out.append(f"{r['size']:<6} {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}  {values}")
-    share = f"{r['share_of_tokens']:.2f}" if r["share_of_tokens"] else "none of these shares"
-    return [*out, f"{r['size']:<6} Muon has AdamW's loss at {share} of its tokens"]
+    share, noise = r["share_of_tokens"], r["seed_noise"]
+    out.append(
+        f"{r['size']:<6} Muon has AdamW's loss at {f'{share:.2f}' if share else 'none of these shares'} of its tokens"
+    )
+    for name, found in r["varied"].items():
+        # Twice the standard error of the difference of two means.
+        counts = "" if noise is None else f" (counts from {2 * noise * math.sqrt(2 / len(found['final'])):.3f} on)"
+        ends = " and ".join(f"{loss:.3f}" for loss in found["final"])
+        out.append(f"{r['size']:<6} Muon with {name}: {ends}, {found['gain']:+.3f} better{counts}")
+    return out
 
 
 def picture(results: dict, path: Path) -> None:
@@ -243,6 +266,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
     parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")
+    parser.add_argument("--vary", nargs="+", default=[], metavar="FIELD=VALUE", help="changes of Muon's best to try")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command goes on")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
     parser.add_argument("--out", default="bench", help="directory of the results, and of those to go on from")
@@ -256,7 +280,7 @@ def main(argv: list[str]) -> int:
         runs = Runs(size, data, Path(arguments.runs), results, path)
         runs.ends = time.monotonic() + 60 * arguments.minutes
         try:
-            found.append(compare(runs))
+            found.append(compare(runs, arguments.vary))
         except TimeUp:
             print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN

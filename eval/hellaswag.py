@@ -76,14 +76,19 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple
 
 
 def score_rows(
-    model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = ""
+    model: LanguageModel,
+    rows: Sequence[dict],
+    *,
+    batch_size: int = 16,
+    ways: Sequence[str] = tuple(WAYS),
+    desc: str = "",
 ) -> list[dict[str, RowScore]]:
     """The scores of each row, way by way, in ceil(len(rows) / batch_size) calls of the model; with `desc` behind a
     progress bar."""
-    encoded = [encode_row(model.encode, row, way) for row in rows for way in WAYS]
-    found = score(model, [requests for requests, _ in encoded], batch_size * len(WAYS), desc)
+    encoded = [encode_row(model.encode, row, way) for row in rows for way in ways]
+    found = score(model, [requests for requests, _ in encoded], batch_size * len(ways), desc)
     scores = iter(RowScore(four, lengths) for four, (_, lengths) in zip(found, encoded, strict=True))
-    return [{way: next(scores) for way in WAYS} for _ in rows]
+    return [{way: next(scores) for way in ways} for _ in rows]
 
 
 def count_correct(
@@ -109,10 +114,15 @@ def count_correct(
 
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
     """Both accuracies in each way: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
+    from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
+
     result: dict = {"rows": len(rows)}
-    for way in WAYS:
-        right = [score[way].correct(row["label"]) for score, row in zip(scores, rows, strict=True)]
-        result[way] = {kind: float(np.mean([one[kind] for one in right])) for kind in ("acc", "acc_norm")}
+    for way in scores[0]:
+        result[way] = HellaSwag(keep_in_memory=True).compute(
+            log_likelihoods=[score[way].log_likelihoods for score in scores],
+            lengths=[score[way].lengths for score in scores],
+            labels=[row["label"] for row in rows],
+        )
     return result
 
 

@@ -104,7 +104,7 @@ def _validation_shards(data: DataConfig) -> list[Shard]:
 
 def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
     shards = find_shards(name, split)
-    check_tokenizer(name, open_tokenizer(data.tokenizer))
+    check_tokenizer(name, shards, open_tokenizer(data.tokenizer))
     return shards
 
 

@@ -26,6 +26,8 @@ VERSION = 1
 HEADER_BYTES = 256 * 4
 DTYPE = np.dtype("<u2")
 MANIFEST = "manifest.json"
+_SAMPLE = 1 << 20  # tokens that are looked at where no manifest names the tokenizer
+_ENOUGH = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
 FORMAT_VERSION = 1
 
 _PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
@@ -191,14 +193,22 @@ def of_tokenizer(tokenizer: GPT2Tokenizer) -> dict:
     return {"tokenizer": tokenizer.digest, "vocab_size": size, "end_of_text": end_of_text}
 
 
-def check_tokenizer(name: str, tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for shards of another tokenizer, where the directory `name` has a manifest."""
+def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
+    """Raises UserError for shards of another tokenizer: by the manifest of the directory `name`; or without one by a
+    long sample, as of nanoGPT's characters, whose largest token is below a sixteenth of the vocabulary."""
     manifest = Manifest.load(Path(name))
     if manifest and manifest.tokenizer != tokenizer.digest:
         maker = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
         raise UserError(
             f"{name} holds shards of {maker}, and tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
+        )
+    sample = read_shard(shards[0].path)[:_SAMPLE]
+    if not manifest and len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
+        raise UserError(
+            f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
+            f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; train on "
+            "the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
         )
 
 

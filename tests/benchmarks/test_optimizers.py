@@ -37,7 +37,7 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
         "muon": {"muon_learning_rate": 0.02, "learning_rate": 1e-2, "warmup": 0.1},
     }
     monkeypatch.setitem(optimizers.SIZES, "tiny", optimizers.Size(recipe, 25, start))
-    arguments = ["--dataset_name", str(SHAKESPEARE), "--sizes", "tiny"]
+    arguments = ["--dataset_name", str(SHAKESPEARE), "--sizes", "tiny", "--vary", "muon_learning_rate=0.04"]
     arguments += [f"--runs={tmp_path / 'runs'}", f"--out={tmp_path}"]
     monkeypatch.chdir(tmp_path)
     forked = SimpleNamespace(run=lambda command, **_: programs.run(*command[1:], env=environment()), DEVNULL=None)
@@ -47,7 +47,8 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
     (found,) = result["sizes"]
     adamw, muon = ([curve[-1][1] for curve in found["curves"][name]] for name in ("adamw", "muon"))
     assert max(muon) < min(adamw)
-    assert len(result["runs"]) == 4 + 2 * (len(found["curves"]) - 2)
+    assert found["varied"]["muon_learning_rate=0.04"]["final"] != muon
+    assert len(result["runs"]) == 4 + 2 + 2 * (len(found["curves"]) - 2)
     assert (tmp_path / "optimizers.png").stat().st_size > 10_000
     printed = capsys.readouterr().out.split("\n\n")[-1]
     monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time

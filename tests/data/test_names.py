@@ -11,6 +11,7 @@ from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
+from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, environment, flags
@@ -176,3 +177,17 @@ def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, n
     )
     with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: .*{kinds}"):
         opened(f"--{flag}={name}")
+
+
+def test_characters_are_not_trained_on_as_tokens(here):
+    """nanoGPT's data/shakespeare_char: 65 characters."""
+    ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
+    tokens = np.array([ids[character] for character in TEXT], np.uint16)
+    tokens[:1_003_854].tofile(here / "train.bin")
+    tokens[1_003_854:].tofile(here / "val.bin")
+    for words in (["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"]):
+        with pytest.raises(UserError, match=r"train\.bin: no token .* above 64, .*docs/data\.md"):
+            opened(*words)
+    for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
+        encode(text).tofile(here / f"{split}.bin")
+    opened("--dataset_name=.")

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval import common, hellaswag, perplexity, sample
+from tests.conftest import ROOT
 
 END_OF_TEXT = 50256
 
@@ -105,6 +106,19 @@ def test_broken_shards_are_named(content, message, tmp_path):
     (tmp_path / "val.bin").write_bytes(content)
     with pytest.raises(common.UserError, match=message):
         perplexity.shard_windows(str(tmp_path), 8)
+
+
+def test_the_hellaswag_metric_by_hand(tmp_path):
+    import evaluate
+
+    metric = evaluate.load(str(ROOT / "eval" / "metrics" / "hellaswag"), cache_dir=str(tmp_path))
+    found = metric.compute(
+        log_likelihoods=[[-4, -6, -9, -9], [-9, -9, -1, -9], [-3] * 4],
+        lengths=[[1, 3, 1, 1], [2] * 4, [1] * 4],
+        labels=[1, 2, 0],
+    )
+    # Row 1: the sum picks 0, per length 1 (-6/3); row 2: both pick 2; row 3: a tie goes to the first.
+    assert found == pytest.approx({"acc": 2 / 3, "acc_norm": 1.0}, rel=1e-12)
 
 
 # Sampling

@@ -1,5 +1,6 @@
 """lm-evaluation-harness on our model: its tasks on local rows, its numbers beside ours, the error if it is missing."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -9,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks import libraries
 from eval import common, harness, hellaswag
 from recipe.hub.model_card import model_card
 
@@ -99,3 +101,30 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(monkeypatch, "--tasks", "hellaswag")
+
+
+@pytest.mark.slow
+def test_speed_beside_the_harness(tiny_gpt2):
+    """On the same rows both find the same."""
+    needs_lm_eval()
+    loaded = tiny_gpt2()
+    config = type(loaded.model.config).from_dict(
+        loaded.model.config.to_dict() | {"activation_function": "gelu_pytorch_tanh"}
+    )
+    fused = type(loaded.model)(config).eval()
+    fused.load_state_dict(loaded.model.state_dict())
+    loaded = dataclasses.replace(loaded, model=fused)
+    rows = hellaswag.load_rows()[::5000]
+    ours_both, ours, theirs = libraries.compare(
+        libraries.hellaswag_ways(loaded, rows, 4), 1, len(rows), "rows"
+    ).values()
+    for accuracies in (ours_both, ours):
+        assert {name: accuracies[name] for name in ("acc", "acc_norm")} == pytest.approx(theirs)
+
+
+def test_speed_is_told_as_ratios_of_neighboring_turns(capsys):
+    turns = {"ours": iter([0.0, 2.0, 4.0]), "theirs": iter([0.0, 4.0, 6.0])}  # the first is not timed
+    libraries.compare({name: lambda its=its: (next(its), None) for name, its in turns.items()}, 1, 30, "rows")
+    ours, theirs = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert ours[1:] == ["11.25", "rows/s", "1.75", "times", "(1.50", "to", "2.00)"]
+    assert theirs[1:] == ["6.25", "rows/s"]
