@@ -127,7 +127,7 @@ class Runs:
         off = ("milestone_steps", "hellaswag_steps", "sample_steps")
         every: dict[str, object] = {"config": "recipe/configs/gpt2.yaml", "optim": optimizer, "streaming": False}
         every |= self.data | {"save_total_limit": 1, "warmup_steps": round(steps * fields["warmup"])}
-        every |= {"save_steps": steps // 5, "eval_steps": steps // 5} | dict.fromkeys(off, 0)
+        every |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | dict.fromkeys(off, 0)
         if math.isfinite(self.ends):
             if (left := self.ends - time.monotonic()) < 60:
                 raise TimeUp

@@ -134,9 +134,9 @@ def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
         if config.model.dropout:
             engine.seed_dropout(config.run.seed, step)
         for micro_step in range(batch.accumulation):
-            rows = next(parts.batches)  # (micro, T + 1)
+            sequences = next(parts.batches)  # (micro, T + 1)
             with engine.micro_step(model, last=micro_step == batch.accumulation - 1):
-                loss = model(rows[:, :-1], rows[:, 1:]) / batch.accumulation
+                loss = model(sequences[:, :-1], sequences[:, 1:]) / batch.accumulation
                 engine.backward(loss)
                 metrics.loss.add(loss.detach())
         grad_norm, skipped = optimizer_step(engine, model, optimizer, metrics.loss.step)

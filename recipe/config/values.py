@@ -28,6 +28,8 @@ def _converted(name: str, value, fields: Fields, origin: str):
         raise UserError(f"{origin}{name} takes one value, found a {type(value).__name__}")
     word, field = "" if value is None else str(value), fields[name]
     if field.metadata["path"]:
+        if "://" in word:  # gs://, s3://, hf://: a directory of that name would be made here
+            raise UserError(f"{origin}{name} is a URL, and must be a path on this disk or a name on the Hub")
         return os.path.expanduser(word)  # which a shell does not do in --val_data=~/shards
     for kind in _kinds(field):
         if word == kind:

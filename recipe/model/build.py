@@ -37,7 +37,7 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     )
     built = GPT2LMHeadModel(
         wanted,
-        gradient_checkpointing=config.run.gradient_checkpointing is True,
+        gradient_checkpointing=bool(config.run.gradient_checkpointing),  # an auto that is not resolved: on
         loss_chunk_size=config.run.loss_chunk_size,
         fused_loss=config.run.fused_loss,
         seed=config.run.seed,

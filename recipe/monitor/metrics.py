@@ -202,8 +202,8 @@ class RunningLoss:
 class MetricsLog:
     """metrics.jsonl: one JSON object a logged step, written at once; of the main process only.
 
-    A resumed run drops the lines from `first_step` on, which it is about to write again. A full disk costs the lines
-    that no longer fit into the file's buffer.
+    A resumed run drops the lines after `first_step`, and replaces that of this step when it writes it. A full disk costs
+    the lines that no longer fit into the file's buffer.
 
     Attributes:
         earlier: what the file's line of `first_step` held, without nulls; empty if there was none. An earlier plan may
@@ -218,9 +218,10 @@ class MetricsLog:
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
         self.val_losses = {step: line["val_loss"] for step, line in kept.items() if line.get("val_loss") is not None}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
-        texts = [json.dumps(line) + "\n" for step, line in kept.items() if step < first_step]
+        texts = {step: json.dumps(line).encode() + b"\n" for step, line in kept.items()}
+        self._resumed = first_step, sum(len(text) for step, text in texts.items() if step < first_step)
         with writing(path, "move it away, or choose another output_dir"):
-            replace_file(path, "".join(texts).encode())
+            replace_file(path, b"".join(texts.values()))
             self._file = path.open("ab")
 
     def write(self, record: dict) -> None:
@@ -229,7 +230,10 @@ class MetricsLog:
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         if line.get("val_loss") is not None:
             self.val_losses[line["step"]] = line["val_loss"]
+        step, offset = self._resumed
         try:
+            if line["step"] == step:
+                self._file.truncate(offset)
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()  # after an error the buffer keeps what it could not write
             self._failed = False

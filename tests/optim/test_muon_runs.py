@@ -140,7 +140,7 @@ def test_an_extension_that_is_killed_while_it_moves_the_decay_aside_ends_the_sam
         with run_directory(run):
             chosen, rewound = continue_from(run, config)
             set_aside(run, load_checkpoint(chosen, rewound=rewound))
-            MetricsLog(run / "metrics.jsonl", step_of(chosen)).__exit__()
+            MetricsLog(run / "metrics.jsonl", step_of(chosen)).close()
         return chosen
 
     def killed(original):
