@@ -202,8 +202,8 @@ class RunningLoss:
 class MetricsLog:
     """metrics.jsonl: one JSON object a logged step, written at once; of the main process only.
 
-    A resumed run drops the lines after `first_step`, and replaces that of this step when it writes it. A full disk costs
-    the lines that no longer fit into the file's buffer.
+    A resumed run drops the lines after `first_step`, and replaces that of this step when it writes it. A full disk
+    costs the lines that no longer fit into the file's buffer.
 
     Attributes:
         earlier: what the file's line of `first_step` held, without nulls; empty if there was none. An earlier plan may
