@@ -154,7 +154,7 @@ def audit(interval: Interval, replayed: Checkpoint, tolerance: float | None) -> 
     if found.step is None and found.amount <= allowed:
         return True, f"equal within {allowed:g} ({where}; {'; '.join(changed) or 'as asked'})"
     since = f"losses differ from step {found.step:,} on" if found.step is not None else "the logged losses are equal"
-    return False, f"different: {since}; {where}{'; ' * bool(changed)}{'; '.join(changed)}"
+    return False, f"different: {since}; {'; '.join([where, *changed])}"
 
 
 def main(argv: list[str] | None = None) -> int:

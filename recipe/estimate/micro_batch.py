@@ -41,16 +41,16 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     UNMEASURED, with gradient checkpointing, where the device's memory is not known. A collective call. Raises UserError
     where not even a micro-batch of 1 fits.
     """
-    given, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
-    if given != AUTO and switch != "auto":
+    wanted, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
+    if wanted != AUTO and switch != "auto":
         return config, ""
     share = batch_arithmetic(_with(config, 1, switch), engine.processes.world_size, engine.devices).accumulation
-    sizes = [n for n in range(1, share + 1) if share % n == 0] if given == AUTO else [min(given, share)]
+    sizes = [n for n in range(1, share + 1) if share % n == 0] if wanted == AUTO else [min(wanted, share)]
     earlier = engine.processes.broadcast_object(_of_checkpoint(config, engine) if engine.processes.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
     else:
-        if given == AUTO and (engine.memory is None or engine.name.startswith("TPU")):
+        if wanted == AUTO and (engine.memory is None or engine.name.startswith("TPU")):
             sizes = [n for n in sizes if n <= UNMEASURED]
         if engine.memory is None:
             size, checkpointing = sizes[-1], bool(switch)

@@ -126,9 +126,9 @@ class Muon(torch.optim.AdamW):
         """Updates parameters whose matrices have these sizes; each process orthogonalizes its share of them."""
         count = sum(piece.parts for piece in pieces)
         share = -(-count // self._world_size)  # the last processes may have fewer; the rest of `updates` is padding
-        mine = range(self._rank * share, min((self._rank + 1) * share, count))
+        own_share = range(self._rank * share, min((self._rank + 1) * share, count))
         sharded = pieces[0].sharded
-        held = range(count) if sharded else mine  # the matrices of which this process has something to send or to do
+        held = range(count) if sharded else own_share  # the matrices of which this process has something to send or to do
         updates = pieces[0].weight.new_zeros(
             share * (self._world_size if sharded else 1), rows, cols, dtype=self._dtype
         )
@@ -143,8 +143,8 @@ class Muon(torch.optim.AdamW):
         if sharded:
             sent, updates = updates, updates.new_empty(share, rows, cols)
             dist.reduce_scatter_tensor(updates, sent)
-        if mine:
-            updates[: len(mine)] = orthogonalize(updates[: len(mine)])
+        if own_share:
+            updates[: len(own_share)] = orthogonalize(updates[: len(own_share)])
         if self._world_size > 1:
             own, updates = updates, updates.new_empty(share * self._world_size, rows, cols)
             dist.all_gather_into_tensor(updates, own)

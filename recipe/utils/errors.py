@@ -1,4 +1,4 @@
-"""How a program ends: the exit codes, and the error that is a user's to mend."""
+"""How a program ends: the exit codes, and the error whose cause the user can mend."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
