@@ -128,7 +128,7 @@ class Muon(torch.optim.AdamW):
         share = -(-count // self._world_size)  # the last processes may have fewer; the rest of `updates` is padding
         own_share = range(self._rank * share, min((self._rank + 1) * share, count))
         sharded = pieces[0].sharded
-        held = range(count) if sharded else own_share  # the matrices of which this process has something to send or to do
+        held = range(count) if sharded else own_share  # matrices of which it has something to send or do
         updates = pieces[0].weight.new_zeros(
             share * (self._world_size if sharded else 1), rows, cols, dtype=self._dtype
         )
