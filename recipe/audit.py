@@ -37,9 +37,9 @@ from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import UserError
 
-# Of how far the weights went in the interval: what other devices, engines or numbers of processes may differ by.
+# Tolerance for other devices, engines or numbers of processes, as a share of how far the weights moved in the interval.
 TOLERANCE = 0.01
-# What must be as it was for two runs to be equal to the bit.
+# What must be the same for two runs to be equal to the bit.
 CIRCUMSTANCES = ("device", "engine", "processes", "precision", "compiled", "packages")
 # Fields that a replay leaves at their defaults, so that it evaluates, uploads and stops no more than it has to. It does
 # validate at the run's steps, since a line of metrics.jsonl has the mean loss since the line before.
@@ -112,7 +112,7 @@ class Difference:
 
 
 def compare(interval: Interval, replayed: Checkpoint, tolerance: float) -> Difference:
-    """The run's losses, weights and optimizer state beside the replay's."""
+    """Compares the run's losses, weights and optimizer state with the replay's."""
     recorded = load_checkpoint(interval.end)
     before = load_checkpoint(interval.start).weights if interval.start else {}
     amounts = {}

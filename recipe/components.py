@@ -64,7 +64,7 @@ class Components:
     first_step: int
 
     def check_data_errors(self, saved: bool) -> None:
-        """Raises UserError, on all processes, where the data of one could not be read, which has stopped the run. A
+        """Raises UserError, on all processes, where one process could not read its data, which stopped the run. A
         collective call."""
         error = self.batches.error()
         if self.engine.processes.anywhere(error is not None):

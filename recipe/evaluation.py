@@ -146,7 +146,7 @@ class Evaluator:
 
 
 def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[int]:
-    """SAMPLE_TOKENS new tokens after a prompt, which loses tokens on the left where there is no room for both.
+    """SAMPLE_TOKENS new tokens after a prompt, which is truncated on the left where there is no room for both.
 
     The model has no key-value cache. It is called once a token, always with (1, T) of the same T, so that nothing is
     compiled twice, and past end-of-text too, so that all ranks call it equally often. Draws happen on the CPU: one seed

@@ -14,7 +14,7 @@ from recipe.utils.errors import ExitCode
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0 all is whole, 1 something is damaged, 2 no checkpoint is there."""
+    """The command; returns the exit code (0: all are whole, 1: some are damaged, 2: there are none)."""
     parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description=__doc__.partition("\n")[0])
     parser.add_argument("path", type=Path, metavar="DIR", help="a run, for all of its checkpoints, or one of them")
     path = parser.parse_args(argv).path

@@ -8,7 +8,7 @@
       manifest.json           size and SHA-256 of each file above
 
 Nothing here depends on the engine or on the number of processes, and nothing is pickled. A checkpoint is written into a
-temporary directory, flushed to the disk and renamed: one that bears its final name is whole.
+temporary directory, flushed to the disk and renamed: a directory with its final name is whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _FOR_TRAINING = {"optimizer.safetensors", "trainer_state.json"}  # from_pretrained does not read these
 _NAME = re.compile(r"step_(\d{8,})")
 _SAVING, _DELETING = ".saving-", ".deleting-"
-_KEEP = ".keep"  # in a checkpoint that some plan of its run has named, be it an earlier one: it is never pruned
+_KEEP = ".keep"  # marks a checkpoint that a plan of its run has named, even an earlier plan: never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
 
 
@@ -48,7 +48,7 @@ class Checkpoint:
     Attributes:
         optimizer_state: {"<state>.<parameter name>": tensor}.
         state: trainer_state.json.
-        rewound: there are newer ones, of an earlier plan of the run, which this plan does not continue.
+        rewound: the run has newer checkpoints, of an earlier plan, which this plan does not continue.
     """
 
     path: Path
@@ -60,9 +60,9 @@ class Checkpoint:
 
 
 def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, bytes]) -> Path:
-    """Commits a checkpoint to its `path`, a directory of `run_dir`, and returns that.
+    """Commits a checkpoint to its `path`, a directory of `run_dir`, and returns that path.
 
-    Call it on one process, with tensors that nobody changes meanwhile. `files` is what transformers needs beside the
+    Call it on one process, with tensors that do not change meanwhile. `files` is what transformers needs beside the
     weights, config and tokenizer: {file name: content}. Raises OSError and NotFiniteError; both leave earlier
     checkpoints as they are and nothing of this one.
     """
@@ -131,7 +131,7 @@ class Retention:
 
 
 def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, float]) -> None:
-    """Deletes what `keep` does not name, of the checkpoints up to step `newest`, just committed.
+    """Deletes the checkpoints up to step `newest`, just committed, that `keep` does not name.
 
     `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
     is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
@@ -150,12 +150,12 @@ def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, flo
 
 
 def protect(checkpoint: Path) -> None:
-    """Sees to it that a checkpoint is never pruned. Raises OSError."""
+    """Marks a checkpoint so that it is never pruned. Raises OSError."""
     (checkpoint / _KEEP).touch()
 
 
 def sweep(run_dir: Path) -> None:
-    """Deletes what a save or a deletion that was cut short has left."""
+    """Deletes what an interrupted save or deletion has left."""
     for leftover in [*run_dir.glob(f"{_DELETING}*"), *run_dir.glob(f"{_SAVING}*")]:
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -177,20 +177,20 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step_"))
 
 
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
-    """The files of a whole checkpoint that `from_pretrained` reads, with `state` all; never what was put beside them
-    later."""
+    """The files of a whole checkpoint that `from_pretrained` reads, or all of its files with `state`; never files that
+    were added later."""
     names = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
     return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _FOR_TRAINING))
 
 
 def newest_whole(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose every file verifies, None where there is none at all; damaged ones are skipped with a
-    warning. A run that trains meanwhile may delete what is looked at: then the search begins again.
+    """The newest checkpoint whose files all verify; None where there is none at all. Damaged ones are skipped with a
+    warning. If a run deletes a checkpoint during the search, the search starts again.
 
     Raises UserError where a checkpoint cannot be read, which may pass, or where all are damaged: whether to start over
     is for the user to decide.

@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 
 class RunMetrics(Stateful, Protocol):
-    """What saving asks of the run's metrics.
+    """What saving needs from the run's metrics.
 
     Attributes:
         warning: shown in every line until it is empty again.
@@ -61,16 +61,16 @@ class RunMetrics(Stateful, Protocol):
         """A context whose seconds do not count as training."""
 
     def sync(self) -> None:
-        """Brings the lines written so far to the disk. On the main process."""
+        """Flushes the lines written so far to the disk. On the main process."""
 
 
 class CheckpointManager:
     """Saves one checkpoint at a time, and prunes the older ones. A context manager: at its end the save under way is
     finished.
 
-    Training waits only for the copy of the tensors, and for the save before. A save that fails does not end the run: it
-    is logged, a warning is shown in every line until one succeeds, and the next save is the next attempt. Before a
-    checkpoint is committed the lines of the metrics are on the disk: a run resumed from it will not write them again.
+    Training waits only for the copy of the tensors, and for the previous save. A save that fails does not end the run:
+    it is logged, and every line shows a warning until a later save succeeds. Before a checkpoint is committed, the
+    lines of the metrics are on the disk: a run resumed from it will not write them again.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class CheckpointManager:
         others: Mapping[str, Stateful],
         resumed: Checkpoint | None,
     ):
-        """`trained` are the model without wrappers and its prepared optimizer; `others` are the components whose state
-        a checkpoint keeps beside theirs and that of the metrics, by name."""
+        """`trained` are the model without wrappers and its prepared optimizer; `others` are the further components, by
+        name, whose state a checkpoint keeps, besides these and the metrics."""
         self._config, self._engine, self._metrics = config, engine, metrics
         self._model, self._optimizer = trained
         self._components = {**others, "metrics": metrics}
@@ -158,7 +158,7 @@ class CheckpointManager:
             with self._engine.stop.patient():  # a signal waits for it, even where the step hangs
                 self._metrics.sync()
                 save_checkpoint(self._run_dir, checkpoint, self._files)
-        except Exception as error:  # the run goes on, whatever it is
+        except Exception as error:  # whatever the error, the run goes on
             self._report_failure(checkpoint.step, error)
             return
         self._failed, self._metrics.warning, self._committed = False, "", checkpoint.step

@@ -17,7 +17,7 @@ from recipe.engine.base import Engine
 from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact, redacted
 
-_FILES = 10  # of a local text's files, whose names are kept
+_FILES = 10  # how many names of a local text's files are kept
 # Packages on whose versions a run's numbers may depend.
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
 
@@ -47,7 +47,7 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
 
 
 def _versions() -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of the packages that are installed."""
     found = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -74,9 +74,9 @@ def _git(*arguments: str) -> str | None:
 
 
 def _data(data: DataConfig) -> dict:
-    """The text and the options that the shards were made from, by their manifest. Without one of this recipe's,
+    """The text and the options that the shards were made from, by their manifest. Without a manifest of this recipe's,
     {"shards": the name of their directory}, with the "train_text" that dataset_source declares: the configuration may
-    name another text. Of a mixture, {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
+    name another text. For a mixture, {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
     sets = data_sets(data)
     if len(sets) > 1:
         return {"mixture": [{"name": one.name, "share": one.count / BLOCK} | _data(one.data) for one in sets]}

@@ -48,8 +48,8 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, N
     Raises UserError where the directory belongs to another process or to something else. With `fresh` what an earlier
     run left is moved aside. A directory into which the run wrote nothing is removed at the end.
 
-    The system releases the lock of a process that dies. (On a file system without such locks filelock makes one of a
-    file's existence, and judges by its age.)
+    The system releases the lock of a process that dies. (On a file system without such locks, filelock goes by the
+    existence and the age of a file.)
     """
     way_out, lock = "mend that, or choose another output_dir", FileLock(path / LOCK, timeout=_PATIENCE)
     try:
@@ -78,8 +78,8 @@ def _first_free(paths: Iterable[Path]) -> Path:
 
 
 def _check_free(run_dir: Path) -> None:
-    """Raises UserError where the directory is another program's: it holds something, and no run. Looks at names alone,
-    so that nothing is written there."""
+    """Raises UserError where the directory is another program's: it is not empty and holds no run. It only looks at
+    names, and writes nothing."""
     if not run_dir.is_dir() or checkpoints(run_dir) or (run_dir / "metrics.jsonl").exists():
         return
     others = [p for p in run_dir.iterdir() if not (p.name.startswith(".") or p.suffix in _BESIDE)]
@@ -157,13 +157,13 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
 
 
 def _optimizer(config: dict) -> OptimizerConfig:
-    """That of a flat configuration, be it an older version's."""
+    """The optimizer's part of a flat configuration, also of an older version."""
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
 def _before_decay(newest: Path, config: dict) -> Path:
-    """The checkpoint from which a run with `config` (a flat dict) continues, where `newest` is its newest: the last one
-    before wsd lowered the learning rate, if max_steps is larger than when it did."""
+    """The checkpoint from which a run with `config` (a flat dict) continues: `newest` or, if max_steps has grown since
+    wsd lowered the learning rate, the last one before that."""
     if config["lr_scheduler_type"] != "wsd":
         return newest
     plan = _optimizer(json.loads((newest / "trainer_state.json").read_text())["config"])
@@ -184,7 +184,7 @@ def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
     copy of metrics.jsonl: a run directory of its own. Finishes what a process that was killed had begun. Raises
     UserError.
 
-    The newest is moved last: where a process is killed before, the next one finds the same newest one, and rewinds too.
+    The newest is moved last: if this process is killed before, the next one finds the same newest, and rewinds too.
     """
     aside, log = run_dir / _ASIDE, run_dir / "metrics.jsonl"
     with writing(run_dir, f"mend that, or copy {checkpoint.path.name} into a new output_dir and continue there"):

@@ -54,7 +54,7 @@ def _directory_of(text: str, data: DataConfig) -> str:
 
 
 def short_name(shards: str) -> str:
-    """What a person calls the data set whose shards lie there: the name of their directory."""
+    """A data set's name for people: that of the directory in which its shards lie."""
     path = Path(os.path.abspath(shards))
     own = path.parent if glob.has_magic(path.name) or path.suffix == ".bin" else path
     return re.sub(r"-[0-9a-f]{8}$", "", own.name)  # without the hash of `_directory_of`

@@ -1,4 +1,4 @@
-"""Fields that exclude each other, and names that cannot be ones; limits of single fields stand beside them."""
+"""Fields that exclude each other, and names that are not valid; limits of single fields stand beside them."""
 
 import re
 
@@ -8,7 +8,7 @@ from recipe.utils.errors import UserError
 
 
 def check(config: Config) -> None:
-    """Raises UserError for values that exclude each other, and for names that cannot be ones."""
+    """Raises UserError for values that exclude each other, and for names that are not valid."""
     model, data, opt = config.model, config.data, config.optimizer
     if model.n_embd % model.n_head:
         below = max(1, model.n_embd // model.n_head) * model.n_head

@@ -121,7 +121,7 @@ class DataSet:
     """One of the data sets of a run.
 
     Attributes:
-        name: short, and like no other of the run; empty where there is no other.
+        name: short, and unique within the run; empty where there is only one data set.
         count: how many of each 1,000 sequences come from it.
         data: the run's fields, as they are for this data set.
     """

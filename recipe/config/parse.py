@@ -132,7 +132,7 @@ def _load(text: str | bytes, origin: str, expected: str):
     """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose own words quote the text
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose messages quote the text
         at = getattr(error, "problem_mark", None)
         where = f", line {at.line + 1}" if at else " in UTF-8"
         raise UserError(f"{origin}: not valid YAML{where}; {expected}") from None

@@ -1,8 +1,8 @@
 """The process that makes a streamed run's shards: a few ahead of those who read them, within a disk budget.
 
 stream.py starts one on each node. Its standard input holds a line with its job, as JSON, and is closed when the process
-that started it ends, however that ends; then this one ends too. The two and the readers tell one another in small files
-beside the shards where they are.
+that started it ends, however that ends; then this one ends too. The two processes and the readers communicate through
+small files beside the shards.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def read_json(path: Path) -> dict:
 
 
 def reader_path(out: Path, rank: int) -> Path:
-    """Where a reader, by its rank on this node, writes {"shard"} that it is at, counted over all epochs."""
+    """The file in which a reader, by its rank on this node, writes its {"shard"}, counted over all epochs."""
     return out / f".reader-{rank}"
 
 
 def finish(making: Iterator[int]) -> None:
-    """Makes a shard, whose progress nobody watches."""
+    """Makes a shard without showing progress."""
     for _ in making:
         pass
 
@@ -104,7 +104,7 @@ class Builder:
         n = len(train) if self.manifest.complete else None
         positions = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
         known = [position for position in positions if position is not None]
-        if len(known) < self.readers:  # a reader that begins will write where
+        if len(known) < self.readers:  # a reader that begins will write its position
             return None
         low, here = min(known), self._here()
         wanted = [i % n if n else i for i in range(low, low + _AHEAD)]  # readers count over all epochs

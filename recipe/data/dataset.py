@@ -106,7 +106,7 @@ class TokenDataset:
             )
 
     def close(self) -> None:
-        """Ends a read that waits, which only a streamed dataset's can."""
+        """Ends a waiting read; only a streamed dataset's reads can wait."""
 
 
 def permutation(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:

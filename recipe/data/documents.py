@@ -1,4 +1,4 @@
-"""Documents and their tokens, of a text on this machine: a .txt file, a line of JSON lines or a row of parquet each.
+"""Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON line or a row of parquet.
 
 A column of text is tokenized; one of token ids is read as it is.
 """
@@ -46,7 +46,7 @@ class Document:
     stream: dict | None
 
     def pieces(self) -> Iterable[str | np.ndarray]:
-        """What a thread tokenizes at once, or the tokens; nothing of an empty document."""
+        """What a thread tokenizes at once, or the tokens; nothing for an empty document."""
         if isinstance(self.content, np.ndarray):
             return [self.content] if len(self.content) else []
         return in_pieces(self.content)
@@ -62,8 +62,8 @@ class Column:
         self.name, self._tokenizer = name, tokenizer
 
     def content(self, row: dict, where: str) -> Content:
-        """That of a row, which `where` names; a null is an empty document. Raises UserError where the column is not
-        there, or is neither text nor such ids."""
+        """The content of a row, which `where` names in errors; a null is an empty document. Raises UserError where the
+        column is missing, or holds neither text nor the tokenizer's ids."""
         self.check_is_in(row, where)
         value = row[self.name]
         if value is None:
@@ -178,7 +178,7 @@ class TextFiles:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
 
     def identity(self) -> dict:
-        """What the manifest records of the text, by which a change of it is noticed."""
+        """What the manifest records of the text, so that a change of it is noticed."""
         return {"files": [_file_identity(path) for path in self.paths], "text_column": self.column.name}
 
     def newest(self) -> dict:
@@ -240,7 +240,7 @@ def _without_surrogates(text: str) -> str:
 
 
 def _file_chunks(path: Path) -> Iterator[str]:
-    # utf-8-sig: a byte-order mark is not of the text. newline="": the model should see the line ends that it has.
+    # utf-8-sig: a byte-order mark is not part of the text. newline="": the model should see the line ends that it has.
     with reading(path, _WHOLE), _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
         while chunk := file.read(LONGEST_PIECE):
             yield chunk

@@ -61,12 +61,12 @@ class HubText:
         return {"commit": found.sha}
 
     def pin(self, manifest: Manifest) -> None:
-        """Reads what the shards of a manifest were made from. Where there are some, what fails now is the Hub's doing,
-        and no mistake in a name."""
+        """Reads what the shards of a manifest were made from. If there are shards already, a failure from now on is the
+        Hub's, not a mistake in a name."""
         self.commit, self._worked = manifest.source["commit"], bool(manifest.shards)
 
     def wait_after(self, error: Exception) -> None:
-        """Waits before another attempt. Raises UserError where there is to be none."""
+        """Waits before another attempt. Raises UserError where there should be none."""
         if not self._worked:
             raise self._error(error) from None
         status, reason = _status_and_reason(error)
@@ -110,7 +110,7 @@ class HubText:
         """(index, row, the last position before it from which a stream can start again)."""
         import datasets.config
 
-        # Its own retries wait up to twenty minutes without a word.
+        # Its own retries wait up to twenty minutes without a message.
         for what in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
             setattr(datasets.config, f"STREAMING_{what}", 1)
         for what in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
@@ -123,7 +123,7 @@ class HubText:
         if stream:
             index, first, within = stream["document"], stream["state"]["file"], stream["state"]["within"]
         for number in range(first, len(self._files)):
-            # By row groups of parquet: to start again need not read the file up to there. A file at a time, for all of
+            # By row groups of parquet: a restart need not read the file up to there. A file at a time, since all of
             # them would be opened first.
             rows = self._files[number]().reshard()
             if within:
@@ -142,5 +142,5 @@ def _status_and_reason(error: Exception) -> tuple[int | None, str]:
     while beneath and status is None:
         status = getattr(getattr(beneath, "response", None), "status_code", None)
         beneath = beneath.__cause__ or beneath.__context__
-    text = redact((str(error).strip().splitlines() or [""])[0])[:200]  # redacted first: a cut secret has no shape
+    text = redact((str(error).strip().splitlines() or [""])[0])[:200]  # redacted first: a cut secret is not recognized
     return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"

@@ -124,7 +124,7 @@ def _open_stream(
         return open_manifest(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
-    # Nobody goes beyond these two before all nodes have started, or would read the status of an earlier run.
+    # No process passes these two before all nodes have started: it could read the status of an earlier run.
     with processes.shared_error("the stream did not start"):
         if processes.is_main:
             commit = start(None)

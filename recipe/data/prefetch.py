@@ -49,8 +49,8 @@ class BatchLoader:
         return sequences.pin_memory() if self._pin else sequences
 
     def ready(self, seconds: float, ahead: int = 0) -> bool:
-        """Whether all micro-batches of the next step, or of that `ahead` steps later, are there after at most so many
-        seconds. False behind the last step."""
+        """Whether all micro-batches of the next step, or of the one `ahead` steps later, are ready within `seconds`.
+        False after the last step."""
         wanted = self._step(ahead)
         if not all(f.done() for f in wanted) and seconds:
             asked = time.perf_counter()

@@ -3,7 +3,7 @@
     python -m recipe.data.prepare --train_text mine.jsonl --out data/mine
     python -m recipe.data.prepare --train_text HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --out data/edu
 
-Killed at any moment, the same command continues after the last finished shard and makes the same bytes.
+If it is killed at any moment, the same command continues after the last finished shard and makes the same bytes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def must_prepare(data: DataConfig) -> bool:
     """Whether local text is to be prepared before a run.
 
     Raises UserError where the directory holds shards of another text, or made with other settings; and for a Hub data
-    set that is not prepared, which takes hours that no other process should wait.
+    set that is not prepared, which takes hours, too long for the other processes to wait.
     """
     if not data.train_text:
         return False

@@ -21,7 +21,7 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import some
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
-# Where in a text a shard begins: in which document, behind how many of its tokens, and Document's `stream`.
+# Where in a text a shard begins: in which document, after how many of its tokens, and Document's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
 Run = tuple[dict, np.ndarray]  # tokens of a document, (tokens,), and the position where they begin
 
@@ -67,7 +67,7 @@ class Producer:
         }
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
-        self._rest: Run | None = None  # what the shard before has left of a document
+        self._rest: Run | None = None  # what the previous shard has left of a document
         self._documents = 0  # read so far
 
     def finished(self) -> Manifest | None:
@@ -104,7 +104,7 @@ class Producer:
             )
 
     def _difference(self, manifest: Manifest) -> str:
-        """What of the text and the settings is not as the shards of `manifest` were made, or nothing."""
+        """How the text and the settings differ from those that made the shards of `manifest`; empty where equal."""
         wanted = self.source.identity() | self.options | {"tokenizer": self.tokenizer.digest}
         found = manifest.source | manifest.options | {"tokenizer": manifest.tokenizer}
         for name, value in wanted.items():
@@ -118,13 +118,13 @@ class Producer:
         return [i for i, entry in enumerate(entries) if not (self.out / entry["file"]).exists()]
 
     def bytes_of(self, number: int, split: str = "train") -> int:
-        """The size of a shard; of one that is not known yet, if it is not the last."""
+        """The size of a shard; for one that is not known yet, assuming that it is not the last."""
         return HEADER_BYTES + self.tokens_of(split, number) * DTYPE.itemsize
 
     def tokens_of(self, split: str, number: int) -> int:
-        """Tokens of a shard; of one that is not known yet, if it is not the last. The first one for training is a tenth
-        of `shard_tokens`, so that training can begin while the next is made, and each has twice the tokens of the one
-        before, up to `shard_tokens`."""
+        """Tokens of a shard; for one that is not known yet, assuming that it is not the last. The first one for
+        training is a tenth of `shard_tokens`, so that training can begin while the next is made, and each has twice the
+        tokens of the one before, up to `shard_tokens`."""
         known = self.manifest.of(split)
         if number < len(known):
             return known[number]["tokens"]
@@ -133,7 +133,7 @@ class Producer:
 
     def everything(self) -> Iterator[int]:
         """Makes what is missing, and yields the tokens that were added. Raises UserError where a split stays empty."""
-        if self.val_fraction and self.manifest.complete:  # where the end begins is known when all was read
+        if self.val_fraction and self.manifest.complete:  # only when all is read is it known where the end begins
             self.manifest.shards, self.manifest.complete = [], False
         yield from self.make_validation()
         for number in self.missing(self.manifest.of("train")):  # which a streamed run has deleted
@@ -234,7 +234,7 @@ class Producer:
         self._rest, self._runs = None, self._read(split, position)
 
     def _read(self, split: str, position: dict) -> Iterator[Run]:
-        """The documents of a split from a position on; none for training that equals one for validation."""
+        """The documents of a split from a position on; for training none that equals one for validation."""
         held_out: set[bytes] = set()
         if split == "train" and self.val_documents:
             val = np.concatenate([open_shard(shard) for shard in self.manifest.shards_in(self.out, "val")])

@@ -105,7 +105,7 @@ class OpenShard:
         return self
 
     def append(self, tokens: np.ndarray) -> None:
-        """Writes tokens (n,) behind those so far."""
+        """Writes tokens (n,) after those so far."""
         with writing(self.part, _AGAIN):
             self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)

@@ -28,8 +28,8 @@ _BETWEEN_LINES = 10.0
 
 
 class BuilderProcess:
-    """The builder of this node, until `close`. Where it dies, whoever waits for a shard raises UserError. It prints
-    what the Hub reports where this process prints."""
+    """The builder of this node, until `close`. If it dies, every wait for a shard raises UserError. It prints the Hub's
+    messages to the output of this process."""
 
     def __init__(self, data: DataConfig, readers: int, commit: str | None, earlier: dict | None):
         """`readers` processes of this node will read; `commit` is the version of a data set on the Hub, None for the
@@ -60,7 +60,7 @@ class BuilderProcess:
             write_json(self.out / STATUS, {"error": error})
 
     def close(self) -> None:
-        """Ends the builder, after ten seconds by killing it."""
+        """Ends the builder, and kills it after ten seconds."""
         self._closing = True
         self._stdin.close()
         try:
@@ -117,7 +117,7 @@ class StreamedDataset(TokenDataset):
         self.pass_to(first)
 
     def _refresh(self) -> bool:
-        """Reads the manifest; whether it has changed."""
+        """Reads the manifest; returns whether it has changed."""
         known, self.manifest = self.manifest, open_manifest(self.out)
         if self.manifest == known:
             return False
@@ -166,7 +166,7 @@ class StreamedDataset(TokenDataset):
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""
         if shard != self._at:
-            self._opened = None  # or the disk would still hold what is deleted
+            self._opened = None  # otherwise the disk would still hold what is deleted
             write_json(reader_path(self.out, self.rank), {"shard": shard})
             self._at = shard
 
@@ -176,5 +176,5 @@ class StreamedDataset(TokenDataset):
         return {"shards": shards, "complete": self.manifest.complete, "manifest": dataclasses.asdict(self.manifest)}
 
     def close(self) -> None:
-        """Lets whoever waits for a shard return."""
+        """Ends every wait for a shard."""
         self._waiting.closed = True

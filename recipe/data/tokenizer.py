@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.models.gpt2 import tokenization_gpt2
 
 GPT2 = "gpt2"
-MOST_TOKENS = 1 << 16  # that uint16 has numbers for
+MOST_TOKENS = 1 << 16  # that uint16 can number
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
 CONTEXT_LENGTH = 1024
@@ -87,7 +87,7 @@ class GPT2Tokenizer:
     """GPT-2's tokenizer.
 
     Attributes:
-        name: for people; a directory is private, and is known by its last part.
+        name: for people; of a directory only the last part, since its path is private.
         digest: the same for tokenizers that give the same tokens.
         vocab_size: how many numbers there are for tokens.
         end_of_text: the number of the token that stands before each document; `end_of_text_token` is its text.
@@ -106,7 +106,7 @@ class GPT2Tokenizer:
         return encoding().decode_bytes(ids)
 
     def save(self, directory: Path, max_length: int) -> None:
-        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for so many positions."""
+        """Writes the files that `AutoTokenizer.from_pretrained(directory)` loads, for `max_length` positions."""
         hf_tokenizer(max_length).save_pretrained(directory)
 
 

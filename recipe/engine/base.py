@@ -5,8 +5,8 @@ silently and wrongly (processes that are not connected, a model without its wrap
 instead. No other package imports Accelerate's Accelerator.
 
 Engines agree: the same recipe gives the same losses on one device, DDP, ZeRO-1, 2 and 3, FSDP and XLA, in fp32 within
-1e-4 over the first 50 steps of the tests' schedule. A learning rate high enough to amplify rounding widens that on
-any engine, and dropout breaks it: its masks depend on the process and the micro-batch.
+1e-4 over the first 50 steps of the tests' schedule. A learning rate high enough to amplify rounding widens the
+difference on any engine. With dropout they do not agree: its masks depend on the process and the micro-batch.
 """
 
 import os
@@ -30,17 +30,17 @@ from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-TIMEOUT = timedelta(minutes=40)  # of a collective; a process that died ends the others at once, without it
+TIMEOUT = timedelta(minutes=40)  # for a collective; when a process dies, the others end at once, not after this
 
 
 class Engine:
-    """Device and precision, the calls of a step, and the trained state, whose right form depends on them.
+    """Device and precision, the calls of a step, and the trained state, whose form depends on them.
 
     Attributes:
         processes: this process among all of them.
-        stop: the signals that this process has heard.
+        stop: the signals that this process has received.
         agreement: what the processes decide between two steps.
-        device: of this process.
+        device: this process's device.
         devices: how many this process drives: 1, except for the TPU cores behind one process.
         precision: resolved: fp32, tf32, bf16 or fp16.
         memory: bytes of the device's own memory; None where it has none or it is not known.
@@ -57,17 +57,17 @@ class Engine:
     attention = checkpoint = None  # functions that replace the model's own where the device has better ones
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
     method = "DDP"  # how processes share the work, in words
-    sharding = ""  # what the memory estimate asks: zero1, zero2, zero3, fsdp, or nothing
+    sharding = ""  # for the memory estimate: zero1, zero2, zero3, fsdp, or empty
     sum_dtype = torch.float64  # for sums over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are padded to these
 
     def __init__(self, precision: str, *, mixed_precision: str | None = None, handlers: list | None = None):
-        """`mixed_precision` and `handlers` are what Accelerate is told, where that is not the recipe's precision, and
-        how it starts the process group."""
+        """`mixed_precision` is what Accelerate is given instead of the recipe's precision; `handlers` configure how it
+        starts the process group."""
         self.precision = hardware.resolve_precision(precision, cpu=wants_cpu())
         if mixed_precision is None:
             mixed_precision = self.precision if self.precision in ("bf16", "fp16") else "no"
-        if handlers is None:  # as views, DDP's buckets save one copy of the gradients
+        if handlers is None:  # gradients that are views of DDP's buckets save one copy
             handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
             handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
         self.accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
@@ -115,15 +115,15 @@ class Engine:
 
     @property
     def optimizer_options(self) -> dict:
-        """Arguments of make_optimizer: how AdamW and Muon do their work here."""
+        """Arguments of make_optimizer: how AdamW and Muon compute on this device."""
         half = self.precision == "bf16" and self.device.type != "cpu"  # a CPU's small products in bf16 are slow
         dtype = torch.bfloat16 if half else torch.float32
         muon = {"dtype": dtype, "rank": self.processes.rank, "world_size": self.processes.world_size}
         return {"muon": muon, **self.adamw_options}
 
     def counters(self) -> dict[str, int | None]:
-        """Columns of metrics.jsonl: peak_memory_bytes, the most a CUDA device's allocator has held, elsewhere (CPU,
-        MPS) the process's largest resident set; None where it is not known."""
+        """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),
+        the process's largest resident set; None where it is not known."""
         return {"peak_memory_bytes": hardware.peak_memory(self.device)}
 
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Engine:
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan, config: OptimizerConfig
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """The wrapped (model, optimizer) to train with; from now on `spike_filter` is there. A collective call. Raises
+        """Returns the wrapped (model, optimizer) to train with, and sets `spike_filter`. A collective call. Raises
         UserError where several processes would train without a wrapper that connects them."""
         self.max_grad_norm, self.spike_filter = config.max_grad_norm, SpikeFilter(self.device, config)
         return self._prepare(model, optimizer, batch)
@@ -180,13 +180,14 @@ class Engine:
         return nullcontext() if last else self.accelerator.no_sync(model)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Collective within the last `micro_step`. `loss`, (), is divided by the accumulation count already."""
+        """Runs backward; `loss`, (), is already divided by the accumulation count. Collective in the last
+        `micro_step`."""
         self.accelerator.backward(loss)
 
     def clip_gradients(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Clips the gradients, averaged over processes by now, to max_grad_norm (0: does not); returns their global
-        norm before that, () on the device, for which nothing waits. Collective where gradients are sharded."""
-        if self._fused(optimizer):  # the step itself divides, while it reads the gradients
+        """Clips the gradients, by now averaged over processes, to max_grad_norm (0: no clipping). Returns their global
+        norm before clipping, () on the device, without waiting for it. Collective where gradients are sharded."""
+        if self._fused(optimizer):  # the optimizer divides the gradients as it reads them
             grad_norm, divisor = optimizers.norm_and_divisor(model.parameters(), self.max_grad_norm)
             setattr(optimizer, "grad_scale", divisor)  # noqa: B010  no attribute of Optimizer's, but fused ones read it
             return grad_norm
@@ -201,7 +202,7 @@ class Engine:
         return self.spike_filter.should_skip(grad_norm, mean_loss)
 
     def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Moves the weights; where `skip` is 1, changes neither weights nor optimizer state."""
+        """Updates the weights; where `skip` is 1, changes neither weights nor optimizer state."""
         if scaler := self.accelerator.scaler:
             _scaled_step(optimizer, scaler, skip)
         elif self._fused(optimizer):
@@ -231,7 +232,7 @@ class Engine:
         for parts, into in zip(tensors, whole, strict=True):
             for name, part in parts.items():  # one whole tensor at a time is on the device
                 tensor = optimizers.whole(part)
-                if self.processes.is_main:  # on a CPU a copy too: the next steps change it while it is written
+                if self.processes.is_main:  # copied on a CPU too: the next steps change the original
                     into[name] = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
         return whole
 
@@ -256,8 +257,8 @@ class Engine:
 
 
 def _scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, skip: torch.Tensor) -> None:
-    """A step with a loss scale, which skips what overflowed; this adds what `skip` asks for a spike, whose finite
-    gradients are no reason to lower the scale."""
+    """A step with a loss scale, which is skipped on overflow. It is also skipped where `skip` is 1 for a spike, whose
+    finite gradients are no reason to lower the scale."""
     overflow = torch.zeros_like(skip)
     for found in scaler._found_inf_per_device(optimizer).values():
         overflow = torch.maximum(overflow, found)

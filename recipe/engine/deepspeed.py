@@ -51,7 +51,7 @@ class ZeroEngine(Engine):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no accelerator
             import deepspeed.ops
 
-            # Or it would look for compilers, and compile for a minute an operator that only inference calls.
+            # Otherwise it looks for compilers, and compiles for a minute an operator that only inference calls.
             deepspeed.ops.__compatible_ops__ = {}
         # DeepSpeed 0.19 still uses the old names of torch's collectives.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -121,11 +121,11 @@ class ZeroEngine(Engine):
         self._zero.engine.set_gradient_accumulation_boundary(last)
         yield
         if not last:
-            self._zero.engine.step()  # counts the micro-step; the boundary's one is `clip_gradients`
+            self._zero.engine.step()  # counts the micro-step; at the boundary `clip_gradients` does
 
     def backward(self, loss: torch.Tensor) -> None:
         """As Engine's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
-        self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has divided by the accumulation already
+        self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has already divided by the accumulation
 
     def clip_gradients(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """As Engine's. DeepSpeed does the rest of the step in the same call: it skips a norm that is not finite, moves

@@ -91,7 +91,7 @@ def named_devices(text: str) -> tuple[int, str]:
     count, name = parts.groups() if parts else (None, text)
     if not count and (tpus := re.fullmatch(r"(v\d\w?)-([1-9]\d*)", name.lower().replace("litepod", "e"))):
         name, cores = tpus[1], int(tpus[2])
-        count = max(1, cores // 2) if name in ("v4", "v5p") else cores  # whose chips are two cores, but one device
+        count = max(1, cores // 2) if name in ("v4", "v5p") else cores  # their chips have two cores, but are one device
     for known in (name.upper(), f"RTX {name}", f"TPU {name.upper()}"):
         if known in DEVICES:
             return int(count or 1), known
@@ -104,7 +104,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def pad_vocab_to(device: torch.device) -> int:
-    """Tensor cores like round shapes; on a CPU the padding was measured to cost 7 %, on a TPU to gain nothing."""
+    """The multiple to pad to, for tensor cores. Measured: padding costs 7 % on a CPU and gains nothing on a TPU."""
     return 128 if device.type == "cuda" else 1
 
 
@@ -173,13 +173,13 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: PyTorch's allocator has its own exception; cuBLAS, Triton and CUDA a message."""
+    """Whether memory ran out: PyTorch's allocator raises its own type; cuBLAS, Triton and CUDA only a message."""
     said = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "alloc_failed" in said
 
 
 def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
-    """The most bytes of tensors on a CUDA device while `work` ran, those from before included; None where memory ran
+    """Peak bytes of tensors on a CUDA device while `work` ran, including those from before; None where memory ran
     out."""
     reset_peak_memory(device)
     fitted = True
@@ -226,7 +226,7 @@ def gpu_precision(precision: str, name: str, bf16: bool) -> str:
 
 
 def tpu_precision(precision: str, best: str = "bf16") -> str:
-    """As `resolve_precision`, for a TPU; `best` is that of `auto`."""
+    """As `resolve_precision`, for a TPU; `best` is what `auto` becomes."""
     if precision in ("fp16", "tf32"):
         raise UserError(f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32")
     return best if precision == "auto" else precision

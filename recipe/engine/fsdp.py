@@ -54,7 +54,7 @@ class FsdpEngine(Engine):
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None, reduce_dtype=torch.float32
         )
         mesh = init_device_mesh(self.device.type, (self.processes.world_size,))
-        # The rest, which is embeddings and the last layer norm, is the root's: the head, too, reads the embedding.
+        # The root holds the rest, the embeddings and the last layer norm: the head reads the embedding too.
         for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.sharding == "fsdp")
 
@@ -87,7 +87,7 @@ class FsdpEngine(Engine):
 
 
 def supported_precision(resolved: str) -> str:
-    """`resolved` as it is. Raises UserError for fp16."""
+    """Returns `resolved` unchanged. Raises UserError for fp16."""
     if resolved == "fp16":
         raise UserError(
             "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
@@ -97,7 +97,7 @@ def supported_precision(resolved: str) -> str:
 
 
 def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
-    """This process's part of each parameter, by name. A forward pass without a backward may have left whole ones."""
+    """This process's part of each parameter, by name. A forward pass without a backward may leave whole ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -62,16 +62,16 @@ def max_restarts() -> int:
 
 def fail(error: Exception) -> int:
     """Prints an error on standard error, once a node, and returns the exit code; one of several processes ends with
-    that code instead of returning. Raises `error` itself where it is no UserError or OSError, nor a process lost.
+    that code instead of returning. Re-raises `error` unless it is a UserError, an OSError or the loss of a process.
 
-    The launcher ends all processes as soon as one has ended, which must not be before the error is printed. So the
-    others wait to be ended; one that is not ended is the only one to know of the error, and prints it.
+    The launcher ends all processes as soon as one has ended, so none may end before the error is printed: the others
+    wait to be ended. A process that is not ended is the only one that knows of the error, and prints it.
     """
     message, code = f"error: {error}", ExitCode.USER_ERROR
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
         how = _LOST_PEER.search(str(error))
-        if not (several and how):  # with one process it is a connection to something else
+        if not (several and how):  # with one process it was some other connection
             raise error
         code = ExitCode.RUN_AGAIN
         message = (

@@ -1,4 +1,4 @@
-"""Devices that are not here: what a plan of a run on them asks of an engine, without their processes."""
+"""An engine for devices that are not here: what planning a run on them needs, without their processes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from recipe.utils.processes import Processes
 
 
 class PlannedEngine(Engine):
-    """So many GPUs or TPU devices of a kind, sharded as the launch asks; nothing of it computes. Each process of the
+    """A number of GPUs or TPU devices of one kind, sharded as the launch asks. It computes nothing. Each process of the
     launch makes the whole plan, and the first one prints it."""
 
     def __init__(self, precision: str, devices: str):

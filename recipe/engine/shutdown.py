@@ -39,7 +39,7 @@ class StopSignal:
     Attributes:
         requested: whether this process has been told to stop.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
-            started again and again must come further each time.
+            started again and again must make progress each time.
     """
 
     def __init__(self):
@@ -59,11 +59,11 @@ class StopSignal:
         threading.Thread(target=self._listen, args=(reading, launcher), name="signals", daemon=True).start()
 
     def after(self, hours: float) -> None:
-        """Requests a stop at the first boundary so many hours from now."""
+        """Requests a stop at the first boundary `hours` from now."""
         self._hours, self._deadline = hours, time.monotonic() + 3600 * hours
 
     def at_boundary(self) -> None:
-        """The main thread is at a place where it can stop."""
+        """Notes that the main thread is at a place where it can stop."""
         now = time.monotonic()
         if self._last_boundary:
             self._longest_step = max(self._longest_step, now - self._last_boundary)
@@ -74,7 +74,7 @@ class StopSignal:
 
     @contextmanager
     def patient(self) -> Generator[None, None, None]:
-        """Context, of any thread, of work that may take much longer than a step."""
+        """Context for work, in any thread, that may take much longer than a step."""
         self._long_work.append(None)
         try:
             yield
@@ -84,12 +84,12 @@ class StopSignal:
             self._long_work.pop()
 
     def leave(self) -> None:
-        """The loop has ended: there is no boundary to wait for any more."""
+        """Notes that the loop has ended: no boundary will come any more."""
         self._leaving = True
 
     def _in_main_thread(self, number: int, _frame) -> None:
         if not self._last_boundary:
-            for each in _SIGNALS:  # another one would cut short how this one ends, down to the interpreter's own exit
+            for each in _SIGNALS:  # another signal would interrupt this one's shutdown, even the interpreter's own exit
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
 
@@ -120,8 +120,8 @@ class StopSignal:
         self._heard = min(self._heard, now)
 
     def _stop(self) -> None:
-        """Sees to it that a process that was told to stop does: one that has died lets the others wait in a collective
-        for ever."""
+        """Makes sure that a process that was told to stop does stop: after another has died, it may wait in a
+        collective for ever."""
         now, begun = time.monotonic(), self._last_boundary > 0
         if begun and not self.requested:
             self.requested, self._heard = True, now  # a signal from before the first boundary counts from here

@@ -103,7 +103,7 @@ class XlaEngine(Engine):
         return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''}{processes}"
 
     def counters(self) -> dict[str, int | None]:
-        """Also compilations, the number of programs compiled so far: one that keeps growing is time lost. The peak
+        """Also compilations, the number of programs compiled so far: if it keeps growing, time is lost. The peak
         memory of a TPU is not known."""
         compiled = xla_metrics.metric_data("CompileTime")
         memory = {"peak_memory_bytes": None} if self.generation else super().counters()
@@ -146,7 +146,7 @@ class XlaEngine(Engine):
         self.flush()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Plain, for SPMD averages the gradients in the same program."""
+        """A plain backward pass: SPMD averages the gradients in the same program."""
         loss.backward()
 
     def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ def _generation() -> str:
 
 def _flash_or_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, mesh: xs.Mesh) -> torch.Tensor:
     """Causal attention over (B, H, T, K): Pallas' flash attention in the cases compiled ahead of time for a v5e and a
-    v6e (bf16, no dropout, T = 1024) and those whose blocks divide alike, SDPA in the others."""
+    v6e (bf16, no dropout, T = 1024) and those whose blocks divide the same way, SDPA in the others."""
     if dropout or q.dtype != torch.bfloat16 or (q.shape[2] != 512 and q.shape[2] % 1024):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     from torch_xla.experimental.custom_kernel import flash_attention

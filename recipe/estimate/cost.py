@@ -55,7 +55,7 @@ def mfu_of(device: str, count: int, parameters: int) -> tuple[float, str]:
 
 def cpu_flops(precision: str, size: int = 256) -> float:
     """FLOP/s of this process's threads on the CPU: the best matrix product of one thread in a tenth of a second, times
-    their number. (Of several threads the slowest counts, which on a busy machine says nothing.)"""
+    their number. (Several threads would wait for the slowest, which tells nothing on a busy machine.)"""
     a = torch.ones(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -55,13 +55,13 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
 
 
 def _moved_by_muon(config: Config) -> int:
-    """Weights, those of the matrices inside the blocks."""
+    """Number of weights that Muon updates: those of the matrices inside the blocks."""
     return config.optimizer.optim == "muon" and 12 * config.model.n_layer * config.model.n_embd**2
 
 
 def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -> int:
-    """Bytes that the optimizer's update takes for a moment beside `state_bytes`: AdamW's none, Muon's those of the
-    matrices that it orthogonalizes at once."""
+    """Temporary bytes of the optimizer's update, beside `state_bytes`: none for AdamW; for Muon those of the matrices
+    that it orthogonalizes at once."""
     D, most = config.model.n_embd, 0
     if not _moved_by_muon(config):
         return 0

@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 USEFUL = 8 * 1024  # tokens: a micro-batch that keeps a GPU busy, unless a device's share of the step is smaller
 UNMEASURED = 8  # sequences, at most, where a step's memory cannot be measured: on a CPU more are no faster
-# Of one run, the fields that may change and decide what a step takes.
+# Fields that may change within a run and that decide how much memory a step takes.
 _SAME = ("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size", "fused_loss")
 
 
 def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
-    They are those of the run's newest checkpoint if a step takes the same on the same devices; else those of trial
-    steps, or of the estimate in a dry run, under ZeRO-2, 3 and FSDP, and on a TPU, there at most UNMEASURED; or
-    UNMEASURED, with gradient checkpointing, where the device's memory is not known. A collective call. Raises UserError
-    where not even a micro-batch of 1 fits.
+    Both come from the run's newest checkpoint if a step takes the same memory on the same devices; else from trial
+    steps; or from the estimate in a dry run, under ZeRO-2, 3 and FSDP, and on a TPU (there at most UNMEASURED). Where
+    the device's memory is not known, they are UNMEASURED and true. A collective call. Raises UserError where not even a
+    micro-batch of 1 fits.
     """
     wanted, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if wanted != AUTO and switch != "auto":

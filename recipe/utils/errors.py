@@ -1,4 +1,4 @@
-"""How a program ends: the exit codes, and the error whose cause the user can mend."""
+"""How a program ends: the exit codes, and the error whose cause the user can fix."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message names the field or file, the bad value and the way out."""
+    """A mistake the user can fix. The message names the field or file, the bad value and the way out."""
 
 
 class Unreachable(UserError):
-    """The Hub does not answer, so that nothing is known of what a name stands for there."""
+    """The Hub does not answer, so it is unknown what a name stands for there."""
 
 
 class ExitCode(IntEnum):
@@ -32,7 +32,7 @@ def reading(path: Path, way_out: str) -> AbstractContextManager[None]:
 
 
 def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
-    """As `reading`, where a file or those of a directory are written: where a disk is full, write() names no file."""
+    """As `reading`, for writing a file or the files of a directory: on a full disk, write() names no file."""
     return _naming(path, "written", way_out)
 
 

@@ -10,8 +10,7 @@ Buffer = bytes | memoryview
 
 def write_file(path: Path, parts: Iterable[Buffer], *, flush: bool = True) -> tuple[int, str]:
     """Writes a new file and, with `flush`, waits until it is on the disk; returns its (bytes, SHA-256), computed from
-    `parts` and not from what can be read back. Raises OSError, also where something of that name exists, be it a
-    link."""
+    `parts` and not from what can be read back. Raises OSError, also where the name exists, even as a link."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for part in parts:
@@ -25,8 +24,8 @@ def write_file(path: Path, parts: Iterable[Buffer], *, flush: bool = True) -> tu
 
 
 def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
-    """Replaces a file, or a link, as a whole: a reader finds the old content or the new, and with `flush` so does who
-    comes after a power failure. Raises OSError."""
+    """Replaces a file, or a link, as a whole: a reader finds the old content or the new, with `flush` even after a
+    power failure. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
     write_file(temporary, [data], flush=flush)

@@ -1,4 +1,4 @@
-"""The processes of a launch: which of them this one is, and what they tell one another."""
+"""The processes of a launch: which of them this one is, and how they communicate."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -60,8 +60,8 @@ class Processes:
 
     @contextmanager
     def shared_error(self, what: str) -> Generator[None, None, None]:
-        """Context that raises one process's UserError or OSError on all of them, as a UserError; `what` has failed, as
-        the others print it."""
+        """Context that raises one process's UserError or OSError on all of them, as a UserError; the others report that
+        `what` has failed."""
         error = ""
         try:
             yield

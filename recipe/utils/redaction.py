@@ -9,7 +9,7 @@ from urllib.parse import quote
 HIDDEN = "***"
 _SHORTEST = 8  # characters; a shorter value may be a number or a word, which would then be hidden everywhere
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(_|$)", re.IGNORECASE)
-_NOT_THE_SECRET = re.compile(r"_(PATH|FILE|DIR)$", re.IGNORECASE)  # only the place of one
+_NOT_THE_SECRET = re.compile(r"_(PATH|FILE|DIR)$", re.IGNORECASE)  # names only where a secret is
 _SHAPES = [
     # https://user:secret@host -> https://host
     (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE), r"\1"),
