@@ -1,1 +1,1 @@
-"""Measures the speed of the training step: one optimization after the other, and beside its peers."""
+"""Measures the speed of the training step, one optimization at a time and against peers."""

@@ -1,4 +1,4 @@
-"""Command: how fast training is on this machine, what makes it so, and how fast others are.
+"""Command: the speed of training on this machine, the effect of each optimization, and the speed of peers.
 
 python -m benchmarks scoreboard --help
 """
@@ -10,7 +10,7 @@ from importlib import import_module
 
 from recipe.utils.errors import UserError
 
-# A function of a module, which takes the other arguments and returns the exit code.
+# module and function; the function takes the remaining arguments and returns the exit code.
 COMMANDS = {
     "scoreboard": ("scoreboard.main", "What each optimization, micro-batch, process and size brings"),
     "peers": ("peers.main", "The step, compared with transformers and nanoGPT"),
@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures as the command line says, and returns the exit code."""
+    """Runs the benchmark that the command line names; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -40,5 +40,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs are closed on the way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # closes the runs on the way out
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Command: the tests that need a GPU, for some minutes; started again, it goes on with those that have not passed.
+"""Command: runs the GPU tests for some minutes; run again, it continues with those that have not passed.
 
     python -m benchmarks gpu_tests --minutes 8 --out bench
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import report as results  # a hook's argument must have that name
+from benchmarks import report as results  # pytest requires a hook's argument to be called report
 from recipe.config import ROOT
 from recipe.utils.errors import UserError
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """A plugin of pytest: skips what `path` has as passed, writes each outcome there, and stops at `ends`."""
+    """A pytest plugin: skips tests recorded as passed in `path`, writes each outcome there, and stops at `ends`."""
 
     def __init__(self, path: Path, ends: float):
         self._path, self._ends = path, ends
         self.outcomes = json.loads(path.read_text())["outcomes"] if path.exists() else {}
 
     def pytest_collection_modifyitems(self, session, items) -> None:
-        """Those that have passed are not collected."""
+        """Deselects tests that have passed."""
         self._session, self.collected = session, len(items)
         items[:] = [item for item in items if self.outcomes.get(item.name) != "passed"]
 

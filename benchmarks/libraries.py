@@ -1,10 +1,10 @@
-"""Two parts of this project beside the library that does the same, in turns, A B B A, so that a ratio is of neighbors
-in time.
+"""Compares two parts of this project with libraries that do the same, in turns (A B B A), so that each ratio compares
+neighbors in time.
 
     python -m benchmarks data --text articles.parquet     tokenizing, beside datasets.map with GPT2TokenizerFast
     python -m benchmarks hellaswag [MODEL]                 HellaSwag, beside lm-evaluation-harness
 
-A rate of tokenizing belongs to the text: what a document costs besides its tokens shows where documents are short.
+The rate of tokenizing depends on the text: the fixed cost of a document shows if documents are short.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from recipe.data.prepare import prepare
 from recipe.data.tokenizer import hf_tokenizer, open_tokenizer
 from recipe.utils.errors import UserError
 
-SPEECHES = 20  # of tiny Shakespeare in a document: 932 tokens, about as many as a document of FineWeb has
+SPEECHES = 20  # of tiny Shakespeare per document: 932 tokens, about as many as in a FineWeb document
 
 
 def compare(ways: Mapping[str, Callable[[], tuple[float, object]]], rounds: int, amount: float, unit: str) -> dict:
-    """Prints each way's rate and how many times as fast it is as the last one. A way returns its seconds and what it
-    found; returns what each found."""
-    found = {name: way()[1] for name, way in ways.items()}  # what is imported, allocated and read once
+    """Prints each way's rate and its speed relative to the last one. A way returns its seconds and its result; returns
+    the result of each."""
+    found = {name: way()[1] for name, way in ways.items()}  # warm-up: imports, allocations, first reads
     rates = interleave({name: lambda way=way: amount / way()[0] for name, way in ways.items()}, rounds)
     *_, peer = rates.values()
     for name, turns in rates.items():
@@ -60,7 +60,7 @@ def tokenizing(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="of two turns each")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="bench-data-") as name:
-        text = Path(name) / "text.jsonl"  # which both sides read fastest and alike
+        text = Path(name) / "text.jsonl"  # the format that both read fastest and in the same way
         documents = list(_documents(arguments.text))
         text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
         characters = sum(map(len, documents))
@@ -112,8 +112,8 @@ print(seconds, sum(lengths) + sum(length > 0 for length in lengths))
 
 
 def _map(text: Path, processes: int) -> tuple[float, int]:
-    """The same as transformers' run_clm.py does it, with one end-of-text a document; in a process of its own, since
-    datasets forks, which takes longer here."""
+    """The same as in transformers' run_clm.py, with one end-of-text per document; in a separate process, since datasets
+    forks, which would take longer from this one."""
     command = [sys.executable, "-c", _MAP, text, text.parent / "cache", str(processes)]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -124,8 +124,8 @@ def _map(text: Path, processes: int) -> tuple[float, int]:
 
 
 def hellaswag(argv: list[str]) -> int:
-    """From rows in memory to accuracies, with the same weights, rows, batch and device; returns the exit code. Without
-    MODEL: GPT-2 124M with random weights, which take the same time."""
+    """Times HellaSwag from rows in memory to accuracies, with the same weights, rows, batch and device; returns the
+    exit code. Without MODEL: GPT-2 124M with random weights, which takes the same time."""
     parser = common.parser("HellaSwag's speed beside lm-evaluation-harness.", batch_size=16, batch_unit="rows")
     parser.add_argument("--rows", type=common.positive_int, default=100, help="spread over all 10,042 (default: 100)")
     parser.add_argument("--rounds", type=common.positive_int, default=2, help="of two turns each")
@@ -143,8 +143,8 @@ def hellaswag(argv: list[str]) -> int:
 
 
 def hellaswag_ways(loaded: common.Loaded, rows: list[dict], batch_size: int) -> dict[str, Callable]:
-    """Ways to score the rows, each returning seconds and accuracies; the harness has a copy of the model as
-    transformers builds it, without what `common.load` has changed for speed."""
+    """Ways to score the rows, each returning seconds and accuracies; the harness gets a copy of the model as
+    transformers builds it, without the changes that `common.load` makes for speed."""
     model = copy.deepcopy(loaded.model)
     for name, module in list(model.named_modules()):
         if isinstance(module, GELUTanh):

@@ -1,14 +1,14 @@
-"""Command: how many tokens Muon needs for AdamW's validation loss, with plain GPT-2.
+"""Command: how many tokens Muon needs to reach AdamW's validation loss, with plain GPT-2.
 
     python -m benchmarks optimizers --dataset_name 'books/*.jsonl' --tokenizer own-tokenizer
 
-Both optimizers have the same schedule, and both are tuned: from the size's start each field of its search moves by one
-step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. The two best
-are trained with every seed, and Muon's also with fewer steps, until AdamW's loss lies between two lengths. `--vary
-adam_beta1=0.9` tries a change of Muon's best.
+Both optimizers have the same schedule, and both are tuned: starting from the size's start, each searched field moves by
+one step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. The two
+best settings are trained with every seed, and Muon's also with fewer steps, until AdamW's loss lies between those of
+two lengths. `--vary adam_beta1=0.9` tries a change to Muon's best.
 
-Each run is recipe/train.py itself. OUT/optimizers.json holds all that are finished, and no run is made twice: a command
-that was interrupted goes on where it was. Also writes optimizers.png.
+Each run is recipe/train.py itself. OUT/optimizers.json holds all finished runs, and no run is repeated: an interrupted
+command continues where it stopped. Also writes optimizers.png.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recipe.config import ROOT
 from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
-SAME = 0.005  # nats a token: what tells no two runs apart, half of what two seeds differ by
+SAME = 0.005  # nats per token: a difference too small to tell runs apart, half of that between two seeds
 LENGTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18)  # of Muon's runs, as shares of AdamW's steps
 Fields = dict[str, float]
 Curve = dict[int, float]  # tokens -> validation loss
@@ -43,8 +43,8 @@ class Size:
         recipe: the run's fields.
         steps: of a whole run.
         start: optimizer -> the fields with which tuning starts; "warmup" is a share of the steps.
-        search: optimizer -> the fields that are tuned, each with its values in order; none for steps of factor two.
-        seeds: of the best; the first is that of the search.
+        search: optimizer -> the tuned fields, each with its values in order; no values: steps by a factor of two.
+        seeds: of the best settings; the search uses the first.
     """
 
     recipe: dict
@@ -96,7 +96,7 @@ class TimeUp(Exception):
 
 
 class Runs:
-    """Runs of one size, each made once and kept in `results`, which is written to `path` after each."""
+    """Runs of one size, each done once and kept in `results`, which is written to `path` after each run."""
 
     def __init__(self, name: str, data: dict[str, str], directory: Path, results: dict, path: Path):
         self.name, self.size, self.data, self.directory = name, SIZES[name], data, directory
@@ -104,7 +104,7 @@ class Runs:
         self.ends = math.inf  # by time.monotonic()
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float = 1.0) -> Curve:
-        """Validation losses of a run of this share of the steps. Raises TimeUp."""
+        """Validation losses of a run with this share of the steps. Raises TimeUp."""
         steps = round(share * self.size.steps)
         values = "-".join(f"{name}={value:g}" for name, value in fields.items())
         name = f"{self.name}-{optimizer}-{values}-seed={seed}-steps={steps}"
@@ -119,7 +119,7 @@ class Runs:
         return dict(self.results["runs"][name])
 
     def final(self, optimizer: str, fields: Fields) -> float:
-        """The last loss of the first seed's whole run."""
+        """The last loss of a full-length run with the first seed."""
         return last(self.curve(optimizer, fields, self.size.seeds[0]))
 
     def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
@@ -147,7 +147,7 @@ def last(curve: Curve) -> float:
 
 
 def tune(runs: Runs, optimizer: str) -> Fields:
-    """The fields from which no step in the size's search lowers the loss by more than SAME."""
+    """Searches for fields from which no single step lowers the loss by more than SAME."""
     best = runs.size.start[optimizer]
     moved = True
     while moved:
@@ -162,7 +162,7 @@ def tune(runs: Runs, optimizer: str) -> Fields:
 
 
 def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None:
-    """The value one step (1 or -1) beside this one, by a factor of two where there are no `values`; None at the end."""
+    """The value one step (1 or -1) from this one, a factor of two if there are no `values`; None at the end."""
     if not values:
         return value * 2.0**step
     index = values.index(value) + step
@@ -170,8 +170,8 @@ def neighbor(value: float, values: tuple[float, ...], step: int) -> float | None
 
 
 def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
-    """The share of the tokens that reaches this loss, where `ends` are losses by share: between the two lengths around
-    it by a straight line over the logarithm of the length. None where it lies outside them."""
+    """The share of the tokens that reaches this loss, given `ends`, losses by share: interpolated linearly in the
+    logarithm of the length between the two lengths around it. None if it lies outside them."""
     for (few, high), (many, low) in itertools.pairwise(sorted(ends.items())):
         if low <= loss <= high:
             return few * (many / few) ** ((high - loss) / (high - low))
@@ -179,7 +179,7 @@ def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
 
 
 def compare(runs: Runs, vary: list[str]) -> dict:
-    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and varies the best of Muon."""
+    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and varies Muon's best settings."""
     seeds = runs.size.seeds
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
     curves = {optimizer: [runs.curve(optimizer, best[optimizer], seed) for seed in seeds] for optimizer in best}
@@ -235,7 +235,7 @@ def lines(r: dict) -> list[str]:
 
 
 def picture(results: dict, path: Path) -> None:
-    """Validation loss against tokens, one panel a size; a line a seed."""
+    """Validation loss against tokens, one panel per size, one line per seed."""
     if not (plt := report.pyplot()):
         return
     sizes = results["sizes"]

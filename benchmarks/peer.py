@@ -1,5 +1,5 @@
-"""A peer of recipe/train.py as a program: the same tokens, first weights, micro-batches, clipping and AdamW, and a line
-of metrics.jsonl a step.
+"""A peer of recipe/train.py as a program: the same tokens, initial weights, micro-batches, clipping and AdamW, and one
+line of metrics.jsonl per step.
 
     python benchmarks/peer.py KIND [--tuned] [--nanogpt DIRECTORY] FLAGS of recipe/train.py
 
@@ -37,7 +37,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs and target
 
 
 class Log:
-    """Writes each step's line, whose seconds are those since the step before it."""
+    """Writes each step's line, with the seconds since the previous step."""
 
     def __init__(self, config: Config):
         directory = Path(config.run.output_dir)
@@ -48,7 +48,7 @@ class Log:
         self._begun = time.perf_counter()
 
     def add(self, loss: torch.Tensor) -> None:
-        """A micro-step's share of the step's mean loss, on the device."""
+        """Adds a micro-step's share of the step's mean loss, on the device."""
         self._loss += loss.detach()
 
     def end_step(self) -> None:
@@ -65,7 +65,7 @@ class Log:
 
 
 def bare_loop(config: Config, checkout: str) -> None:
-    """The least that trains a model: batches, forward, backward, clip, AdamW. Never returns."""
+    """The minimal training loop: batches, forward, backward, clip, AdamW. Never returns."""
     opt, run, on = config.optimizer, config.run, device()
     if checkout:
         model, loss_function, optimizer = nanogpt(config, checkout, on)
@@ -93,12 +93,12 @@ def bare_loop(config: Config, checkout: str) -> None:
 
 
 def accumulation_of(config: Config) -> int:
-    """Micro-steps of a step."""
+    """Micro-steps per step."""
     return config.optimizer.total_batch_tokens // (micro_batch_size(config) * config.data.sequence_length)
 
 
 def micro_batch_size(config: Config) -> int:
-    """Sequences of a micro-batch, which the command line gives as a number."""
+    """Sequences per micro-batch; the command line gives a number."""
     return int(config.optimizer.micro_batch_size)
 
 
@@ -129,13 +129,13 @@ def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
     missing, unexpected = model.load_state_dict(ours.state_dict(), strict=False)
     if unexpected or set(missing) > {"lm_head.weight"}:
         raise RuntimeError(f"transformers' names are others now: {missing}, {unexpected}")
-    model.loss_type = "ForCausalLM"  # its own is None, about which it warns at every loss: a break in a compiled graph
+    model.loss_type = "ForCausalLM"  # if it is None, each loss warns, which breaks a compiled graph
     return model.train(), lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
 
 
 def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.Module, Loss, torch.optim.Optimizer]:
-    """nanoGPT's GPT from the checkout and its optimizer, at the vocabulary of 50,304 that it trains from scratch with,
-    with recipe/train.py's first weights in its first 50,257 rows; the others are as it draws them."""
+    """nanoGPT's GPT and its optimizer from the checkout, with the vocabulary of 50,304 that it uses from scratch: the
+    first 50,257 rows have recipe/train.py's initial weights, the others nanoGPT's own."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
     assert spec
     assert spec.loader
@@ -159,7 +159,7 @@ def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.M
 def hf_trainer(config: Config) -> None:
     """transformers' Trainer, as run_clm uses it, with the settings that make it fastest."""
     data, log = dataset(config), Log(config)
-    windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # the first steps, more than are compared
+    windows = torch.from_numpy(data.sequences(0, 0, 64 * data.batch_size))  # more steps than are compared
     examples = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in windows]
     # Repeated, since a new epoch would start new data loaders.
     repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
@@ -207,7 +207,7 @@ def training_arguments(config: Config) -> transformers.TrainingArguments:
 
 
 def main() -> None:
-    """Trains as the command line says, until the process is killed."""
+    """Trains the peer that the command line names, until the process is killed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("kind", choices=("transformers", "trainer", "nanogpt"))
     parser.add_argument("--tuned", action="store_true", help="with the allocator and threads of recipe/train.py")

@@ -1,4 +1,4 @@
-"""Command: recipe/train.py beside its peers, which do the same work on the same device, in turns. Writes a table,
+"""Command: compares recipe/train.py with peers that do the same work on the same device, in turns. Writes a table,
 peers.json and peers.png.
 
     python -m benchmarks peers --rounds 2 --nanogpt DIRECTORY
@@ -21,16 +21,16 @@ from recipe.engine import device as hardware
 from recipe.utils.errors import UserError
 
 COMPARED = 20  # steps whose losses must agree
-# Nats between two runs' losses of a step: of one precision, rounding alone; of two, what bf16 rounds off.
+# Nats between two runs' losses at a step: rounding alone in the same precision; bf16's rounding between two.
 TOLERANCE, TOLERANCE_OF_ANOTHER_PRECISION = 0.01, 0.05
 OUR_ALLOCATOR = "our allocator"
-Peer = tuple[str, list, dict]  # its name, the words that start it, the fields in which it differs from ours
+Peer = tuple[str, list, dict]  # its name, its command, the fields in which it differs from ours
 
 
 def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
     """transformers' Trainer and model at their best settings, then with less; nanoGPT's model from a checkout; on a GPU
-    recipe/train.py with the fused loss. On a CPU each of the peers twice: with the allocator as it comes, and as our
-    trainer sets it. Raises UserError where there is no checkout."""
+    recipe/train.py with the fused loss. On a CPU each peer runs twice: with the default allocator, and with our
+    trainer's settings. Raises UserError if there is no checkout."""
     program = ROOT / "benchmarks/peer.py"
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
     plain = {"torch_compile": False}
@@ -57,8 +57,8 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
 
 
 def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float) -> dict:
-    """Returns ratio (how many times as fast ours is: the median of neighbors in time), low and high (their range),
-    tokens_per_second and peak_memory_bytes of both, losses_apart (of the first steps, in nats). Raises Void where one
+    """Returns ratio (our speed over the peer's: the median over neighbors in time), low and high (their range),
+    tokens_per_second and peak_memory_bytes of both, losses_apart (of the first steps, in nats). Raises Void if one
     fails, or their losses differ by more than `tolerance`."""
     for run in (peer, ours):
         run.turn(0, least=COMPARED)
@@ -79,7 +79,7 @@ def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float)
 
 
 def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Yields a dict a peer: name, and what `compare` returns, or a ratio of None and the reason, `void`."""
+    """Yields a dict per peer: its name and the result of `compare`, or a ratio of None and the reason, `void`."""
     ends = time.monotonic() + 60 * arguments.minutes
     with closing(Run(trainer(), fields, directory)) as ours:
         for name, words, differs in peers:
@@ -98,7 +98,7 @@ def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, dire
 
 
 def main(argv: list[str]) -> int:
-    """Compares and returns the exit code. Raises UserError for a mistake of the command line."""
+    """Runs the comparison; returns the exit code. Raises UserError for a mistake in the command line."""
     on_cpu = device().type == "cpu"
     arguments = _parser(on_cpu).parse_args(argv)
     recipe = parse_config([f"--config={arguments.config}"])

@@ -1,4 +1,4 @@
-"""Results: what a figure needs beside it, JSON files, and bar charts."""
+"""Results: the conditions of a measurement, JSON files, and bar charts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLUE, GRAY = "#2f6f9f", "#c9d3da"
 
 
 def circumstances() -> dict:
-    """What figures need beside them to mean anything."""
+    """The conditions without which the numbers mean nothing."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else str(accelerator).upper()
     return {
@@ -36,7 +36,7 @@ def circumstances() -> dict:
 
 
 def measured_model(config: Config) -> dict:
-    """What is trained, and the FLOPs of a token by FLOPS_FORMULA."""
+    """The trained model, and its FLOPs per token by FLOPS_FORMULA."""
     m, length = config.model, config.data.sequence_length
     return {
         "model": {"recipe": Path(config.run.config).stem, "parameters": parameter_count(m), "n_layer": m.n_layer},
@@ -65,8 +65,8 @@ def pyplot():
 
 
 def bar_chart(rows: list[tuple[str, str]], panels: dict[str, list], path: Path, logarithmic: bool = False) -> None:
-    """Bars from top to bottom: of each row its name and color; of each panel's title, for each row its value and the
-    text beside it, or None. The first panel may have a logarithmic axis. Draws nothing where there is no row."""
+    """Horizontal bars: `rows` has each row's name and color; `panels` maps a title to each row's value and the text
+    beside it, or None. The first panel may have a logarithmic axis. Draws nothing if there are no rows."""
     if not rows or not (plt := pyplot()):
         return
     size = (4.5 + 3.5 * len(panels), 1.2 + 0.26 * len(rows))

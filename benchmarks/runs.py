@@ -1,5 +1,5 @@
-"""Training programs in processes of their own, timed by the metrics.jsonl that they write: recipe/train.py as a user
-starts it, and peers that do the same work."""
+"""Training programs in separate processes, timed by the metrics.jsonl that they write: recipe/train.py as a user starts
+it, and peers that do the same work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from recipe.config import ROOT, DataConfig
 from recipe.data.prepare import prepare
 
-# What all runs share. The learning rate is constant, and small enough that rounding does not grow within the steps
+# Fields of all runs. The learning rate is constant, and so small that rounding errors do not grow within the steps
 # whose losses are compared.
 FIELDS = {
     "optim": "adamw",
@@ -39,18 +39,18 @@ FIELDS = {
 
 
 class Void(Exception):
-    """A run that this device cannot do, or that did other work; the message has the reason."""
+    """A run that fails on this device or did different work; the message gives the reason."""
 
 
 class Run:
-    """A program that trains until it is closed, but not while it is paused.
+    """A program that trains until it is closed, except while it is paused.
 
     Attributes:
-        lines: what each step has written so far, the first one first.
+        lines: the lines that the steps have written so far, in order.
     """
 
     def __init__(self, program: list, fields: dict, directory: Path, processes: int = 1):
-        """`program`, the words of a Python command, takes `fields` as flags. `directory` is that of `shards`."""
+        """`program`, the arguments of a Python command, takes `fields` as flags. `directory` comes from `shards`."""
         output_dir = Path(tempfile.mkdtemp(dir=directory)) / "run"
         self.lines: list[dict] = []
         self._metrics, self._read = output_dir / "metrics.jsonl", 0  # bytes
@@ -67,13 +67,13 @@ class Run:
             )
 
     def turn(self, seconds: float, least: int = 1, patience: float = 600) -> float:
-        """Lets the program go on for `seconds` of whole steps, and until it has taken `least` steps in all; then pauses
-        it, and returns the median of these steps' tokens a second. Raises Void where it ends, or takes no step for
-        `patience` seconds."""
+        """Lets the program run for `seconds` of whole steps, and until it has taken `least` steps in total; then pauses
+        it and returns these steps' median tokens per second. Raises Void if it ends, or takes no step for `patience`
+        seconds."""
         self._send(signal.SIGCONT)
         self._read_lines()
-        # The next step was interrupted, or is the first one, which compiles; in it comes back what the other run has
-        # displaced from caches and memory.
+        # The next step does not count: it was interrupted, or it is the first one, which compiles; it also refills the
+        # caches and memory that the other run has displaced.
         begin, given_up = len(self.lines) + 1, time.monotonic() + patience
         while True:
             time.sleep(0.1)
@@ -93,7 +93,7 @@ class Run:
         self._send(signal.SIGSTOP)
 
     def close(self) -> None:
-        """Ends the program and what it has started."""
+        """Ends the program and its child processes."""
         self._send(signal.SIGKILL)
         self._process.wait()
 
@@ -102,7 +102,7 @@ class Run:
             os.killpg(self._process.pid, number)
 
     def _read_lines(self) -> None:
-        """Only what is new, so that reading takes no time from what is measured."""
+        """Reads only the new lines, so that reading does not slow down the measured run."""
         with suppress(FileNotFoundError), open(self._metrics, "rb") as file:
             file.seek(self._read)
             for text in file:
@@ -112,7 +112,7 @@ class Run:
                         self.lines.append(line)
 
     def _error(self) -> str:
-        """Why the program has ended, in a line."""
+        """Why the program ended, in one line."""
         output = self._log.read_text(errors="replace").strip()
         if "out of memory" in output.lower():
             return "out of memory"
@@ -121,7 +121,7 @@ class Run:
 
 
 def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each returns of two turns in every round, A B B A; those at the same index are neighbors in time, so that a
+    """The results of each one's two turns per round, A B B A; those at the same index are neighbors in time, so that a
     drift of the machine cancels in their ratio."""
     found = {name: [] for name in turns}
     for _ in range(rounds):
@@ -131,13 +131,13 @@ def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def times_as_fast(rates: list[float], peer: list[float]) -> tuple[float, float, float]:
-    """How many times as fast the first is as its peer: the median over neighbors in time, the lowest, the highest."""
+    """The speed of the first over its peer's: the median over neighbors in time, the lowest, the highest."""
     ratios = [ours / theirs for ours, theirs in zip(rates, peer, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def trainer(processes: int = 1) -> list:
-    """The words that start recipe/train.py in so many processes."""
+    """The command that starts recipe/train.py in this many processes."""
     script = ROOT / "recipe/train.py"
     if processes == 1:
         return [script]
@@ -153,7 +153,7 @@ def device() -> torch.device:
 
 @contextmanager
 def shards() -> Generator[Path, None, None]:
-    """A directory with `shards`, of tiny Shakespeare, the text that ships, and for the runs; deleted in the end."""
+    """A directory for the runs with `shards` of tiny Shakespeare, the text that ships; deleted at the end."""
     text = ROOT / "recipe/data/tiny_shakespeare.txt"
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         with redirect_stdout(io.StringIO()):

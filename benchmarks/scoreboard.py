@@ -1,10 +1,10 @@
-"""Command: the speed of recipe/train.py here: one optimization after the other, micro-batches, processes and sizes.
-Each is a run of its own, timed by its metrics.jsonl. Writes scoreboard.json, .md and .png.
+"""Command: the speed of recipe/train.py here by optimization, micro-batch, processes and size. Each row is a separate
+run, timed by its metrics.jsonl. Writes scoreboard.json, .md and .png.
 
     python -m benchmarks scoreboard --sweep micro_batch_size --sizes gpt2 gpt2-medium gpt2-large gpt2-xl
     python -m benchmarks scoreboard --merge h100/scoreboard.json cpu/scoreboard.json     several machines in one table
 
-In brackets: what is measured, and not part of the rows below it.
+Rows in brackets are measured, but are not part of the rows below them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipe.engine import device as hardware
 from recipe.estimate.cost import cpu_flops
 from recipe.utils.units import si
 
-# Bytes/s to the other GPUs of a node, one direction, by the data sheets; four fifths of it are assumed to be reached.
+# Bytes/s to the other GPUs of a node, one direction, from data sheets; four fifths of it are assumed achievable.
 NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
 COLUMNS = {  # of the table: key of a row, format
     "machine": ("machine", "{}"),
@@ -51,13 +51,13 @@ class Row:
 
     name: str
     differs: dict
-    kept: bool = False  # by the rows below, if it could be run
+    kept: bool = False  # by the rows below, if it runs
     processes: int = 1
 
 
 def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Row]:
-    """The runs that are asked for, in their order. A step has `arguments.sequences` sequences of each process, in
-    micro-batches of a part of them until the row that raises those to all."""
+    """The requested runs in order. A step has `arguments.sequences` sequences per process, split into micro-batches
+    until the row that takes all at once."""
     sequences = arguments.sequences
     first = {"precision": "fp32", "micro_batch_size": max(1, sequences // (2 if on_cpu else 8))}
     first |= {"torch_compile": False, "loss_chunk_size": 0, "gradient_checkpointing": False, "fused_loss": False}
@@ -80,8 +80,8 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row, and
-    `predicted` what several processes should reach by the rate of one."""
+    """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row,
+    `predicted` the rate of several processes predicted from that of one."""
     on_cpu, ends = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
     about = report.circumstances()
     peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_of(device())
@@ -117,11 +117,12 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
 
 
 def predicted(config: Config, single: float, processes: int, micro: int) -> float | None:
-    """Tokens a second of DDP in so many processes of one node, from those of one process with `micro` sequences at
-    once; None where the link between the devices is not known. Processes on a CPU share its cores: as many as of one.
+    """Tokens per second of DDP in this many processes of one node, from those of one process with `micro` sequences at
+    once; None if the link between the devices is unknown. Processes on a CPU share its cores, so the rate is that of
+    one.
 
-    GPUs sum the gradients in fp32 in a ring. Those of the blocks hide behind the last backward, two thirds of a
-    micro-step; those of the embeddings, which are complete only when it has ended, do not.
+    GPUs sum the gradients in fp32 in a ring. Those of the blocks overlap with the last backward, two thirds of a
+    micro-step; those of the embeddings, complete only at its end, do not.
     """
     if device().type == "cpu":
         return single
@@ -136,7 +137,7 @@ def predicted(config: Config, single: float, processes: int, micro: int) -> floa
 
 
 def published_rows() -> list[dict]:
-    """What others have published, with the keys of COLUMNS."""
+    """Speeds published by others, with the keys of COLUMNS."""
     rows = []
     for speed in SPEEDS:
         model = report.measured_model(parse_config([f"--config={speed.size}"]))
@@ -151,7 +152,7 @@ def published_rows() -> list[dict]:
 
 
 def cell(row: dict, column: str) -> str:
-    """What the table shows of a row in a column."""
+    """The table's cell for a row and a column."""
     key, form = COLUMNS[column]
     return "" if row[key] is None else form.format(row[key])
 
@@ -185,7 +186,7 @@ def picture(measured: list[dict], published: list[dict], path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Measures, or merges, and returns the exit code. Raises UserError for a mistake of the command line."""
+    """Measures or merges; returns the exit code. Raises UserError for a mistake in the command line."""
     arguments = _parser(device().type == "cpu").parse_args(argv)
     out, measured = Path(arguments.out), []
     if arguments.merge:

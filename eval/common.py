@@ -25,7 +25,7 @@ HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message names the bad value and the way out."""
+    """A mistake the user can fix. The message names the bad value and how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Loaded:
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
     def describe(self) -> dict[str, str]:
-        """What every result records about the model that it belongs to."""
+        """What every result records about its model."""
         return {"model": self.name, "device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
 
     @property
     def lm(self) -> LanguageModel:
-        """The model as the scorers use it. Contexts are shared where the architecture is known to read positions and a
-        mask of booleans: GPT-2 with SDPA. Others may do more after the head than a matrix product, so that what they
-        return as states are the logits."""
+        """The model as the scorers use it. Contexts are shared if the architecture is known to accept positions and a
+        boolean mask: GPT-2 with SDPA. For others the states are the logits, since their head may be more than a matrix
+        product."""
         model, gpt2 = self.model, self.model.config.model_type == "gpt2"
 
         def states(ids, positions=None, mask=None):
@@ -70,7 +70,7 @@ class Loaded:
             n_positions=self.n_positions,
             device=self.device,
             shares_contexts=gpt2 and model.config._attn_implementation == "sdpa",
-            # cuDNN plans attention with a mask for each length.
+            # cuDNN makes a new plan of masked attention for each length.
             multiples=(1, 64, 1) if self.device.type == "cuda" else (1, 1, 1),
         )
 
@@ -99,7 +99,7 @@ def positive_int(text: str) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; a user's error becomes one line on stderr and exit code 2 instead of a traceback."""
+    """Run a command; a UserError becomes one line on stderr and exit code 2 instead of a traceback."""
     try:
         main()
     except (UserError, OSError) as error:
@@ -120,8 +120,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_run(file: str, runs: Path = Path("runs")) -> Path:
-    """The run under `runs` in which `file`, a glob, was written last. Raises UserError if there is none."""
-    # Not a directory's own time: results are written into runs and checkpoints.
+    """The run under `runs` whose `file`, a glob, was written last. Raises UserError if there is none."""
+    # Not by the directory's own time: results are written into runs and checkpoints.
     files = sorted(runs.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise UserError(f"no run given, and none under {runs}/: run `make train`, or name one: runs/NAME")
@@ -133,7 +133,7 @@ def newest_run(file: str, runs: Path = Path("runs")) -> Path:
 def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Path | None]:
     """(name to show and load, its directory or None for a Hub id).
 
-    No name: the newest run under `runs`. A run directory: its newest step. Raises UserError where there is nothing to
+    No name: the newest run under `runs`. A run directory: its newest step. Raises UserError if there is nothing to
     load.
     """
     name = name or str(newest_run("step_*/model.safetensors", runs))
@@ -155,10 +155,10 @@ def load(args: argparse.Namespace) -> Loaded:
 
     Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
     """
-    # Two seconds, which training is spared.
+    # Imported here since it takes two seconds, which training need not wait for.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    # Loading reports and retry notices of the libraries would stand between the user and one clear line.
+    # The libraries' loading reports and retry notices would bury our one clear line.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
@@ -179,7 +179,7 @@ def load(args: argparse.Namespace) -> Loaded:
         model, report = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
-    # transformers makes up what is absent, an empty tokenizer and random weights: such a model must not get a score.
+    # transformers replaces what is missing by an empty tokenizer or random weights: such a model must not get a score.
     if tokenizer is None or len(tokenizer) < 2:
         raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
@@ -193,10 +193,10 @@ def load(args: argparse.Namespace) -> Loaded:
 
 
 def hub_problem() -> str:
-    """Why nothing new can be had from the Hub; empty if it answers within HUB_PATIENCE seconds.
+    """Why the Hub cannot be reached; empty if it answers within HUB_PATIENCE seconds.
 
-    If it does not, the libraries are set to offline: what is in their caches still loads, and the rest fails at once
-    instead of after a minute of silent retries.
+    If it does not, the libraries are set to offline: cached files still load, and the rest fails at once instead of
+    after a minute of silent retries.
     """
     import datasets.config
 
@@ -204,18 +204,18 @@ def hub_problem() -> str:
         try:
             get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE)
             return ""
-        except Exception:  # of whichever HTTP library huggingface_hub uses
+        except Exception:  # huggingface_hub may use any HTTP library
             huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where there is none."""
+    """The first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the first there is of cuda, mps, cpu. Raises UserError if a named one is absent."""
+    """The device of this name; `auto` is the first available of cuda, mps, cpu. Raises UserError if it is absent."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     present = [device for device, found in there.items() if found]
     if name != "auto" and name not in present:
@@ -224,7 +224,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device computes in it, float32 on a CPU, on MPS and on older GPUs."""
+    """The dtype of this name; `auto` is bfloat16 if the device computes in it, float32 on a CPU, MPS and older GPUs."""
     if name != "auto":
         return getattr(torch, name)
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -243,7 +243,7 @@ def mixture(dataset_name: str | list[dict]) -> dict[str, float]:
 
 
 def read_results(path: Path) -> dict:
-    """Results that are already in a file; empty if there is none. Raises UserError if it holds something else."""
+    """The results in a file; empty if there is no file. Raises UserError if it holds something else."""
     try:
         results = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
@@ -254,7 +254,7 @@ def read_results(path: Path) -> dict:
 
 
 def results_path(output: Path | None, loaded: Loaded) -> Path:
-    """Where results go, checked before the long work starts. Raises UserError if they could not be written there."""
+    """Where results go, checked before the evaluation starts. Raises UserError if they cannot be written there."""
     path = output or (loaded.directory or Path()) / "results.json"
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path.parent}: not a directory that can be written to. Name another --output")
@@ -263,7 +263,7 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 
 def write_results(path: Path, key: str, value: dict) -> None:
-    """Put `value` under `key` beside what the file holds already; a reader sees the old file or the new one."""
+    """Put `value` under `key`, keeping the file's other keys; the file is replaced atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(read_results(path) | {key: value}, indent=2) + "\n")
     temporary.replace(path)

@@ -1,8 +1,8 @@
 """Two models side by side: `python eval/compare.py MODEL --other MODEL_OR_ID [--limit N]`.
 
 The loss on the validation shards of the first model's run, HellaSwag in both published ways, and a sample of each. Both
-models see the same text, so that each difference has a paired interval, which tells models apart whose own intervals
-overlap. A loss per token compares models of one tokenizer only: without that, there is none in the table.
+models see the same text, so each difference has a paired interval, which can separate models whose own intervals
+overlap. Losses per token are comparable only with the same tokenizer; otherwise the table has no loss.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict:
 
 
 def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) -> list[dict]:
-    """A row of the table for each accuracy in each way, from `hellaswag.score_rows` of both models."""
+    """One row of the table for each accuracy of each scoring style, from `hellaswag.score_rows` of both models."""
     found = []
     part = "" if len(rows) == HELLASWAG_ROWS else f", first {len(rows):,} rows"
     for way, style in WAYS.items():
@@ -55,8 +55,8 @@ def compare_losses(ours: common.Loaded, theirs: common.Loaded, windows: list[np.
 
 
 def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loaded) -> list[dict]:
-    """The table's row for the validation loss; none, with a note, where the tokenizers differ or the first model's data
-    are not here."""
+    """The table's row for the validation loss; none, with a note, if the tokenizers differ or the first model's data
+    are missing."""
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(ours.directory).get("sequence_length", 1024), ours.n_positions, theirs.n_positions
     )
@@ -73,7 +73,7 @@ def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loa
 
 
 def table(rows: list[dict], ours: str, theirs: str) -> str:
-    """The rows as a user reads them."""
+    """The rows as a table for the terminal."""
     cells = [("", "first", "second", "difference, 95 % interval")]
     cells += [comparison_row(row) for row in rows]
     width = max(len(row[0]) for row in cells)
@@ -102,7 +102,7 @@ def main() -> None:
     for name, loaded in (("first", ours), ("second", theirs)):
         print(f"--- sample of the {name}")
         texts += sample.generate(loaded, args.prompt, options)
-    # Of a directory only its name and its parent's: the model card shows it to others.
+    # Only the names of a directory and its parent, since the model card is public.
     other = "/".join(theirs.directory.resolve().parts[-2:]) if theirs.directory else theirs.name
     found = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
     common.write_results(output, "compare", ours.describe() | found)

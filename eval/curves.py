@@ -1,4 +1,4 @@
-"""What the report draws: training runs, read from their directories, and the reference curves that ship."""
+"""The report's data: training runs, read from their directories, and the reference curves that ship."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from eval.published import HELLASWAG_ROWS, SIZES
 REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
 NEAR = 0.05
-# Texts for which a loss was published, by a repository on the Hub or a file's SHA-256. The repositories are those of
+# Texts with a published loss, by repository on the Hub or a file's SHA-256. The repositories are those of
 # recipe/config/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
 DATASETS = {
     "huggingfacefw/fineweb-edu": "FineWeb-Edu",
@@ -33,7 +33,7 @@ class Run:
     """A run directory.
 
     Attributes:
-        records: the lines of metrics.jsonl in order of their steps, one a step.
+        records: the lines of metrics.jsonl in order of their steps, one per step.
         config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
         engine: what it ran on, in words; empty before the first checkpoint.
         dataset: which of DATASETS it trains and validates on; empty for any other.
@@ -79,7 +79,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a directory, or of a checkpoint in it. Raises UserError if there is none, or no line of it yet."""
+    """The run in a directory, or of a checkpoint in it. Raises UserError if there is no run or it has no line yet."""
     directory = Path(path).expanduser()
     if STEP_DIR.fullmatch(directory.name):
         directory = directory.parent
@@ -88,7 +88,7 @@ def read_run(path: str | Path) -> Run:
         raise UserError(f"run {path}: no metrics.jsonl there. Name a run directory, such as runs/shakespeare")
     records = []
     for line in log.read_text(errors="replace").splitlines():
-        with suppress(ValueError):  # the last line of a run that was killed, or that is writing now
+        with suppress(ValueError):  # the unfinished last line of a run that was killed or is still running
             records.append(json.loads(line))
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
@@ -108,13 +108,12 @@ def read_run(path: str | Path) -> Run:
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
-    """Which of DATASETS a run trains and validates on; empty for any other, for shards of which neither a manifest nor
-    dataset_source says what they are, and for another tokenizer than GPT-2's, with which a loss per token is another
-    measure.
+    """Which of DATASETS a run trains and validates on; empty for any other, for shards whose text neither a manifest
+    nor dataset_source names, and for tokenizers other than GPT-2's, whose losses per token are not comparable.
 
-    `about` is trainer_state.json's: for each part of the run, the text that the shards were made from.
+    `about` is the field of trainer_state.json: for each part of the run, the text that the shards were made from.
     """
-    # All parts of a run read the same shards, so those that name nothing but the shards do not count.
+    # All parts of a run read the same shards, so parts that name only the shards are ignored.
     sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
     names = {_known_text(source) for source in sources}
     declared = any("shards" in source for source in sources)
@@ -131,8 +130,8 @@ def _known_text(source: dict) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """A curve of eval/references/. `val_loss` is (n, 2): tokens, nats a token; `settings` are those it holds for, and
-    `noise` is by how many nats a run with the same settings may differ from it."""
+    """A curve of eval/references/. `val_loss` is (n, 2): tokens, nats a token; it was measured with `settings`, and a
+    run with the same settings may differ from it by `noise` nats."""
 
     name: str
     dataset: str
@@ -144,7 +143,7 @@ class Reference:
     hellaswag_llmc_acc_norm: np.ndarray | None = None
 
     def differences(self, run: Run) -> list[str]:
-        """Settings of the run that make its loss another one at equal steps, in words."""
+        """Settings of the run that change its loss at equal steps, in words."""
         found = []
         for key, wanted in self.settings.items():
             value = run.config.get(key, math.nan)
@@ -178,7 +177,7 @@ def load_references() -> list[Reference]:
 def find_reference(run: Run, references: list[Reference]) -> Reference | None:
     """The reference for a run's data and model, if one ships; other settings may still differ.
 
-    A run that starts from other weights has none, nor one whose settings are not known before its first checkpoint.
+    There is none for a run that starts from other weights, or whose settings are unknown before its first checkpoint.
     """
     for reference in references:
         same = all(run.config.get(key) == reference.settings[key] for key in ("n_layer", "n_head", "n_embd"))

@@ -1,4 +1,4 @@
-"""Does my loss look right? Plain sentences about a run: beside its reference curve, and by what needs none."""
+"""Does my loss look right? Findings about a run, from its reference curve and from checks without one."""
 
 import math
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ import numpy as np
 
 from eval.curves import NEAR, Reference, Run, find_reference
 
-# By how much a first validation loss may lie below and above what a model that knows nothing loses, the logarithm of
-# the vocabulary's size: 10.82 nats a token for GPT-2's. Known are 10.81 to 10.83 (this project), 10.95 (build-nanogpt),
+# How far the first validation loss may lie below and above that of a uniform prediction, the logarithm of the
+# vocabulary size: 10.82 nats per token for GPT-2's. Known values: 10.81 to 10.83 (this project), 10.95 (build-nanogpt),
 # 10.98 and 11.01 (llm.c).
 FIRST_LOSS = (0.3, 0.5)
-# By step 200 every healthy run that is known has lost more than 3 nats of its first loss.
+# By step 200 the loss of every known healthy run has fallen by more than 3 nats.
 LEARNT = (200, 2.0)
-# A validation loss is always of the same tokens, so that a rise is no accident of the batch. At a high learning rate it
-# still goes up and down by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
+# The validation loss is always measured on the same tokens, so a rise is not batch noise. At a high learning rate it
+# still fluctuates by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
 RISE = 0.03
-# Share of the tokens by which a curve may lie earlier or later than its reference.
+# Fraction of the tokens by which a curve may be ahead of or behind its reference.
 SHIFT = 0.1
 # Skipped steps that are only worth a note: fp16's loss scale begins at 65,536 and is halved at each.
 SKIPPED = 10
@@ -25,14 +25,14 @@ SKIPPED = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence on a run; kind is good, bad or note."""
+    """A sentence about a run; kind is good, bad or note."""
 
     kind: str
     text: str
 
 
 def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
-    """All there is to say of a run, the comparison with its reference first."""
+    """All findings about a run, the comparison with its reference first."""
     found = [*_learning(run), *_rise(run)]
     if not any(finding.kind == "bad" for finding in found):
         found.append(Finding("good", "First loss, skipped steps, overfitting, divergence: nothing else stands out."))
@@ -40,7 +40,7 @@ def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
 
 
 def beside_reference(run: Run, references: list[Reference]) -> Finding:
-    """Whether the validation loss follows the reference, where the two can be compared at equal tokens."""
+    """Whether the validation loss follows the reference, if the two can be compared at equal tokens."""
     if not run.config:
         return Finding("note", "It has no checkpoint yet, so its settings are not known: no comparison yet.")
     if run.config["init_from"]:
@@ -70,11 +70,11 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
 
 
 def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, how far a loss lies above the reference, how far it may be away), (n,) each, in nats.
+    """(tokens, difference of the loss from the reference, tolerance), (n,) each; losses in nats.
 
     The curve is (tokens, loss), the reference is interpolated in the logarithm of the tokens. The tolerance is the
-    reference's noise and what a tenth more or fewer tokens change: where a loss falls steeply, a slightly longer
-    warm-up makes a large difference that means nothing.
+    reference's noise plus the effect of a tenth more or fewer tokens: where a loss falls steeply, a slightly longer
+    warm-up makes a large but meaningless difference.
     """
     x, y = curve
     known = reference.val_loss[reference.val_loss[:, 0] > 0]
@@ -108,7 +108,7 @@ def _learning(run: Run) -> Iterator[Finding]:
 
 
 def _rise(run: Run) -> Iterator[Finding]:
-    """Overfitting, or a divergence: the validation loss above its own lowest."""
+    """Overfitting or divergence: the validation loss has risen above its own minimum."""
     x, val = run.series("val_loss")
     if len(x) < 3 or val[-1] - val.min() <= RISE:
         return

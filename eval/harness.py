@@ -1,8 +1,8 @@
 """lm-evaluation-harness on a model: `python eval/harness.py MODEL --tasks lambada_openai,wikitext [--limit N]`.
 
 Tasks are the harness's own, with its prompts, metrics and versions. HellaSwag reads the rows that ship with the
-project, lambada_openai and wikitext those of --rows, if given; any other task takes its data from the Hub. The model is
-the one that the other commands load, and log-probabilities are computed in float32 whatever its dtype.
+project, lambada_openai and wikitext those of --rows, if given; any other task downloads its data from the Hub. The
+model is loaded as by the other commands; log-probabilities are computed in float32 whatever its dtype.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ import yaml
 from eval import common, hellaswag
 from eval.scores import score
 
-# Resamplings for the error of metrics that have no closed form; the harness's own 100,000 take minutes.
+# Bootstrap resamples for metrics whose error has no closed form; the harness's default of 100,000 takes minutes.
 BOOTSTRAP = 1000
-# Tasks that can read documents from here: the harness's folder, the split that is scored, what else is changed.
+# Tasks that can read local documents: the harness's folder, the split that is scored, other changes.
 TASKS = {
     "hellaswag": ("hellaswag", "validation", {"training_split": None}),
     "lambada_openai": ("lambada", "test", {}),
@@ -35,17 +35,17 @@ TASKS = {
 
 
 def require() -> None:
-    """Raises UserError where lm-evaluation-harness is not installed."""
+    """Raises UserError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise common.UserError("lm-eval is not installed: pip install -e '.[eval]' (make eval-lm does)")
 
 
 @contextlib.contextmanager
 def quiet() -> Generator[None, None, None]:
-    """Without the libraries' notices; bars only on a terminal."""
+    """Context that silences the libraries' notices; progress bars only on a terminal."""
     import datasets
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a pool for what one process does in seconds
+    os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise it forks a pool for seconds of work
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -59,8 +59,8 @@ def quiet() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def local_tasks(docs: dict[str, list[dict]], tasks: list[str]):
-    """Context: a TaskManager that knows `tasks`. Those of `docs`, of the names in TASKS, are the harness's own with
-    nothing but the place of their data changed: they read the documents given here."""
+    """Context that yields a TaskManager knowing `tasks`. The tasks in `docs`, whose names are in TASKS, are the
+    harness's own except that they read the documents given here."""
     import lm_eval.tasks
 
     theirs = Path(lm_eval.tasks.__file__).parent
@@ -70,18 +70,18 @@ def local_tasks(docs: dict[str, list[dict]], tasks: list[str]):
             file = Path(directory, f"{name}.jsonl")
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
             kwargs = {"data_files": {split: str(file)}, "cache_dir": f"{directory}/cache"}
-            # `include` keeps the rest, and finds the functions that it names where they are.
+            # `include` keeps the rest, and still finds the functions that it names.
             task = {"include": str(theirs / folder / f"{name}.yaml"), "task": name} | more
             task |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
             Path(directory, f"{name}.yaml").write_text(yaml.safe_dump(task))
-        # Of two tasks of one name the last counts. Reading all of the harness's thousands of tasks takes a while.
+        # Of two tasks with the same name the last wins. Reading all of the harness's thousands of tasks is slow.
         folders = [*{theirs / folder for folder, _, _ in TASKS.values()}, directory]
         yield lm_eval.tasks.TaskManager(include_path=folders, include_defaults=not set(tasks) <= set(TASKS))
 
 
 def read_rows(words: list[str]) -> dict[str, list[dict]]:
-    """{task: rows} of words TASK=FILE, each file JSON lines with the columns of the task's data set. Raises UserError
-    for a task that is not in TASKS and for another kind of file."""
+    """{task: rows} from arguments TASK=FILE, each file JSON lines with the columns of the task's data set. Raises
+    UserError for a task that is not in TASKS and for any other kind of file."""
     try:
         files = dict(word.split("=", 1) for word in words)
         rows = {task: [*map(json.loads, Path(file).read_bytes().splitlines())] for task, file in files.items()}
@@ -95,10 +95,10 @@ def read_rows(words: list[str]) -> dict[str, list[dict]]:
 def evaluate(
     loaded: common.Loaded, tasks: list[str], local: dict[str, list[dict]], *, limit: int | None = None, batch_size: int
 ) -> dict:
-    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows of each task, `local` has the rows
-    of tasks that are not to take them from the Hub.
+    """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows per task, `local` has the rows of
+    tasks that should not download them.
 
-    Raises UserError for a task that the harness does not know, and for data that cannot be had.
+    Raises UserError for a task that the harness does not know, and for data that cannot be loaded.
     """
     require()
     docs = {"hellaswag": hellaswag.load_rows(limit)} | {task: rows[:limit] for task, rows in local.items()}
@@ -114,13 +114,13 @@ def evaluate(
         options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
-        except (OSError, RuntimeError) as error:  # an absent network or data set; one that wants to run code
+        except (OSError, RuntimeError) as error:  # no network, no such data set, or one that needs to run code
             reason = f"--tasks {','.join(tasks)}: the data cannot be loaded: {problem or common.first_line(error)}"
             raise common.UserError(f"{reason}. Without a network there is hellaswag, and what --rows names") from error
 
 
 def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
-    """The scores of what `evaluate` returned; a filter other than none stays named."""
+    """The scores in the output of `evaluate`; a filter other than none stays in the name."""
     url = "https://github.com/EleutherAI/lm-evaluation-harness"
     source = {"source_name": "lm-evaluation-harness", "source_url": url, "whole": not limit}
     found = []

@@ -1,10 +1,9 @@
-"""HellaSwag in both of its published ways: `python eval/hellaswag.py MODEL [--limit N]`.
+"""HellaSwag in both published scoring styles: `python eval/hellaswag.py MODEL [--limit N]`.
 
-llm.c-style, "llmc" in results: the context as it is, each ending encoded by itself, length in tokens (as in
+llm.c-style, "llmc" in results: the context unchanged, each ending encoded separately, length in tokens (as in
 build-nanogpt).
-lm-eval-style, "lmeval" in results: lm-evaluation-harness's `hellaswag` version 1, with cleaned text after the
-activity's label, context and ending encoded as one string, length in characters. Neither puts a token before the
-context.
+lm-eval-style, "lmeval" in results: lm-evaluation-harness's `hellaswag` version 1, with cleaned text after the activity
+label, context and ending encoded as one string, length in characters. Neither puts a token before the context.
 
 All 10,042 validation rows ship with the project (Zellers et al., arXiv:1905.07830).
 """
@@ -34,7 +33,7 @@ ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
 
 @dataclass(frozen=True)
 class RowScore:
-    """One row in one way: summed log-likelihood (nats) and length of each of the four endings."""
+    """One row in one style: summed log-likelihood (nats) and length of each of the four endings."""
 
     log_likelihoods: list[float]
     lengths: list[int]
@@ -55,14 +54,14 @@ def load_rows(limit: int | None = None) -> list[dict]:
 
 
 def clean(text: str) -> str:
-    """lm-evaluation-harness's text preparation, to the letter (lm_eval/tasks/hellaswag/utils.py, version 1)."""
+    """lm-evaluation-harness's text preparation, copied exactly (lm_eval/tasks/hellaswag/utils.py, version 1)."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple[list[Request], list[int]]:
-    """The four requests of a row in a way, and the lengths that acc_norm divides by. `encode` turns text into token ids
-    and adds no special tokens."""
+    """A row's four requests in one style, and the lengths that acc_norm divides by. `encode` turns text into token ids
+    without special tokens."""
     if way == "llmc":
         context = encode(row["ctx"])
         endings = [encode(" " + ending) for ending in row["endings"]]
@@ -83,7 +82,7 @@ def score_rows(
     ways: Sequence[str] = tuple(WAYS),
     desc: str = "",
 ) -> list[dict[str, RowScore]]:
-    """The scores of each row, way by way, in ceil(len(rows) / batch_size) calls of the model; with `desc` behind a
+    """The scores of each row, style by style, in ceil(len(rows) / batch_size) calls of the model; with `desc`, shows a
     progress bar."""
     encoded = [encode_row(model.encode, row, way) for row in rows for way in ways]
     found = score(model, [requests for requests, _ in encoded], batch_size * len(ways), desc)
@@ -94,12 +93,12 @@ def score_rows(
 def count_correct(
     model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world_size: int = 1
 ) -> dict[str, int]:
-    """How many rows of this rank's share are right, to be summed over ranks: {"rows": n, "llmc_acc": ...,
-    "llmc_acc_norm": ..., "lmeval_acc": ..., "lmeval_acc_norm": ...}. For a trainer's live module.
+    """How many rows of this rank's share are correct, to be summed over ranks: {"rows": n, "llmc_acc": ...,
+    "llmc_acc_norm": ..., "lmeval_acc": ..., "lmeval_acc_norm": ...}. For evaluation during training.
 
     Every rank calls the model equally often, because a forward pass of sharded weights is collective.
     """
-    # As many rows for each rank; a number that is not below len(rows) stands for a row that only fills the share up.
+    # The same number of rows for each rank; an index of len(rows) or more is padding.
     numbers = range(rank, rank + world_size * -(-len(rows) // world_size), world_size)
     scores = score_rows(model, [rows[i % len(rows)] for i in numbers], batch_size=batch_size)
     counts = {"rows": 0} | {f"{way}_{kind}": 0 for way in WAYS for kind in ("acc", "acc_norm")}
@@ -113,7 +112,7 @@ def count_correct(
 
 
 def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
-    """Both accuracies in each way: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
+    """Both accuracies in each style: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
     from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
 
     result: dict = {"rows": len(rows)}
@@ -127,7 +126,7 @@ def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
 
 
 def table(result: dict) -> str:
-    """The result beside what is published, way by way."""
+    """The result beside the published numbers, style by style."""
     rows = result["rows"]
     lines = [f"HellaSwag validation, {rows:,} rows (chance: 0.2500; +- is the 95 % interval)"]
     for way, title in WAYS.items():

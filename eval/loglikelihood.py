@@ -1,9 +1,9 @@
-"""Log-likelihoods of continuations: those of one context stand in one row, so that the context is computed once.
+"""Log-likelihoods of continuations: those of one context share a row, so that the context is computed once.
 
     context context context | first first | second second second | third ...
 
-Each continuation's positions go on from the context's end, and its tokens see the context and their own continuation
-only: the numbers are those of four separate texts, at half the tokens of HellaSwag's.
+Each continuation's positions start at the context's end, and its tokens attend only to the context and their own
+continuation: the results equal those of four separate texts, with half of HellaSwag's tokens.
 
 Shapes: N rows, T positions, M scored tokens, D width, V vocabulary.
 """
@@ -24,15 +24,15 @@ PIECE = {"cpu": 128}
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """What the scorers need of a model: of a checkpoint (`eval.common.Loaded.lm`), or of a trainer's live module.
+    """The scorers' interface to a model: a checkpoint (`eval.common.Loaded.lm`), or the module in training.
 
     Attributes:
         body: ids (N, T) -> states (N, T, D). With `shares_contexts` it also takes positions (N, T) and a mask
             (N, 1, T, T), true where a query may see a key.
         head: states (M, D) -> logits (M, V). It takes most of a small model's time, so it runs on scored tokens only.
         encode: text -> token ids, without special tokens.
-        multiples: numbers that N, T and M are padded to multiples of, for a device that compiles each shape.
-        place: brings a tensor (N, ...) to the device; for one that shards its rows. None is `.to(device)`.
+        multiples: N, T and M are padded to multiples of these, for a device that compiles each shape.
+        place: moves a tensor (N, ...) to the device, for devices that shard its rows. None means `.to(device)`.
     """
 
     body: Callable
@@ -47,13 +47,13 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Request:
-    """A continuation to score: `tokens` is context and continuation, of which the last `n_scored` are the latter's."""
+    """A continuation to score: `tokens` is the context and the continuation, its last `n_scored` tokens."""
 
     tokens: list[int]
     n_scored: int
 
     def cut(self, n_positions: int) -> "Request":
-        """What a model of that many positions can see: tokens are lost on the left.
+        """The part that a model with that many positions can see: tokens are dropped on the left.
 
         The last token predicts nothing, hence one token more than there are positions.
         """
@@ -62,10 +62,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """What the model is given of one or several requests, and where their scored tokens are predicted.
+    """The model's input for one or several requests, and where their scored tokens are predicted.
 
-    `ids`, `positions` and `segments` have one number a position: segment 0 is the shared context, i + 1 what is request
-    i's alone. `columns` and `targets` have one number a scored token; `counts` has how many are each request's.
+    `ids`, `positions` and `segments` have one number per position: segment 0 is the shared context, i + 1 belongs to
+    request i alone. `columns` and `targets` have one number per scored token; `counts` has the number of scored tokens
+    per request.
     """
 
     ids: np.ndarray
@@ -80,12 +81,12 @@ def score(
     model: LanguageModel, groups: Sequence[Sequence[Request]], batch_size: int, desc: str = ""
 ) -> list[list[float]]:
     """The summed log-likelihoods, in nats, of each group's requests, which continue one context, in
-    ceil(len(groups) / batch_size) calls of the model. With `desc` there is a progress bar.
+    ceil(len(groups) / batch_size) calls of the model. With `desc`, shows a progress bar.
 
-    Requests that are longer than the model's positions and one lose tokens on the left.
+    Requests longer than the model's positions plus one lose tokens on the left.
     """
     packed = [rows_of(group, model) for group in groups]
-    # Rows of like length together: little padding. Longest first: memory that does not suffice shows at once.
+    # Rows of similar length go together to save padding. Longest first, so that running out of memory shows at once.
     order = sorted(range(len(groups)), key=lambda i: -max(len(row.ids) for row in packed[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     scores: list = [None] * len(groups)
@@ -97,14 +98,14 @@ def score(
 
 
 def progress_bar(batches: Sequence, desc: str) -> Iterable:
-    """The batches behind a progress bar, which writes into a file only every half minute; no bar without `desc`."""
+    """The batches with a progress bar, updated every half minute in a file; no bar without `desc`."""
     often = 0.1 if sys.stderr.isatty() else 30
     return tqdm(batches, desc=desc, unit=" batches", mininterval=often, maxinterval=often, disable=not desc)
 
 
 def rows_of(requests: Sequence[Request], model: LanguageModel) -> list[Row]:
-    """The requests of one context as one row; as a row each where the model cannot share contexts, or where one has to
-    be cut, since the others would then not share all that it sees."""
+    """The requests of one context as one row; one row each if the model cannot share contexts or a request has to be
+    cut, since then the requests no longer see the same context."""
     if not model.shares_contexts or any(len(r.tokens) > model.n_positions + 1 for r in requests):
         return [_row([request.cut(model.n_positions)]) for request in requests]
     return [_row(requests)]
@@ -113,7 +114,7 @@ def rows_of(requests: Sequence[Request], model: LanguageModel) -> list[Row]:
 def _row(requests: Sequence[Request]) -> Row:
     shared = 0 if len(requests) == 1 else min(len(r.tokens) - r.n_scored for r in requests)
     first = requests[0].tokens
-    while any(r.tokens[:shared] != first[:shared] for r in requests):  # of texts encoded as a whole
+    while any(r.tokens[:shared] != first[:shared] for r in requests):  # when context and ending are encoded as one text
         shared -= 1
     parts = [(first[:shared], np.arange(shared), 0)]
     columns, start = [], shared
@@ -136,10 +137,10 @@ def _row(requests: Sequence[Request]) -> Row:
 def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
     """The summed log-likelihood of each request of the rows, in their order, from one call of the model."""
     n, t, m = model.multiples
-    # A model that compiles each shape may be given positions beyond its last one, which the row's own do not reach.
+    # On a device that compiles each shape, only padding may extend past the model's last position.
     width = _fill(max(len(row.ids) for row in rows), t)
     shape = _fill(len(rows), n), width if model.shares_contexts else min(width, model.n_positions)
-    # A causal model never sees the padding on the right, which itself sees the context or what is before it.
+    # A causal model never attends to the padding on the right; the padding attends to the context or what is before it.
     ids, positions, segments = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for i, row in enumerate(rows):
         ids[i, : len(row.ids)], positions[i, : len(row.ids)] = row.ids, row.positions
@@ -165,8 +166,8 @@ def _fill(size: int, multiple: int) -> int:
 
 
 def sees(segments: torch.Tensor) -> torch.Tensor:
-    """Segments (N, T) -> mask (N, 1, T, T): a position sees those of the context, and its own segment's, before it and
-    itself."""
+    """Segments (N, T) -> mask (N, 1, T, T): a position sees itself and the earlier positions of the context and of its
+    own segment."""
     query, key = segments[:, None, :, None], segments[:, None, None, :]
     T = segments.shape[1]
     return ((key == 0) | (key == query)) & torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()

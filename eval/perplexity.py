@@ -1,8 +1,8 @@
 """Loss, perplexity and bits per byte: `python eval/perplexity.py MODEL [--data DIR]`.
 
-Windows are those of the trainer's validation: T + 1 tokens at stride T, never across shards, in order, so that each
-token but a shard's first is predicted once. Without --data they are the very windows of the training run's
-validation, first `eval_tokens` tokens included, and the loss is the trainer's.
+Windows are made as in the trainer's validation: T + 1 tokens at stride T, in order, never across shards, so that each
+token except a shard's first is predicted once. Without --data they are exactly the windows of the training run's
+validation, limited to the first `eval_tokens` tokens, and the loss equals the trainer's.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def read_shard(path: Path) -> np.ndarray:
     Raises UserError if it is neither.
     """
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    words = header.view("<u2")  # of tokens, few are 0; a header's tail is, and every other half of wider integers
+    words = header.view("<u2")  # few tokens are 0, unlike a header's tail or every other half of wider integers
     if len(header) == HEADER_INTS and header[0] != MAGIC and words.max() < 50257 and (words == 0).mean() < 0.4:
         return np.memmap(path, dtype="<u2", mode="r")
     if len(header) < HEADER_INTS or tuple(header[:2]) != (MAGIC, VERSION):
@@ -52,7 +52,7 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
     """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. Tokens at a shard's end
     that do not fill a window are skipped, as in training.
 
-    `data` is a directory, of which the .bin files with "val" in their name are taken, or a glob of .bin files.
+    `data` is a directory, whose .bin files with "val" in their name are used, or a glob of .bin files.
     """
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
     paths = [Path(name) for name in sorted(glob.glob(pattern)) if os.path.isfile(name)]
@@ -72,8 +72,8 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Bytes of text that each token id stands for, int64 (V,); special tokens stand for none.
 
     A byte-level BPE writes each byte as one character of a 256-letter alphabet (Radford et al. 2019, section 2.2), so
-    a token's length in characters is its length in bytes; tokens that were added to it, such as runs of spaces, are
-    text as it is. Raises UserError for other tokenizers.
+    a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are plain text. Raises
+    UserError for other tokenizers.
     """
     special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
     own = {i: token for token, i in tokenizer.get_vocab().items() if i not in special and i not in added}
@@ -88,8 +88,8 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_size: int, desc: str) -> list[float]:
-    """The summed negative log-likelihood of each window's tokens but the first, in nats. `batch_size` windows at
-    a time; with `desc` behind a progress bar."""
+    """The summed negative log-likelihood of each window's tokens except the first, in nats, for `batch_size` windows at
+    a time; with `desc`, shows a progress bar."""
     model, losses = loaded.lm, []
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
     for batch in progress_bar(batches, desc):

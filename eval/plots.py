@@ -1,4 +1,4 @@
-"""The report's pictures: matplotlib figures of one run or several. A legend names what is drawn, and nothing else."""
+"""The report's plots: matplotlib figures of one or several runs. A legend names only what is drawn."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_S
 from eval.scores import ci95
 
 SIZE = (7.6, 3.7)  # inches
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), told apart with every kind of color blindness.
+# Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with every kind of color blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
@@ -23,7 +23,7 @@ OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with what belongs under it; `name` is that of its file."""
+    """A figure with its caption; `name` is its file name."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ def style() -> AbstractContextManager[None]:
 
 
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
-    """The pictures for which the runs have numbers."""
+    """All plots for which the runs have data."""
     with style():
         found = [draw_loss(runs, references)]
         if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
@@ -66,7 +66,7 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     whole, rest = figure.subplots(1, 2)
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = dict.fromkeys((run.dataset, run.size) for run in runs if run.size in OPENAI_LOSS.get(run.dataset, {}))
-    late = [OPENAI_LOSS[dataset][size] for dataset, size in openai]  # what the second panel has to show
+    late = [OPENAI_LOSS[dataset][size] for dataset, size in openai]  # values that the second panel must include
     for axes in (whole, rest):
         for reference in references:
             x, y = reference.val_loss[(reference.val_loss[:, 0] > 0) & (reference.val_loss[:, 0] <= end)].T
@@ -104,8 +104,8 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
 
 
 def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture:
-    """acc_norm of the evaluations during training, a panel for each way, beside OpenAI's models of the runs' sizes
-    (else the smallest)."""
+    """acc_norm of the evaluations during training, one panel per scoring style, beside OpenAI's models of the runs'
+    sizes (else the smallest)."""
     figure = Figure(figsize=SIZE, layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, way in zip(panels, WAYS, strict=True):
@@ -135,7 +135,7 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture:
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
-    """The mean over a fortieth of a curve's points around each, (N,) -> (N,); over fewer at the beginning, where a loss
+    """The mean over a fortieth of a curve's points around each, (N,) -> (N,); over fewer at the start, where a loss
     falls steeply, and at the end."""
     at = np.arange(len(y))
     half = np.minimum(at // 8, len(y) // 80)
@@ -145,7 +145,7 @@ def smooth(y: np.ndarray) -> np.ndarray:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Above the axes, where no curve is, in two columns where they fit."""
+    """Puts the legend above the axes, clear of the curves, in two columns if they fit."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=2 if max(map(len, labels)) < 48 else 1)
 

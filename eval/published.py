@@ -1,5 +1,5 @@
-"""Numbers that others have published: of HellaSwag, of OpenAI's weights, and of the speed of training; none of them was
-measured here."""
+"""Numbers published by others: HellaSwag accuracies, losses of OpenAI's weights, and training speeds; none was measured
+here."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ HELLASWAG_ROWS = 10_042  # of the validation split
 SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 # How HellaSwag is scored: key in results and metrics, and name.
 WAYS = {"llmc": "llm.c-style", "lmeval": "lm-eval-style"}
-# Of each way, what was scored, and (acc, acc_norm) on all 10,042 rows; None where that was not published.
+# For each scoring style: the model scored, and (acc, acc_norm) on all 10,042 rows; None if not published.
 HELLASWAG = {
     "llmc": {
         "GPT-2 124M, OpenAI": (0.2859, 0.2955),
@@ -30,7 +30,7 @@ SOURCES = {
     "jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
     "lmeval": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
 }
-# Validation loss of OpenAI's weights, nats a token, by the data set that it was published for.
+# Validation loss of OpenAI's weights in nats per token, by data set.
 OPENAI_LOSS = {
     "FineWeb-Edu": {"124M": 3.2924},
     "FineWeb": {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273},
@@ -45,8 +45,8 @@ OPENAI_LOSS_SOURCE = {
 
 
 class Speed(NamedTuple):
-    """`run` is a key of SPEED_SOURCES; `device` by its name in recipe.engine.device.DEVICES, or one that is not there;
-    `size` a recipe of the same model; `memory` in MiB of a device, None where that was not published."""
+    """`run` is a key of SPEED_SOURCES; `device` its name in recipe.engine.device.DEVICES, or one not listed there;
+    `size` a recipe of the same model; `memory` in MiB per device, None if not published."""
 
     run: str
     setup: str

@@ -1,7 +1,7 @@
-"""Does my loss look right? Pictures and a page of one run or several: `python eval/report.py [RUN ...] [--out DIR]`.
+"""Does my loss look right? Plots and a page about one or several runs: `python eval/report.py [RUN ...] [--out DIR]`.
 
-Writes report.html, which holds all that it shows, and each picture as a PNG beside it, into DIR (default: `report` in
-the first run's directory). Reads metrics.jsonl and, where there are any, the checkpoints' trainer_state.json and
+Writes report.html, which is self-contained, and each plot as a PNG into DIR (default: `report` in the first run's
+directory). Reads metrics.jsonl and, where there are any, the checkpoints' trainer_state.json and
 results.json.
 """
 
@@ -72,7 +72,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
 
 
 def summarize(runs: list[Run]) -> list[list[str]]:
-    """A row a quantity, a column a run; quantities that no run has are not shown."""
+    """The table, one row per quantity and one column per run; quantities that no run has are not shown."""
     columns = []
     for run in runs:
         rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
@@ -100,7 +100,7 @@ def _fixed(value: float) -> str:
 
 
 def _accuracy(run: Run, way: str) -> str:
-    """The last one during training, with its 95 % interval."""
+    """The last accuracy measured during training, with its 95 % interval."""
     p, rows = run.last(f"hellaswag_{way}_acc_norm"), run.hellaswag_rows
     return f"{p:.4f} ± {ci95(p, rows):.4f} ({rows:,} rows)" if math.isfinite(p) else ""
 

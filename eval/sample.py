@@ -1,7 +1,7 @@
 """Text from a model: `python eval/sample.py MODEL --prompt "..."`, through transformers' generate.
 
-Sample i (from 0) is the text of seed + i, however many samples there are; each appears as it is drawn. `--interactive`
-continues one line after the other.
+Sample i (from 0) is drawn with seed + i, however many samples there are, and is printed while it is drawn.
+`--interactive` continues each line of input.
 """
 
 import argparse
@@ -21,8 +21,9 @@ from eval import common
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
-    Prompt and new tokens must fit the model's positions together. A prompt that leaves at least one is used whole, and
-    as many tokens follow as fit; a longer one loses its beginning to all the new tokens. Both print a note.
+    Prompt and new tokens together must fit the model's positions. If the prompt leaves at least one position, it is
+    used whole and followed by as many tokens as fit; a longer prompt is cut at its beginning to make room for all new
+    tokens. Both cases print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
@@ -56,7 +57,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
 
 
 def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
-    """Continue each line of stdin until it ends. The seed goes on from line to line, so the same line differs."""
+    """Continue each line of stdin until it ends. The seed advances, so a repeated line gets another continuation."""
     print("Each line is a prompt, which the model continues: it was trained on text and does not answer questions.")
     terminal = sys.stdin.isatty()
     if terminal:

@@ -1,8 +1,8 @@
-"""Scores in the shape of huggingface_hub's EvalResult: what the evaluations write into results.json as "scores", and
-what the model card and the report show.
+"""Scores in the shape of huggingface_hub's EvalResult: the evaluations write them to results.json as "scores", and the
+model card and the report show them.
 
-A score is a dict of EvalResult's fields and three more: "how" it was measured in words, "ci95", half its 95 % interval
-or None, and "whole", whether all of the data set was evaluated and not a part for a quick look.
+A score is a dict of EvalResult's fields and three more: "how" it was measured, in words; "ci95", half the width of its
+95 % interval, or None; and "whole", whether the whole data set was evaluated rather than a part for a quick look.
 """
 
 import math
@@ -13,15 +13,15 @@ _HELLASWAG = {"dataset_type": "Rowan/hellaswag", "dataset_name": "HellaSwag", "d
 
 
 def score(dataset: dict, metric: tuple[str, str], value: float, how: str, **more) -> dict:
-    """One score; `metric` is the Hub's name of it and the reader's, `more` are further fields."""
+    """One score; `metric` is its name on the Hub and its name for readers, `more` are further fields."""
     metric_type, metric_name = metric
     found = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": how}
     return {"task_type": "text-generation"} | dataset | found | {"ci95": None, "whole": True} | more
 
 
 def text_dataset(name: str) -> dict:
-    """The data set of a score on local text or shards, by their name without directories, which are private."""
-    # As the config too, since huggingface_hub groups scores by everything but the data set's name.
+    """The data set of a score on local text or shards, named without directories, which are private."""
+    # The name is the config too, since huggingface_hub groups scores by everything but the data set's name.
     return {"dataset_type": "text", "dataset_name": name, "dataset_config": name}
 
 
@@ -39,24 +39,25 @@ def hellaswag_scores(accuracies: dict[str, dict], rows: int, how: str, when: str
 
 
 def ci95(p: float, n: int) -> float:
-    """Half the width of the 95 % interval of a share p of n rows: normal approximation, 1.96 sqrt(p (1 - p) / n)."""
+    """Half the width of the 95 % interval of a fraction p of n rows: normal approximation, 1.96 sqrt(p (1 - p) /
+    n)."""
     return 1.96 * (p * (1 - p) / n) ** 0.5
 
 
 def all_scores(results: dict) -> list[dict]:
-    """The scores of a results.json, but for those that are not finite."""
+    """The finite scores of a results.json."""
     found = [score for entry in results.values() for score in entry.get("scores", [])]
     return [score for score in found if math.isfinite(score["metric_value"])]
 
 
 def table_row(score: dict) -> tuple[str, str, str, str]:
-    """(data, metric, value, how) of a table for a reader."""
+    """A score as a row of a table: (data, metric, value, how)."""
     data = ", ".join(filter(None, (score["dataset_name"], score.get("dataset_split"))))
     interval = "" if score["ci95"] is None else f" ± {score['ci95']:.4f}"
     return data, score["metric_name"], f"{score['metric_value']:.4f}{interval}", score["how"]
 
 
 def comparison_row(row: dict) -> tuple[str, str, str, str]:
-    """(metric, ours, theirs, difference with its interval) of a row that eval/compare.py writes, for a reader."""
+    """A row of eval/compare.py as a row of a table: (metric, ours, theirs, difference with its interval)."""
     difference = "{:+.4f}  [{:+.4f}, {:+.4f}]".format(row["difference"], *row["ci95"])
     return row["metric"], f"{row['ours']:.4f}", f"{row['theirs']:.4f}", difference

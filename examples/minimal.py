@@ -4,8 +4,8 @@
     python examples/minimal.py --steps 30                    # one device
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 examples/minimal.py
 
-It imports nothing of recipe/, and is held to it by a test: the same weights at the start, the same batches, the same
-losses as `python recipe/train.py --optim adamw --precision fp32`, to 1e-5. What recipe/train.py does beyond it: Muon,
+It imports nothing from recipe/, and a test compares the two: the same initial weights, the same batches, and the same
+losses as `python recipe/train.py --optim adamw --precision fp32`, to 1e-5. recipe/train.py adds Muon,
 bf16 and torch.compile, validation and HellaSwag, checkpoints and resuming, ZeRO, FSDP and TPUs, streaming, the Hub.
 """
 
@@ -24,8 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 SEED = 1337
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128}
 T = 128  # tokens in a sequence
-SEQUENCES = 8  # in a step, over all processes: 1,024 tokens
-MICRO_BATCH = 8  # sequences, at most, that a device takes at once
+SEQUENCES = 8  # per step, over all processes: 1,024 tokens
+MICRO_BATCH = 8  # sequences that a device takes at once, at most
 MAX_STEPS, WARMUP_STEPS, DECAY_FRACTION = 700, 50, 0.6
 LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_GRAD_NORM = 5e-3, 0.1, (0.9, 0.95), 1.0
 HEADER = 256 * 4  # bytes before a shard's tokens, which are uint16 (llm.c's format)
@@ -79,8 +79,8 @@ def main() -> None:
 
 @torch.no_grad()
 def initialize(model: GPT2LMHeadModel) -> None:
-    """GPT-2's: N(0, 0.02), residual projections smaller by sqrt(2 layers), biases 0, layer norms 1. transformers' own
-    initialization is the same; here each number is decided by the seed alone."""
+    """Initializes as GPT-2: N(0, 0.02), residual projections smaller by sqrt(2 layers), biases 0, layer norms 1.
+    transformers does the same; here the seed alone determines each number."""
     generator = torch.Generator().manual_seed(SEED)
     for name, p in model.named_parameters():
         if p.ndim >= 2:
@@ -99,7 +99,7 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int) -> float:
-    """Of a step, counted from 0: linear warm-up, constant, and a straight line to 0 (warm-up, stable, decay)."""
+    """Learning rate of a step, counted from 0: linear warm-up, constant, linear decay to 0 (warm-up, stable, decay)."""
     if step < WARMUP_STEPS:
         return LEARNING_RATE * (step + 1) / WARMUP_STEPS
     decay_start = MAX_STEPS - round(DECAY_FRACTION * MAX_STEPS)
@@ -118,8 +118,8 @@ def clip(parameters) -> None:
 
 
 def sequence(shards: list[np.ndarray], g: int) -> np.ndarray:
-    """Sequence number `g` of the run, (T + 1,) int64: windows of a shard overlap by one token and are permuted again in
-    each epoch; shards follow each other."""
+    """Sequence number `g` of the run, (T + 1,) int64: a shard's windows overlap by one token and are permuted anew in
+    each epoch; the shards follow in order."""
     windows = [(len(shard) - 1) // T for shard in shards]
     epoch, x = divmod(g, sum(windows))
     number = 0

@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub: permission to write, what an error means, time limits of requests."""
+"""Access to the Hugging Face Hub: write permission, the meaning of errors, request timeouts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-_CONNECT, _SILENCE = 10.0, 60.0  # seconds within which the Hub must accept a connection, and send or take a byte
-_PASSING = (408, 409, 412, 429)  # of the statuses from 400 to 499, those that another attempt may not meet
+_CONNECT, _SILENCE = 10.0, 60.0  # seconds: to connect, and without a byte sent or received
+_PASSING = (408, 409, 412, 429)  # 4xx statuses that may be gone at the next attempt
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 _LICENSES = (
     "huggingface.co/docs/hub/repositories-licenses lists the licenses that hub_license, or a push's --license, may name"
@@ -24,9 +24,9 @@ _LICENSES = (
 
 
 def check_access(repo: str, private: bool, license: str, field: str) -> None:
-    """Creates the repository unless it exists. Raises UserError, which names `field`, where the token must not write
-    there, and where the Hub refuses `license` in a model card (empty: there will be none). A Hub that cannot be
-    reached, or is busy, gets a warning: an upload tries again."""
+    """Creates the repository unless it exists. Raises UserError, which names `field`, if the token may not write there
+    or the Hub rejects `license` in a model card (empty: the card will have none). If the Hub is unreachable or busy,
+    this only warns: an upload tries again."""
     if not huggingface_hub.get_token():
         raise UserError(f"{field} {repo}: there is no token for the Hub; {_LOG_IN}")
     limit_requests()
@@ -43,8 +43,8 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
 
 
 def open_repository(api: HfApi, repo: str, private: bool) -> None:
-    """Creates the repository unless it exists, and asks the Hub whether the token may write there. Raises UserError
-    where it is public and must not be."""
+    """Creates the repository unless it exists, and checks that the token may write there. Raises UserError if it is
+    public although `private` is set."""
     api.create_repo(repo, private=private or None, exist_ok=True)
     api.auth_check(repo, write=True)
     if private and not api.repo_info(repo).private:
@@ -55,7 +55,7 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
 
 
 def is_lasting(error: Exception) -> bool:
-    """Whether trying again will not help: a mistake of the user's, or a refusal by the Hub."""
+    """Whether a retry cannot help: the user made a mistake, or the Hub refuses the request."""
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         return 400 <= status < 500 and status not in _PASSING
@@ -63,7 +63,7 @@ def is_lasting(error: Exception) -> bool:
 
 
 def _is_bad_card(error: Exception) -> bool:
-    """Whether it is huggingface_hub's error for a model card that the Hub refuses."""
+    """Whether `error` is huggingface_hub's for a model card that the Hub rejects."""
     return isinstance(error, ValueError) and isinstance(error.__context__, HfHubHTTPError)
 
 
@@ -76,14 +76,14 @@ def reason(error: Exception) -> str:
         text = f"HTTP {answer.status_code}: {answer.headers.get('X-Error-Message') or answer.reason_phrase}"
     elif _is_bad_card(error):
         text = f"the Hub refuses the model card ({error}); {_LICENSES}"
-    else:  # no connection, a file that cannot be read, an answer that makes no sense
+    else:  # no connection, an unreadable file, an invalid response
         text = f"{type(error).__name__}: {error}"
     return redact(" ".join(text.split()))[:400]
 
 
 def limit_requests() -> None:
-    """From now on a request of huggingface_hub fails after HF_HUB_DOWNLOAD_TIMEOUT seconds without a byte, or after a
-    minute; by default it would wait forever."""
+    """Makes huggingface_hub's requests fail after HF_HUB_DOWNLOAD_TIMEOUT seconds (60 if unset) without a byte; by
+    default they would wait forever."""
     seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or _SILENCE)
 
     def make():

@@ -1,4 +1,4 @@
-"""The checkpoints that uploads with the state have brought to the Hugging Face Hub (upload.py), back on this disk."""
+"""Downloads checkpoints that were uploaded to the Hugging Face Hub with the training state (upload.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipe.utils.errors import UserError
 
 
 def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
-    """Where `fetch` puts the checkpoints of a repository, as those of the run directory `run`, oldest first. Raises
+    """The paths in the run directory `run` where `fetch` puts a repository's checkpoints, oldest first. Raises
     UserError."""
     limit_requests()
     with _asking(repo):
@@ -26,8 +26,7 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
 
 
 def fetch(repo: str, checkpoint: Path) -> None:
-    """Downloads a checkpoint, unless it is there, and into its run's directory the metrics.jsonl that came with it.
-    Raises UserError."""
+    """Downloads a checkpoint unless it exists, and its metrics.jsonl into the run's directory. Raises UserError."""
     if checkpoint.exists():
         return
     branch = branch_of(step_of(checkpoint))

@@ -1,11 +1,11 @@
-"""A run's checkpoint for others: as a directory, or on the Hugging Face Hub.
+"""Exports a run's checkpoint to a directory or to the Hugging Face Hub.
 
     python -m recipe.hub.export RUN --out my-model          the newest checkpoint as a directory for transformers
     python -m recipe.hub.export RUN --best                  the one with the lowest validation loss
     python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones to branches, the newest to main
 
 An export holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a model
-card with what the run recorded and what eval/ has measured (results.json beside the checkpoint). A push uploads these
+card with what the run recorded and what eval/ measured (results.json beside the checkpoint). A push uploads these
 files, unless they are there already; it replaces a README.md that differs (its history stays).
 """
 
@@ -29,13 +29,13 @@ from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 
-logger = logging.getLogger("recipe.hub.export")  # __name__ is __main__ where this is the command
+logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
 
 
 def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
     """Writes the newest whole checkpoint of `run`, or the `best` one, to the directory `out`; returns the checkpoint.
 
-    `run` may also be a checkpoint. `force` replaces the files of an earlier export, and no others. Raises UserError.
+    `run` may also be a checkpoint. `force` replaces the files of an earlier export only. Raises UserError.
     """
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
@@ -43,7 +43,7 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "", force
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
     for path in files_of(checkpoint):
-        (out / path.name).unlink(missing_ok=True)  # never through a link
+        (out / path.name).unlink(missing_ok=True)  # never writes through a link
         shutil.copyfile(path, out / path.name, follow_symlinks=False)
     (out / CARD).write_text(card)
     return checkpoint
@@ -54,7 +54,7 @@ def choose(run: Path, best: bool) -> Path:
     if (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, and --best chooses among a run's; name {run.resolve().parent}")
-        if problems := verify(run.resolve()):  # a link to it is as good
+        if problems := verify(run.resolve()):  # `run` may be a link
             raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
         return run
     if not checkpoints(run):
@@ -67,7 +67,7 @@ def choose(run: Path, best: bool) -> Path:
 
 
 def best_whole(run: Path) -> Path | None:
-    """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those that are kept."""
+    """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
     losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
     evaluated = [(loss, path) for path in checkpoints(run) if (loss := losses.get(step_of(path))) is not None]
     for loss, path in sorted(evaluated):
@@ -78,9 +78,9 @@ def best_whole(run: Path) -> Path | None:
 
 
 def push(args: argparse.Namespace) -> ExitCode:
-    """Uploads the milestones of a run that the Hub does not have, and the newest checkpoint, or the best, to main.
+    """Uploads the milestones that the Hub lacks, and the newest or the best checkpoint to main.
 
-    Returns what Uploads.wait does. Raises UserError.
+    Returns the exit code of Uploads.wait. Raises UserError.
     """
     if not args.repo:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
@@ -109,7 +109,7 @@ def _newest_run(runs: Path = Path("runs")) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code."""
+    """Runs the command; returns the exit code."""
     args = _arguments(sys.argv[1:] if argv is None else argv)
     set_up_logging()
     try:

@@ -1,6 +1,6 @@
-"""The model card of a checkpoint: what the run and its evaluations recorded, laid out by model_card.md.jinja.
+"""The model card of a checkpoint: what the run and its evaluations recorded, rendered by model_card.md.jinja.
 
-The metadata are those of https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
+The metadata follow https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ENGLISH = {source for source, _ in DATASETS.values()}  # according to these dat
 def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bool = False) -> str:
     """The card of a checkpoint: YAML and Markdown, without secrets.
 
-    It has the evaluations beside the checkpoint (results.json), and those of its run's metrics.jsonl where the
-    checkpoint is in its run's directory. `repo` is where the card will be, ORG/NAME on the Hub; `license` replaces the
-    run's hub_license; `audit` says that the optimizer's state and metrics.jsonl are there too. Raises UserError for a
-    results.json that eval/ did not write, OSError, and ValueError for other damaged files.
+    It shows the evaluations in results.json beside the checkpoint and, if the checkpoint is in its run's directory,
+    those in the run's metrics.jsonl. `repo` is where the card will be, ORG/NAME on the Hub; `license` overrides the
+    run's hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError for
+    a results.json that eval/ did not write, OSError, and ValueError for other damaged files.
     """
     state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
@@ -94,14 +94,14 @@ def _link(text: dict) -> str:
 
 
 def _comparison(found: dict) -> dict:
-    """What eval/compare.py has written, as Markdown."""
+    """The output of eval/compare.py as Markdown."""
     rows = [[plain(cell) for cell in comparison_row(row)] for row in found["rows"]]
     samples = [f"{plain(found['prompt'])} ... {plain(text)}" for text in found["samples"]]
     return {"other": plain(found["other"]), "rows": rows, "samples": samples}
 
 
 def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
-    """The scores in a line of metrics.jsonl. The validation text is a part of the training's, unless there is
+    """The scores in a line of metrics.jsonl. The validation text is part of the training text unless there is
     val_data."""
     how, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
     tokens = f", at most {config['eval_tokens']:,} tokens" if config.get("eval_tokens") else ""
@@ -123,25 +123,25 @@ def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
 
 
 def _entry(score: dict) -> EvalResult:
-    """A score for model-index, from which leaderboards read."""
+    """A score as an entry of model-index, which leaderboards read."""
     fields = {key: value for key, value in score.items() if key not in ("how", "ci95", "whole")}
     return EvalResult(**fields | {"metric_value": round(score["metric_value"], 6)})
 
 
 def plain(value) -> str:
-    """One line of Markdown that shows `value` as it is, in a table too: file names may hold markup."""
+    """Escapes `value` as one line of Markdown, also for tables: file names may contain markup."""
     text = redact(" ".join(str(value).split()))
     return re.sub(r"([\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 
 def data_sets(state: dict) -> list[dict]:
-    """What a trainer_state.json says of the training data, of each data set:
+    """Each training data set recorded in a trainer_state.json.
 
     Returns:
-        {"text", "name", "share", "state"}: what it is made of, what the run calls it, its share of the mixture, and the
-        state by which its shards are known; with {"id", "commit", "subset", "split"} of a data set on the Hub, or
-        {"files"} of local text. Never the configured `train_text`, since shards that were there before the run are
-        used whatever they were made from.
+        {"text", "name", "share", "state"}: the text it was made from, its name in the run, its share of the mixture,
+        and the state that identifies its shards; with {"id", "commit", "subset", "split"} for a data set on the Hub, or
+        {"files"} for local text. Never the configured `train_text`, since existing shards are used whatever they were
+        made from.
     """
     source, saved = state["about"][-1]["data"], state["data"]
     if "mixture" not in source:
@@ -190,7 +190,7 @@ def _data(state: dict, text: dict) -> dict[str, object]:
 
 
 def _training(state: dict, lines: list[dict]) -> dict[str, object]:
-    config, parts = state["config"], state["about"]  # a part for each start of the run
+    config, parts = state["config"], state["about"]  # one part for each start of the run
     precisions = [f"{part['precision']}{', compiled' * part['compiled']}" for part in parts]
     return {
         "steps": f"{state['step']:,}",
@@ -218,7 +218,7 @@ def _code(config: dict, part: dict) -> dict[str, object]:
 
 def _hardware(part: dict) -> str:
     device, engine, nodes = part["device"], part["engine"], part["nodes"]
-    if not engine.startswith(device):  # a processor, whose engine is only "CPU"
+    if not engine.startswith(device):  # a CPU's model name: its engine is just "CPU"
         engine = f"{device}, {engine}"
     return engine + (f", on {nodes} nodes" if nodes > 1 else "")
 

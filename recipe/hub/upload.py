@@ -1,11 +1,11 @@
 """Uploads a run's checkpoints to the Hugging Face Hub.
 
-The milestones and the final checkpoint belong there: each on a branch of its own, such as step-005000, the final one on
-main too. `sync` uploads those on the disk, in one commit for each branch where something differs. `Uploads` calls it in
-a thread beside a training run, and `python -m recipe.hub.export push` waits for it. Milestones and the newest
-checkpoint are never pruned, so that nothing else needs to remember what is left to upload after a failure.
+The milestones and the final checkpoint are uploaded, each to its own branch, such as step-005000; the final one also
+goes to main. `sync` uploads those on the disk, with one commit for each branch that differs. `Uploads` calls it in a
+thread beside a training run, and `python -m recipe.hub.export push` waits for it. Milestones and the newest checkpoint
+are never pruned, so nothing else needs to remember what is left to upload after a failure.
 
-The token stays where huggingface_hub finds it, in the environment or in its own file.
+The token stays where huggingface_hub finds it, in the environment or in its token file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from recipe.utils.units import some
 logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
-LIMIT = 900.0  # seconds that the end of a run waits for its uploads, at most
+LIMIT = 900.0  # seconds that a finished run waits for its uploads, at most
 PAUSE = 60.0  # seconds between a failure and the next attempt
-ATTEMPTS = 6  # that may fail while somebody waits: together longer than the five minutes of the Hub's rate limits
+ATTEMPTS = 6  # failures allowed while `wait` runs: with PAUSE, longer than the Hub's five-minute rate limits
 
 
 @dataclass(frozen=True)
 class Target:
-    """What goes where: the milestones of a run to branches of `repo`, the checkpoint `final` to main too.
+    """What is uploaded where: a run's milestones to branches of `repo`, the checkpoint `final` to main too.
 
     Attributes:
         repo: ORG/NAME on the Hub.
@@ -51,8 +51,8 @@ class Target:
         milestone_steps: checkpoints at multiples of this step are milestones (0: none).
         final: the checkpoint for main; it need not exist yet.
         license: of the weights, for the model card (empty: the run's hub_license).
-        card: whether a model card goes with the weights; it replaces one that differs.
-        state: whether the optimizer's state and metrics.jsonl go with them too.
+        card: whether to upload a model card with the weights; it replaces one that differs.
+        state: whether to upload the optimizer state and metrics.jsonl too.
     """
 
     repo: str
@@ -64,7 +64,7 @@ class Target:
     state: bool = False
 
     def branches(self, run: Path) -> dict[str, Path]:
-        """{branch: checkpoint} of what is on the disk, the oldest first."""
+        """{branch: checkpoint} for the checkpoints on the disk, oldest first."""
         steps = {step_of(path): path for path in checkpoints(run)}
         steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
         final = {}
@@ -80,15 +80,15 @@ def branch_of(step: int) -> str:
 
 
 def recorded_step(checkpoint: Path) -> int:
-    """The step of a checkpoint, whatever its directory is called."""
+    """The step recorded in a checkpoint, whatever its directory's name."""
     return json.loads((checkpoint / "trainer_state.json").read_text())["step"]
 
 
 def sync(target: Target, wanted: dict[str, Path], known: dict[str, bool]) -> None:
     """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has.
 
-    Notes each branch in `known`: True, or False where the checkpoint does not agree with its manifest, which is refused
-    with a warning. Raises UserError for a public repository where a private one is wanted and for a card that cannot be
+    Records each branch in `known`: True, or False with a warning if the checkpoint does not match its manifest and is
+    not uploaded. Raises UserError if the repository is public but a private one is wanted or if a card cannot be
     written, and whatever huggingface_hub raises.
     """
     api = HfApi()
@@ -98,7 +98,7 @@ def sync(target: Target, wanted: dict[str, Path], known: dict[str, bool]) -> Non
             known[branch] = False
             logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
             continue
-        # Not upload_folder: the card is made here, and what else lies beside the model stays here.
+        # Not upload_folder: the card is generated here, and other files beside the model are not uploaded.
         files = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=target.state)]
         step = recorded_step(checkpoint)
         if target.state:
@@ -116,10 +116,10 @@ def sync(target: Target, wanted: dict[str, Path], known: dict[str, bool]) -> Non
 
 
 class Uploads:
-    """Uploads the checkpoints of a run in a thread, one sync at a time; an upload that fails raises nothing.
+    """Uploads a run's checkpoints in a thread, one sync at a time; a failed upload raises nothing.
 
-    Nobody waits for the thread except the end of the run, with a limit: its requests may fail or hang, but not for
-    longer than their timeouts.
+    Only the end of the run waits for the thread, and not longer than a limit: requests may fail, or hang until they
+    time out.
     """
 
     def __init__(self, run: Path, target: Target | None):
@@ -136,8 +136,8 @@ class Uploads:
             limit_requests()
 
     def start(self) -> None:
-        """Starts to upload what is on the disk, unless an upload is running or failed in the last minute. Call it after
-        the metrics of the newest checkpoint's step were written, since a model card has them."""
+        """Starts uploading the checkpoints on the disk, unless an upload is running or failed in the last minute. Call
+        it after the metrics of the newest checkpoint's step are written, since the model card shows them."""
         wanted = self._unknown()
         if wanted and not self._refused and not self._busy() and time.monotonic() >= self._not_before:
             self._thread = threading.Thread(
@@ -146,10 +146,10 @@ class Uploads:
             self._thread.start()
 
     def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
-        """Uploads all that is left. Ends after `limit` seconds, after ATTEMPTS failures, or when `stopped()`.
+        """Uploads everything that is left. Ends after `limit` seconds, after ATTEMPTS failures, or when `stopped()`.
 
-        Returns DONE where everything is on the Hub, USER_ERROR where the Hub or a damaged checkpoint refuses it,
-        RUN_AGAIN where it failed.
+        Returns DONE if everything is on the Hub, USER_ERROR if the Hub refuses it or a checkpoint is damaged, RUN_AGAIN
+        if it failed.
         """
         if self._target is None:
             return ExitCode.DONE
@@ -173,7 +173,7 @@ class Uploads:
         return self._thread is not None and self._thread.is_alive()
 
     def _unknown(self) -> dict[str, Path]:
-        """What another attempt may upload."""
+        """The checkpoints whose upload has not been decided yet."""
         return {branch: path for branch, path in self._branches().items() if branch not in self._known}
 
     def _missing(self) -> list[str]:
@@ -194,10 +194,10 @@ class Uploads:
 
 
 def open_uploads(config: Config, processes: Processes) -> Uploads:
-    """The uploads of a training run; they do nothing unless it has push_to_hub. Collective.
+    """The uploads of a training run; they do nothing without push_to_hub. Collective.
 
-    Raises UserError, on all processes, where the token must not write to hub_model_id. A Hub that cannot be reached is
-    no error: the run goes on, and tries again.
+    Raises UserError, on all processes, if the token may not write to hub_model_id. An unreachable Hub is not an error:
+    the run goes on and tries again.
     """
     run, run_dir = config.run, Path(config.run.output_dir)
     if not run.push_to_hub:

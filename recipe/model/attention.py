@@ -1,9 +1,9 @@
 """Causal attention for a CPU, faster there than SDPA's kernel: matrix products over blocks of queries.
 
 PyTorch's flash attention on a CPU spends a sixth of a 124M step on a thirtieth of its FLOPs (docs/log.md). Here each
-block of queries meets the keys before its end in one batched product, and backward keeps the probabilities instead of
-recomputing them: B H T (T + 128) / 2 numbers a layer, for which a CPU has room. Scores and softmax are fp32, as in
-SDPA.
+block of queries is multiplied by the keys up to its end in one batched product, and the probabilities are kept for
+backward instead of recomputed: B H T (T + 128) / 2 numbers a layer, for which a CPU has room. Scores and softmax are
+fp32, as in SDPA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-_BLOCK = 128  # queries; 64 to 256 measured alike
+_BLOCK = 128  # queries; 64 to 256 are equally fast
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _(grad, q, k, v, kept):
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # or zeros would be made for the probabilities, which have no gradient
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the probabilities, which have no gradient
     ctx.save_for_backward(*inputs, output[1])
 
 

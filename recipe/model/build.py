@@ -37,7 +37,7 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
     )
     built = GPT2LMHeadModel(
         wanted,
-        gradient_checkpointing=bool(config.run.gradient_checkpointing),  # an auto that is not resolved: on
+        gradient_checkpointing=bool(config.run.gradient_checkpointing),  # an unresolved "auto" counts as on
         loss_chunk_size=config.run.loss_chunk_size,
         fused_loss=config.run.fused_loss,
         seed=config.run.seed,
@@ -51,7 +51,7 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
 
 
 def check_init_from(model: ModelConfig) -> None:
-    """For a plan: raises UserError where `init_from` is not there or has another architecture, and Unreachable where
+    """Checks `init_from` for a plan. Raises UserError if it is missing or has another architecture, and Unreachable if
     the Hub does not answer. Weights are neither read nor downloaded."""
     if not model.init_from:
         return

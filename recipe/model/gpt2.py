@@ -27,7 +27,7 @@ from recipe.utils.units import some
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
 _OLD_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")
 
-# Fields of GPT2Config for which this module supports one value.
+# Fields of GPT2Config for which this module supports only one value.
 _REQUIRED = {
     "activation_function": "gelu_new",
     "scale_attn_weights": True,
@@ -66,13 +66,13 @@ class LayerNorm(nn.LayerNorm):
         """(..., D) -> (..., D), in the weight's type on a CPU."""
         if input.device.type != "cpu":
             return super().forward(input)
-        # The parameters are fp32, except under DeepSpeed's fp16, where what follows expects half precision too.
+        # The parameters are fp32, except under DeepSpeed's fp16, where the next layer expects half precision too.
         y = F.layer_norm(input.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
         return y.to(self.weight.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention of H heads; `attend` computes it where there is no mask."""
+    """Causal self-attention of H heads; `attend` computes it if there is no mask."""
 
     def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
@@ -152,8 +152,8 @@ class Transformer(nn.Module):
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(positions)  # (B, T, D)
         device_type = x.device.type
-        # Autocast leaves embeddings in fp32 and the residual stream with them: one cast here halves its traffic.
-        # Not for fp16, whose range a residual stream can leave.
+        # Autocast keeps embeddings, and so the residual stream, in fp32: one cast here halves its memory traffic. Not
+        # for fp16, whose range the residual stream can exceed.
         if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16:
             x = x.to(torch.bfloat16)
         x = F.dropout(x, self.embd_pdrop, self.training)
@@ -172,7 +172,7 @@ class GPT2LMHeadModel(nn.Module):
         config: a transformers GPT2Config. Raises UserError where it asks for an unsupported variant.
         gradient_checkpointing: recompute each block's activations in backward instead of keeping them.
         loss_chunk_size, pad_vocab_to, fused_loss: see `recipe.model.loss.next_token_loss`.
-        seed: of the initial weights, drawn on the CPU: the same on every device.
+        seed: of the initial weights, which are drawn on the CPU to be the same on every device.
         attention, checkpoint: replace SDPA and torch's checkpoint where a device has better ones: (q, k, v, dropout)
             -> y over (B, H, T, K), and (block, x) -> block(x).
     """
@@ -195,7 +195,7 @@ class GPT2LMHeadModel(nn.Module):
         self.loss = partial(next_token_loss, chunk_size=loss_chunk_size, pad_vocab_to=pad_vocab_to, fused=fused_loss)
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
         self.transformer = Transformer(config, gradient_checkpointing, attention or causal_attention, checkpoint)
-        # A tied head is no second Parameter: moving a module to an XLA device would break the tie unnoticed.
+        # A tied head is not a second Parameter: moving a module to an XLA device would silently untie it.
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self._init_weights(torch.Generator().manual_seed(seed))
 
@@ -222,7 +222,7 @@ class GPT2LMHeadModel(nn.Module):
         """Logits (B, T, V) of `input_ids` (B, T); with `targets` (B, T), the loss alone.
 
         `targets[b, t]` is the token after `input_ids[b, t]`: already shifted, unlike transformers' `labels`.
-        Training never sees logits: returned, they would be held, and turned into fp32, whole.
+        Training never returns logits: they would be kept whole and converted to fp32.
         """
         hidden = self.transformer(input_ids)
         if targets is None:
@@ -230,7 +230,7 @@ class GPT2LMHeadModel(nn.Module):
         return self.loss(hidden, self.head_weight, targets)
 
     def save_config(self, directory: Path) -> None:
-        """Writes config.json and generation_config.json: with the weights, all that transformers needs."""
+        """Writes config.json and generation_config.json: with the weights, everything that transformers needs."""
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = ["GPT2LMHeadModel"], torch.float32
         config.n_ctx = config.n_positions  # llama.cpp's converter reads OpenAI's name for it
@@ -239,8 +239,8 @@ class GPT2LMHeadModel(nn.Module):
         config.pad_token_id = end_of_text
         config.save_pretrained(directory)
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
-        # By default a pipeline generates 256 tokens. max_length ends them where the positions are too few for these and
-        # a prompt, and only there: of max_length and max_new_tokens together transformers 5 warns at each call.
+        # By default a pipeline generates 256 tokens. max_length is set only if the positions are too few for these and
+        # a prompt: transformers 5 warns at each call with both max_length and max_new_tokens.
         limit = {"max_length": config.n_positions} if config.n_positions < 2 * 256 else {}
         GenerationConfig(**limit, **tokens).save_pretrained(directory)
 
@@ -248,7 +248,7 @@ class GPT2LMHeadModel(nn.Module):
     def from_pretrained(cls, name_or_path: str, **kwargs) -> "GPT2LMHeadModel":
         """Loads a directory or a Hub id (OpenAI's gpt2 ... gpt2-xl, or any of ours) in safetensors.
 
-        Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist as a pickle only.
+        Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist only as a pickle.
         """
         model = cls(read_config(name_or_path), **kwargs)
         model.load_weights(read_weights(name_or_path), str(name_or_path))
@@ -284,13 +284,13 @@ def check_supported(config: GPT2Config) -> None:
 
 
 def read_config(name_or_path: str) -> GPT2Config:
-    """The configuration of a directory or a Hub id. Raises UserError where there is none that can be read."""
+    """The configuration of a directory or a Hub id. Raises UserError if there is no readable one."""
     with reading(Path(name_or_path) / "config.json", "name a model's directory, or a model on the Hub"):
         return GPT2Config.from_pretrained(name_or_path)
 
 
 def read_weights(name_or_path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a directory or a Hub id, on the CPU. Raises UserError where there are none in safetensors."""
+    """The tensors of a directory or a Hub id, on the CPU. Raises UserError if there are none in safetensors."""
     tensors = {}
     for path in weight_files(name_or_path):
         with reading(Path(path), "copy or download it again"):
@@ -299,8 +299,7 @@ def read_weights(name_or_path: str) -> dict[str, torch.Tensor]:
 
 
 def weight_files(name_or_path: str) -> list[str]:
-    """The files in safetensors that hold the weights of a directory or a Hub id. Raises UserError where there are
-    none."""
+    """The safetensors files with the weights of a directory or a Hub id. Raises UserError if there are none."""
     try:
         return [_cached(name_or_path, "model.safetensors")]
     except OSError:  # not one file: transformers splits large models and writes an index
@@ -319,7 +318,7 @@ def weight_files(name_or_path: str) -> list[str]:
 
 
 def _cached(name_or_path: str, name: str) -> str:
-    """A file's path. Raises OSError where there is none."""
+    """A file's path. Raises OSError if there is none."""
     path = cached_file(name_or_path, name)
-    assert path is not None  # which it is only for a caller that wants no exception
+    assert path is not None  # None only for callers that ask for no exception
     return path

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 IGNORE_INDEX = -100
-_ROWS = 16  # of 50,257 fp32 logits are 3 MB; 8 to 32 measured alike
+_ROWS = 16  # of 50,257 fp32 logits are 3 MB; 8 to 32 are equally fast
 
 
 def next_token_loss(
@@ -24,10 +24,10 @@ def next_token_loss(
     Args:
         hidden: (B, T, D) final hidden states, position t already aligned with the target at t.
         weight: (V, D) the head; under autocast the product runs in autocast's type.
-        targets: (B, T) token ids; positions with IGNORE_INDEX do not count. 0 where none counts.
+        targets: (B, T) token ids; positions with IGNORE_INDEX do not count; the loss is 0 if none counts.
         chunk_size: positions whose logits are held at once; 0 holds all of them.
         pad_vocab_to: the product's row count is rounded up to a multiple of this. The rows added are sliced off
-            before the softmax, so that neither the loss nor a gradient changes; tensor cores like the round number.
+            before the softmax, so that neither the loss nor a gradient changes; tensor cores are faster with it.
         fused: softmax, loss and gradient of the logits are one Triton kernel, on CUDA.
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (N, D), (N,)
@@ -52,7 +52,7 @@ class _ChunkedLossSum(torch.autograd.Function):
     """Summed cross-entropy that computes its gradients chunk by chunk in the forward pass.
 
     The gradient of a sum over positions needs one scalar from later layers, so each chunk's logits are turned into
-    gradients at once and then dropped: no logits are kept and none recomputed.
+    gradients at once and then dropped: no logits are kept or recomputed.
     The factor 1/count (and a loss scale) enters in backward, in fp32: fp16 would flush p/count to zero.
     """
 
@@ -93,7 +93,7 @@ class _ChunkedLossSum(torch.autograd.Function):
 
 
 def _cross_entropy(logits, targets, vocab_size, need_grad):
-    """Summed cross-entropy of (N, V) logits, and their gradient, which ignored rows have, too."""
+    """Summed cross-entropy of (N, V) logits, and their gradient, computed for ignored rows too."""
     index = targets.clamp(min=0)[:, None]
     log_p = F.log_softmax(logits[:, :vocab_size], -1, dtype=torch.float32)
     loss = -(log_p.gather(1, index).squeeze(1) * (targets != IGNORE_INDEX)).sum()
@@ -106,29 +106,29 @@ def _cross_entropy(logits, targets, vocab_size, need_grad):
 
 
 def _cross_entropy_fused(logits, targets, vocab_size, need_grad):
-    """The same in one kernel, which turns the logits into their gradient."""
+    """As `_cross_entropy`, in one kernel that overwrites the logits with their gradient."""
     from recipe.model.loss_kernel import cross_entropy_  # here, because it needs Triton
 
     return cross_entropy_(logits, targets, vocab_size, need_grad).sum(), logits
 
 
 def _by_rows(hidden: torch.Tensor) -> bool:
-    """A GPU would wait for many small kernels."""
+    """Whether to go by rows: not on a GPU, which would wait for many small kernels."""
     return hidden.device.type == "cpu"
 
 
-# Opaque to torch.compile, whose own code for the loss reads all logits several times and has 0.9 of the speed.
+# Opaque to torch.compile, whose own code for the loss reads all logits several times and reaches 0.9 of the speed.
 @torch.library.custom_op("recipe::loss_by_rows", mutates_args=())
 def _loss_by_rows(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, need_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Summed cross-entropy on a CPU, and its gradients (empty unless `need_grad`): the softmax takes a few rows at a
-    time, while they are in the cache.
+    time, which stay in the cache.
 
     The logits, in the product's type, are the only N x V numbers: they become their gradient in place.
-    Softmax is one kernel on a CPU, where log-softmax and an exponential are two.
+    On a CPU softmax is one kernel; log-softmax and an exponential would be two.
     """
-    logits = hidden @ weight.t()  # (N, V), and what pads V
+    logits = hidden @ weight.t()  # (N, V and padding)
     logits[:, vocab_size:] = 0
     valid = targets != IGNORE_INDEX
     index = targets.clamp(min=0)[:, None]
@@ -158,7 +158,7 @@ def _(hidden, weight, targets, vocab_size, need_grad):
 
 
 def _keep_gradients(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)  # or zeros would be made for the gradients, which have none
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the gradients, which have no gradient
     ctx.save_for_backward(*output[1:])
 
 
@@ -196,13 +196,13 @@ def _multiply_logits_gradient(ctx, grad_loss, _):
     if grad_loss is None:
         return (None,) * 5
     hidden, weight, gradient = ctx.saved_tensors
-    # The factor 1/count (and a loss scale) meets the D numbers of a row and not the V: cheaper, and in fp16 a sum over
-    # all rows cannot overflow.
+    # The factor 1/count (and a loss scale) multiplies the D numbers of a row rather than the V: cheaper, and in fp16 a
+    # sum over all rows cannot overflow.
     return gradient @ weight * grad_loss, gradient.t() @ (hidden * grad_loss), None, None, None
 
 
 _fused_loss.register_autograd(_multiply_logits_gradient, setup_context=_keep_logits_gradient)
 
 
-# Never compiled: Inductor orders the chunks' kernels as it likes and then holds the logits of all of them at once.
+# Never compiled: Inductor reorders the chunks' kernels and then holds the logits of all chunks at once.
 _chunked = torch.compiler.disable(_ChunkedLossSum.apply)

@@ -1,6 +1,6 @@
 """Cross-entropy of whole rows of logits as one Triton kernel. Importing this needs Triton.
 
-TRITON_INTERPRET=1 runs the kernel without a GPU, on tensors of the CPU.
+TRITON_INTERPRET=1 runs the kernel without a GPU, on CPU tensors.
 """
 
 import torch
@@ -9,9 +9,9 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 _LANES, _LANE = 512, 8  # threads a row, and neighboring columns of each: in 16 bits one load
-_WARPS = 16  # so that an L2 cache of 40 MB holds the rows that are in work, for their second reading
+_WARPS = 16  # so that a 40 MB L2 cache holds the rows in progress for their second read
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# libdevice's flushes denormal numbers to zero; tl's does not, for three instructions more, but can be interpreted.
+# libdevice's exp flushes denormals to zero; tl's does not and takes three more instructions, but can be interpreted.
 _math = tl if triton.knobs.runtime.interpret else libdevice
 
 
@@ -37,7 +37,7 @@ def _cross_entropy(
     whole = vocab_size // (LANES * LANE) * (LANES * LANE)  # columns in whole blocks, which need no mask
     rest = whole + columns
     # A maximum and a sum for each thread: threads wait for each other once a row, not once a block.
-    largest = tl.full((LANES,), -1e30, tl.float32)  # finite, since -inf less -inf is no number
+    largest = tl.full((LANES,), -1e30, tl.float32)  # finite, since -inf - -inf is NaN
     total = tl.zeros((LANES,), tl.float32)
     for start in range(0, whole, LANES * LANE):
         largest, total = _add_block(tl.load(logits + start + columns).to(tl.float32), largest, total)
@@ -59,11 +59,11 @@ def _cross_entropy(
 
 
 def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, need_grad: bool) -> torch.Tensor:
-    """Cross-entropy in nats of each row, (N,) in fp32; 0 where the target is no token, as IGNORE_INDEX is.
+    """Cross-entropy in nats of each row, (N,) in fp32; 0 where the target is not a token, such as IGNORE_INDEX.
 
     Args:
         logits: (N, V and up to 4,096 columns of padding), contiguous. With `need_grad` they become softmax - onehot,
-            the gradient of the losses' sum; in padding and in rows that do not count 0.
+            the gradient of the summed losses; 0 in padding and in rows that do not count.
         targets: (N,) token ids.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)

@@ -27,29 +27,29 @@ from recipe.utils.files import replace_file
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
 
-# Columns that are null where a step did not measure them.
+# Columns that are null in the lines of steps that did not measure them.
 _MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 
 
 class Metrics:
     """The metrics of a run, and where they go: metrics.jsonl, the terminal, an experiment tracker.
 
-    Within a step the loop calls `loss.add` for each micro-batch, and then `end_step`; between two steps it takes their
-    `record`, adds what its evaluations have measured, and has it written.
+    Within a step the loop calls `loss.add` for each micro-batch, and then `end_step`; between steps it calls `record`,
+    adds the results of its evaluations, and calls `write`.
 
     Attributes:
         loss: the RunningLoss.
         tracker: the Tracker, whose state a checkpoint keeps.
-        seconds, pauses: of training, and of validation, saving and the like between; of the whole run, earlier
+        seconds, pauses: spent on training, and on validation, saving and the like; over the whole run, earlier
             processes included.
         val_losses: {step: validation loss} of the run so far; on the main process.
-        warning: shown in every line until it is empty again.
+        warning: shown on every line while it is not empty.
     """
 
     def __init__(
         self, config: Config, engine: Engine, batches: BatchLoader, checkpoint: Checkpoint | None, closing: ExitStack
     ):
-        """Of a new run, or of one that continues from `checkpoint`. `closing` closes what is opened here. Raises
+        """For a new run, or one that resumes from `checkpoint`. `closing` closes what is opened here. Raises
         UserError."""
         self._config, self._engine, self._batches = config, engine, batches
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
@@ -59,7 +59,7 @@ class Metrics:
         step, known, run_id = 0, {}, None
         if checkpoint:
             step, known = checkpoint.step, checkpoint.state["record"]
-            # A tracker takes no step twice: steps that now go differently are another run of its.
+            # A tracker accepts each step once, so rewound steps are logged as a new run there.
             run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
             before = checkpoint.state["metrics"]
             self.seconds, self.pauses = before["seconds"], before["pauses"]
@@ -74,14 +74,14 @@ class Metrics:
         self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
         closing.callback(self._progress.close)
         self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.processes.is_main))
-        self._read_at, self._known = step, known  # the step of the last reading, and what is known of it
+        self._read_at, self._known = step, known  # the step of the last reading, and its known values
         self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
-        self._window_begun = time.perf_counter()  # later by its pauses
-        self._save_wait = 0.0  # seconds for which this process has stood still for its saves
+        self._window_begun = time.perf_counter()  # moved forward by the pauses
+        self._save_wait = 0.0  # seconds that training in this process has waited for saves
 
     def record(self, step: int, *, read: bool) -> dict:
-        """What is known of this step, for its evaluations to be added: what an earlier process has measured at it, and,
-        where `read`, what the device has gathered since the last reading. A collective call, which waits for the
+        """The record of this step, to which the evaluations are added: values that an earlier process measured at it
+        and, if `read`, those gathered on the device since the last reading. A collective call, which waits for the
         device if it reads. Raises UserError after too many skipped steps in a row."""
         if read and step > self._read_at:
             self._known, self._read_at = self._read(step), step
@@ -90,7 +90,7 @@ class Metrics:
 
     def _read(self, step: int) -> dict:
         engine = self._engine
-        loss = self.loss.read(engine.processes.mean)  # waits for the steps whose time is read next
+        loss = self.loss.read(engine.processes.mean)  # waits for the device, before the clock is read
         now = time.perf_counter()
         seconds, self._window_begun = now - self._window_begun, now
         self.seconds += seconds
@@ -134,7 +134,7 @@ class Metrics:
     @contextmanager
     def paused(self, what: str) -> Generator[Callable[[int, int], None], None, None]:
         """A context for a pause in training, such as "validating": its seconds do not count as training, and the
-        progress bar shows what the run is doing. The device must be idle at its beginning, or the work still queued
+        progress bar shows what the run is doing. The device must be idle when it starts; otherwise work still queued
         there counts as pause. Yields a function that reports how many of how many batches are done."""
         begun = time.perf_counter()
         try:
@@ -148,12 +148,12 @@ class Metrics:
                 self._save_wait += pause
 
     def sync(self) -> None:
-        """Brings metrics.jsonl to the disk; on the main process."""
+        """Flushes metrics.jsonl to the disk; on the main process."""
         if self._log:
             self._log.sync()
 
     def state_dict(self) -> dict:
-        """For the checkpoint, as JSON. A collective call, and waits for the device."""
+        """The state for the checkpoint, as JSON. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._engine.processes.mean)
         return {"seconds": self.seconds, "pauses": self.pauses, "running_loss": loss}
 
@@ -167,7 +167,7 @@ class RunningLoss:
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float64):
         """`dtype`: float64 where the device has it."""
-        # A resumed run begins with the mean over the processes; in float64 it is equal to the last digit of a float32.
+        # A resumed run starts from the mean over the processes; in float64 it agrees to the last digit of a float32.
         self.step, self._sum = (torch.zeros((), dtype=dtype, device=device) for _ in range(2))
         self._count = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -190,23 +190,23 @@ class RunningLoss:
         return state["sum"] / state["count"] if state["count"] else math.nan
 
     def state_dict(self, mean: Mean) -> dict:
-        """For the checkpoint; `mean` averages a tensor over processes. Collective, and waits for the device."""
+        """The state for the checkpoint; `mean` averages a tensor over processes. Collective; waits for the device."""
         return {"sum": mean(self._sum).item(), "count": int(self._count.item())}
 
     def load_state_dict(self, state: dict) -> None:
-        """Sets what `state_dict` returned."""
+        """Restores what `state_dict` returned."""
         self._sum.fill_(state["sum"])
         self._count.fill_(float(state["count"]))
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a logged step, written at once; of the main process only.
+    """metrics.jsonl: one JSON object for each logged step, written at once; on the main process only.
 
-    A resumed run drops the lines after `first_step`, and replaces that of this step when it writes it. A full disk
-    costs the lines that no longer fit into the file's buffer.
+    A resumed run drops the lines after `first_step`, and replaces the line of `first_step` when it is written again. On
+    a full disk, only lines that do not fit into the file's buffer are lost.
 
     Attributes:
-        earlier: what the file's line of `first_step` held, without nulls; empty if there was none. An earlier plan may
+        earlier: the file's line of `first_step`, without nulls; empty if there was none. An earlier configuration may
             have measured what this one does not, such as the validation loss after its last step.
         val_losses: {step: validation loss} of the lines so far, where it was measured and is finite.
     """
@@ -214,7 +214,7 @@ class MetricsLog:
     def __init__(self, path: Path, first_step: int):
         """Raises UserError where the file cannot be read or written."""
         self._path, self._failed = path, False
-        # A line of step 0 that no checkpoint follows may be another configuration's.
+        # Without a checkpoint, a line of step 0 may come from another configuration.
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
         self.val_losses = {step: line["val_loss"] for step, line in kept.items() if line.get("val_loss") is not None}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
@@ -226,7 +226,7 @@ class MetricsLog:
 
     def write(self, record: dict) -> None:
         """Appends a line; a number that is not finite becomes null."""
-        # JSON has no NaN; a reader of the file must not need a special case for it.
+        # JSON has no NaN, and readers of the file should not need a special case for it.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         if line.get("val_loss") is not None:
             self.val_losses[line["step"]] = line["val_loss"]
@@ -235,7 +235,7 @@ class MetricsLog:
             if line["step"] == step:
                 self._file.truncate(offset)
             self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()  # after an error the buffer keeps what it could not write
+            self._file.flush()  # after an error, unwritten lines stay in the buffer
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -243,22 +243,22 @@ class MetricsLog:
             self._failed = True
 
     def sync(self) -> None:
-        """Brings the file to the disk: before a checkpoint is committed, from which a resumed run will not write these
-        lines again. A disk that fails must not cost the checkpoint."""
+        """Flushes the file to the disk. Called before a checkpoint is committed, since a run resumed from it does not
+        write these lines again. A failing disk must not cost the checkpoint."""
         with suppress(OSError):
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Brings the file to the disk, and closes it."""
+        """Flushes the file to the disk and closes it."""
         self.sync()
         with suppress(OSError):
             self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl, none where there is no file. What is not the line of a step, such as one that a
-    killed run has left unfinished, is skipped. Raises UserError where the file cannot be read."""
+    """The lines of a metrics.jsonl; none if there is no file. Anything that is not the line of a step, such as an
+    unfinished line of a killed run, is skipped. Raises UserError if the file cannot be read."""
     with reading(path, "make it readable, or move it away: the run then goes on without its lines"):
         texts = path.read_text(errors="replace").splitlines() if path.exists() else []
     lines = []

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a tqdm bar on a terminal, log lines elsewhere, nothing on other processes."""
+"""Progress of a run: a tqdm bar on a terminal, log lines elsewhere, nothing on the other processes."""
 
 import logging
 import math
@@ -14,10 +14,10 @@ from recipe.utils.units import duration, plural
 
 logger = logging.getLogger(__name__)
 
-# tqdm's, with our own speed and time left behind it: they do not count compilation, nor an earlier process's steps.
+# tqdm's format with our own speed and remaining time, which exclude compilation and an earlier process's steps.
 _FORMAT = "{desc}{percentage:.0f}%|{bar}| {n_fmt}{postfix}"
-_BETWEEN_LINES = 60.0  # seconds, in a long pause
-# Column of a record, its form, and the factor of its unit, in the order in which they are shown.
+_BETWEEN_LINES = 60.0  # seconds between log lines in a long pause
+# (column of a record, format, factor of its unit), in display order.
 _FIGURES = (
     ("loss", "loss {:.4f}", 1),
     ("learning_rate", "lr {:.1e}", 1),
@@ -28,13 +28,13 @@ _FIGURES = (
 
 
 class Progress:
-    """A bar in tokens where standard output and error are a terminal, otherwise a line for each record; silent where
-    `show` is false."""
+    """A bar in tokens if standard output and error are a terminal, otherwise a line for each record; silent if `show`
+    is false."""
 
     def __init__(self, steps: int, step_tokens: int, first_step: int, *, show: bool):
         """For a run of `steps` steps of `step_tokens` tokens each that has done `first_step` of them."""
         self._steps, self._step_tokens, self._first_step, self._show = steps, step_tokens, first_step, show
-        self._newest: dict[str, float] = {}  # of each column that the bar shows
+        self._newest: dict[str, float] = {}  # the newest value of each column on the bar
         self._warning = ""
         on_terminal = sys.stderr.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._bar = tqdm(
@@ -49,7 +49,7 @@ class Progress:
         )
 
     def advance(self) -> None:
-        """Counts a step that is done."""
+        """Counts a finished step."""
         self._bar.update(self._step_tokens)
 
     def report(self, record: dict, warning: str = "") -> None:
@@ -67,7 +67,7 @@ class Progress:
     @contextmanager
     def during(self, what: str) -> Generator[Callable[[int, int], None], None, None]:
         """A context for an interruption of the training: `what` is "validating", "saving"... Yields a function that
-        shows how many of how many batches of it are done."""
+        shows how many of how many batches are done."""
         last_line = time.monotonic()
 
         def tick(done: int, of: int) -> None:

@@ -1,4 +1,4 @@
-"""The panels that a run prints before its first step (all that --dry_run prints) and after its last."""
+"""The panels printed before the first step (the only output of --dry_run) and after the last."""
 
 import logging
 import shlex
@@ -30,9 +30,9 @@ class Result:
     """The outcome of the training loop.
 
     Attributes:
-        val_loss: the last validation loss in nats a token, None where a signal stopped the run before its end.
+        val_loss: the last validation loss in nats per token, None if a signal stopped the run early.
         saved: whether the last checkpoint was written.
-        seconds, pauses: of training, and of validation, saving and the like between; of the whole run, earlier
+        seconds, pauses: spent on training, and on validation, saving and the like; over the whole run, earlier
             processes included.
     """
 
@@ -85,7 +85,7 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
     if there_is and needed > HEADROOM * there_is:
         yield f"           which does not fit: {gb(HEADROOM * there_is)} are for tensors. {REMEDIES}"
     milestones = opt.max_steps // run.milestone_steps if run.milestone_steps else 0
-    # Besides them: the best one, that before wsd's decay, and the one that is being written.
+    # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
     most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
     yield f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {most} at once, in {run.output_dir}"
     yield _forecast(config, batch, engine)
@@ -101,8 +101,8 @@ def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
     """How long the whole run takes."""
     run, opt, devices = config.run, config.optimizer, batch.world_size * batch.devices
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
-    # The peaks of GPUs are those of half precision; another precision, unless it is the best the device has, has
-    # another peak, which is not known.
+    # The known GPU peaks are for half precision; the peak of another precision is not known, unless it is the best that
+    # the device has.
     if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
         peak = engine.peak_flops * batch.world_size
         mfu, basis = mfu_of(engine.name.partition(", ")[0], devices, parameter_count(config.model))
@@ -117,7 +117,7 @@ def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
 
 
 def summarize(config: Config, result: Result) -> ExitCode:
-    """Logs how the run has ended, with commands to copy, and returns the exit code that says so too."""
+    """Logs how the run ended, with commands to copy, and returns the matching exit code."""
     run_dir = Path(config.run.output_dir)
     if not result.saved:
         logger.warning(

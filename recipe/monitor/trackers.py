@@ -1,9 +1,9 @@
 """TensorBoard, wandb and trackio beside metrics.jsonl, through Accelerate's trackers.
 
-A tracker that raises an exception costs one warning, and is not called again: metrics.jsonl has everything. A resumed
-run continues its run at the tracker, whose id the checkpoint holds. Steps that a killed run had logged after its last
-checkpoint are logged again: TensorBoard hides the first ones, wandb drops the second ones, trackio shows both. Their
-values are the same.
+A tracker that raises an exception causes one warning and is not called again: metrics.jsonl has everything. A resumed
+run continues the same run at the tracker; the checkpoint holds its id. Steps that a killed run logged after its last
+checkpoint are logged again: TensorBoard hides the first values, wandb drops the second, trackio shows both. The values
+are the same.
 """
 
 import json
@@ -33,8 +33,8 @@ def check_tracker(name: str) -> None:
 
 
 def metric_names(record: dict) -> dict[str, float | str]:
-    """The measured values of a line of metrics.jsonl, and its sample, under the names by which trackers group:
-    val/loss, and train/loss with all that is not of an evaluation, as the Trainer has it."""
+    """The measured values and the sample of a line of metrics.jsonl, under names that trackers group: val/loss for
+    evaluations, train/loss and the like for everything else, as in transformers' Trainer."""
     values = {column: value for column, value in record.items() if isinstance(value, (int, float, str))}
     values.pop("step", None)
     of_evaluation = ("val_loss", "hellaswag", "sample")
@@ -45,9 +45,9 @@ def metric_names(record: dict) -> dict[str, float | str]:
 
 
 class Tracker:
-    """The run at the tracker that `report_to` names; does nothing if that is none, or without `active`.
+    """The run at the tracker that `report_to` names; does nothing if that is none or `active` is false.
 
-    A context manager, on the main process. `run_id` is that of the checkpoint from which the run resumes at `step`.
+    A context manager, on the main process. `run_id` comes from the checkpoint from which the run resumes at `step`.
 
     Attributes:
         run_id: the run's id at the tracker, for the checkpoint.
@@ -63,15 +63,15 @@ class Tracker:
         with self._or_without_it():
             if self._name == "tensorboard":
                 tracker = self._started("tensorboard", run.output_dir, purge_step=step)
-                # Accelerate's store_init_configuration would make a nameless run of its own, without any metric.
-                text = json.dumps(settings, indent=4)  # which Markdown shows as it is, for it is indented
+                # Accelerate's store_init_configuration would create a separate unnamed run without metrics.
+                text = json.dumps(settings, indent=4)  # Markdown shows indented text verbatim
                 tracker.log({"configuration": text.strip("{}")}, step=step)
                 where = f"tensorboard --logdir {run.output_dir}"
             elif self._name == "wandb":
                 tracker, where = self._wandb(run.run_name, run.output_dir)
                 tracker.store_init_configuration(settings)
             else:
-                name = f"{run.run_name}-{self.run_id}"  # trackio knows a run by its name
+                name = f"{run.run_name}-{self.run_id}"  # trackio identifies a run by its name
                 tracker = self._started(PROJECT, name=name, resume="allow", embed=False)
                 tracker.store_init_configuration(settings)
                 where = f"trackio show --project {PROJECT}, run {name}"
@@ -79,7 +79,7 @@ class Tracker:
             logger.info("tracker    %s", where)
 
     def state_dict(self) -> dict:
-        """For the checkpoint."""
+        """The state for the checkpoint."""
         return {"run_id": self.run_id}
 
     def log(self, record: dict) -> None:
@@ -111,16 +111,16 @@ class Tracker:
         return tracker
 
     def _wandb(self, name: str, run_dir: str) -> tuple[GeneralTracker, str]:
-        """wandb's tracker, and where the run is to be seen."""
+        """wandb's tracker, and where to view the run."""
         import wandb
 
-        # wandb's own record of the run holds the command line, the home directory and the address of the git
-        # repository, each of which can hold a password. It would also take over standard output, and the bar with it.
+        # wandb by default records the command line, the home directory and the git repository's URL, each of which can
+        # contain a password. It would also capture standard output, including the progress bar.
         private = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
         quiet = {"silent": True, "console": "off"}
-        # Seconds: for the server at the start, and for what is not uploaded at the end.
+        # Seconds: to reach the server at the start, and to finish uploads at the end.
         patience = {"init_timeout": 30, "finish_timeout": 60}
-        # Without a key wandb.init would ask for one at a terminal, and elsewhere raise an exception and keep nothing.
+        # Without a key, wandb.init would ask for one on a terminal; elsewhere it would raise and record nothing.
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
         tracker = self._started(
             os.environ.get("WANDB_PROJECT", PROJECT),

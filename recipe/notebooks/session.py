@@ -12,8 +12,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-# Lines appear as they are written, nothing uses the notebook's plotting backend, and a training that is told to stop
-# gets more than torchrun's 30 s to save.
+# Output is unbuffered, nothing uses the notebook's plotting backend, and a training run asked to stop gets more than
+# torchrun's 30 s to save.
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPLBACKEND": "Agg",
@@ -26,14 +26,14 @@ FAILED: list[str] = []  # commands that failed without ending the notebook
 def run(command: str, essential: bool = True) -> bool:
     """Runs a shell command and prints its output; returns whether it completed with exit code 0.
 
-    A training that has stopped with a checkpoint, at its max_hours or because the cell was interrupted, says so in its
-    output, since its launcher replaces the exit code. A command that fails raises RuntimeError or, if it is not
+    A training run that stopped with a checkpoint, at max_hours or because the cell was interrupted, reports it in its
+    output, since the launcher replaces the exit code. A failed command raises RuntimeError or, if it is not
     `essential`, is only listed by `summary`.
     """
     print(f"$ {command}", flush=True)
     process = subprocess.Popen(
         ["sh", "-c", command],
-        start_new_session=True,  # otherwise an interrupted cell would reach the launcher alone, or every process twice
+        start_new_session=True,  # otherwise an interrupt would reach only the launcher, or every process twice
         env=os.environ | _ENVIRONMENT,
         text=True,
         errors="replace",
@@ -45,7 +45,7 @@ def run(command: str, essential: bool = True) -> bool:
     interrupted, stopped = False, False
     while True:
         try:
-            # Until the output ends, not the process: a launcher may be gone while its training still saves.
+            # Wait for the end of the output, not the process: a launcher may exit while its training still saves.
             for line in process.stdout:
                 print(line, end="", flush=True)
                 stopped |= line.startswith("stopped ")
@@ -65,8 +65,8 @@ def run(command: str, essential: bool = True) -> bool:
 
 
 def take_up(run_dir: str | Path, where: str | Path) -> None:
-    """Copies into `run_dir` what an earlier session left of this run anywhere under `where`, if that has a newer
-    checkpoint than the one here. The training verifies the checkpoints, and resumes from the newest whole one."""
+    """Copies an earlier session's copy of this run, anywhere under `where`, into `run_dir` if it has a newer
+    checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
     run_dir = Path(run_dir)
     found = sorted(Path(where).glob(f"**/{run_dir.name}/step_*"), key=_step)
     if found and _step(found[-1]) > _newest_step(run_dir):
@@ -79,8 +79,8 @@ def take_up(run_dir: str | Path, where: str | Path) -> None:
 
 
 def copy_run(source: str | Path, target: str | Path) -> None:
-    """Makes `target` a copy of a run. A checkpoint gets its name when all of it is there, and only after that are those
-    deleted that the run has no more: a copy cut short leaves the checkpoints of the one before."""
+    """Makes `target` a copy of a run. A checkpoint gets its name once it is complete, and only then are checkpoints
+    deleted that the run no longer has: an interrupted copy leaves the previous checkpoints intact."""
     source, target = Path(source), Path(target)
     incoming = target / ".incoming"
     for path in source.iterdir():
@@ -97,7 +97,7 @@ def copy_run(source: str | Path, target: str | Path) -> None:
 
 
 def _same(checkpoint: Path, copy: Path) -> bool:
-    """Whether a checkpoint was copied before: their manifests hold the checksums of all files."""
+    """Whether a checkpoint was already copied: the manifests hold the checksums of all files."""
     manifests = [path / "manifest.json" for path in (checkpoint, copy)]
     return all(path.exists() for path in manifests) and filecmp.cmp(*manifests, shallow=False)
 
@@ -113,7 +113,7 @@ def _step(path: Path) -> int:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copies a file, or a directory's files, without permissions: what Kaggle attaches as an input is read-only."""
+    """Copies a file, or a directory's files, without permissions: Kaggle's inputs are read-only."""
     for path in [source] if source.is_file() else sorted(source.rglob("*")):
         if path.is_file():
             copy = target / path.relative_to(source)
@@ -122,8 +122,8 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def secret(name: str) -> bool:
-    """Whether there is such a variable: in the environment, or as a secret of Kaggle or Colab, put there now."""
-    # No such module, no access and no such secret each raise an exception of their own, and all mean the same here.
+    """Whether the environment has this variable; a Kaggle or Colab secret of this name is copied into it."""
+    # A missing module, missing access and a missing secret raise different exceptions, and all mean the same here.
     with suppress(Exception):
         from kaggle_secrets import UserSecretsClient
 

@@ -1,8 +1,8 @@
-"""Muon: momentum made orthogonal, for the matrices inside the blocks; AdamW for everything else.
+"""Muon: orthogonalized momentum, for the matrices inside the blocks; AdamW for everything else.
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the decoupled weight decay
-of torch.optim.Muon. GPT-2's weights are Conv1D's, (in, out), and c_attn holds the matrices of query, key and value side
-by side: each is orthogonalized by itself.
+of torch.optim.Muon. GPT-2's weights are Conv1D's, (in, out), and c_attn holds the query, key and value matrices side by
+side: each is orthogonalized separately.
 """
 
 import math
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# Of the quintic iteration, tuned for speed (Jordan et al.): five steps bring all singular values into about 0.7 to 1.2.
+# The quintic iteration, tuned for speed (Jordan et al.): five steps bring all singular values to about 0.7 to 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-# Numbers of the matrices that are orthogonalized at once: all of them together would take half as much memory again as
-# the weights, and these (67 MB in bf16) are enough to keep a GPU busy.
+# Matrix elements that are orthogonalized at once: all matrices together would take half as much memory again as the
+# weights, and this many (67 MB in bf16) keep a GPU busy.
 SLICE = 2**25
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this process holds of a parameter (in, parts x out): the numbers from `start` on of the flattened tensor,
-    all of them unless `sharded`. `weight`, `grad` and `momentum` are flat, in fp32."""
+    """This process's part of a parameter (in, parts x out): the elements of the flattened tensor from `start` on, all
+    of them unless `sharded`. `weight`, `grad` and `momentum` are flat, in fp32."""
 
     weight: torch.Tensor
     grad: torch.Tensor
@@ -36,16 +36,16 @@ class _Piece:
 
     @property
     def parts(self) -> int:
-        """How many matrices stand side by side."""
+        """How many matrices the parameter holds side by side."""
         return self.group["parts"]
 
     @property
     def wide(self) -> bool:
-        """Whether a matrix is wider than high."""
+        """Whether a matrix has more columns than rows."""
         return self.shape[0] < self.shape[1] // self.parts
 
     def matrices(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(in, out) each, with this process's numbers `own`, flat, and zeros for the others'."""
+        """The matrices, (in, out) each: this process's elements from `own` (flat), zeros elsewhere."""
         if self.sharded:
             whole = own.new_zeros(math.prod(self.shape))
             whole[self.start : self.start + len(own)] = own
@@ -54,20 +54,20 @@ class _Piece:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW whose parameter groups with "muon": True are moved by Muon.
+    """AdamW that updates the parameter groups with "muon": True by Muon.
 
     Such a group has parameters of shape (in, parts x out), and "parts", "lr", "momentum" and "weight_decay". Like
     torch's fused optimizers, step() divides the gradients by the attribute `grad_scale` and changes nothing where
     `found_inf` is 1.
 
-    The parameters may be sharded by rows (FSDP's DTensors). Or one flat tensor is this process's part of all of them
-    (ZeRO), and the group's "layout" lists what it holds: (shape, start in the flattened parameter, start in the flat
-    tensor, length). Then each matrix is put together on the process that orthogonalizes it.
+    The parameters may be sharded by rows (FSDP's DTensors), or one flat tensor may be this process's part of all of
+    them (ZeRO); then the group's "layout" lists its contents: (shape, start in the flattened parameter, start in the
+    flat tensor, length). Each matrix is assembled on the process that orthogonalizes it.
 
     Args:
-        dtype: of the orthogonalization, and of what processes send each other for it.
-        rank, world_size: this process among those that train together. Each orthogonalizes its share of the matrices
-            and gathers the others', which makes step() a collective call.
+        dtype: of the orthogonalization and its communication.
+        rank, world_size: of this process. Each process orthogonalizes its share of the matrices and gathers the
+            others', which makes step() a collective call.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Muon(torch.optim.AdamW):
         """Updates the matrices with Muon and the rest with AdamW. A collective call where world_size > 1."""
         groups = self.param_groups
         self._step_matrices([group for group in groups if group["muon"]])
-        try:  # AdamW's own step must not see the others
+        try:  # AdamW's own step must not see Muon's groups
             self.param_groups = [group for group in groups if not group["muon"]]
             return super().step(closure)
         finally:
@@ -97,7 +97,7 @@ class Muon(torch.optim.AdamW):
                 self._step_slice(some, rows, cols)
 
     def _pieces(self, group: dict) -> Iterator[_Piece]:
-        """What this process holds of the group's parameters, with their momentum updated."""
+        """This process's parts of the group's parameters, with their momentum updated."""
         for p in group["params"]:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
@@ -108,7 +108,7 @@ class Muon(torch.optim.AdamW):
             if layout := group.get("layout"):
                 for shape, start, offset, length in layout:
                     yield _Piece(*(t.narrow(0, offset, length) for t in flat), shape, start, True, group)
-            else:  # FSDP divides the rows as torch.chunk does
+            else:  # FSDP splits the rows as torch.chunk does
                 rows, cols = p.shape
                 start = min(self._rank * -(-rows // self._world_size), rows) * cols if sharded else 0
                 yield _Piece(*flat, (rows, cols), start, sharded, group)
@@ -128,7 +128,7 @@ class Muon(torch.optim.AdamW):
         share = -(-count // self._world_size)  # the last processes may have fewer; the rest of `updates` is padding
         own_share = range(self._rank * share, min((self._rank + 1) * share, count))
         sharded = pieces[0].sharded
-        held = range(count) if sharded else own_share  # matrices of which it has something to send or do
+        held = range(count) if sharded else own_share  # matrices that it sends parts of or works on
         updates = pieces[0].weight.new_zeros(
             share * (self._world_size if sharded else 1), rows, cols, dtype=self._dtype
         )
@@ -153,7 +153,7 @@ class Muon(torch.optim.AdamW):
             self._move(piece, [next(done) for _ in range(piece.parts)])
 
     def _move(self, piece: _Piece, updates: list[torch.Tensor]) -> None:
-        """Updates what this process holds of a parameter from its orthogonalized `updates`, (rows, cols) each."""
+        """Updates this process's part of a parameter from the orthogonalized `updates`, (rows, cols) each."""
         skipped, lr = getattr(self, "found_inf", None), piece.group["lr"]
         fan_in, fan_out = piece.shape[0], piece.shape[1] // piece.parts
         whole = torch.cat([update if piece.wide else update.mT for update in updates], 1).view(-1)
@@ -175,14 +175,14 @@ def _slices(pieces: list[_Piece], most: int) -> Iterator[list[_Piece]]:
 
 
 def share_of(count: int, size: int, world_size: int) -> int:
-    """How many of `count` matrices of `size` numbers a process orthogonalizes at once: as many as keep those of all
-    `world_size` processes together within SLICE, but at least one."""
+    """How many of `count` matrices of `size` numbers a process orthogonalizes at once: so many that all `world_size`
+    processes together stay within SLICE, but at least one."""
     return max(1, min(-(-count // world_size), SLICE // (size * world_size)))
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """(n, rows, cols), rows <= cols (the product of the rows is the smaller one; a square is (out, in), as torch's own
-    Muon has it), to about the nearest matrices with orthonormal rows, by Newton-Schulz iteration.
+    """Approximates the nearest matrices with orthonormal rows by Newton-Schulz iteration: (n, rows, cols), rows <=
+    cols, so that the product of the rows is the smaller one; square matrices are (out, in), as in torch's Muon.
 
     Costs STEPS x n x (4 rows^2 cols + 2 rows^3) FLOPs: for GPT-2 124M 1.6 TFLOP a step, 0.4 % of a step of 524,288
     tokens.

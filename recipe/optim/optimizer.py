@@ -1,4 +1,4 @@
-"""The optimizer: which parameters AdamW or Muon moves, clipping folded into the step, and state by parameter name."""
+"""The optimizer: which parameters AdamW or Muon updates, clipping within the step, and state by parameter name."""
 
 from collections.abc import Iterable, Mapping
 
@@ -44,8 +44,8 @@ def make_optimizer(
 
 
 def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Global gradient norm, and the number by which clipping to `max_norm` divides the gradients (1 where max_norm is
-    0), by the formula of torch's clip_grad_norm_; both () in fp32 on the device.
+    """Global gradient norm, and the number by which clipping to `max_norm` divides the gradients (1 if max_norm is 0),
+    as in torch's clip_grad_norm_; both () in fp32 on the device.
 
     A fused AdamW takes the divisor as its `grad_scale` and divides while it reads the gradients, where clip_grad_norm_
     would read and write all of them once more. A collective call where the gradients are sharded.
@@ -62,19 +62,19 @@ def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) 
 
 
 def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Norm of all `tensors` together. A CPU sums a whole tensor's squares in fp32 one after the other, which comes out
-    2.7e-3 low for an embedding's gradient (torch 2.13); here fp32 sums a row only, and fp64 the rows."""
+    """Norm of all `tensors` together. A CPU sums a tensor's squares sequentially in fp32, and the norm of an
+    embedding's gradient is 2.7e-3 too low (torch 2.13); here each row is summed in fp32, and the rows in fp64."""
     rows = [torch.linalg.vector_norm(tensor, dim=-1) for tensor in tensors]
     return torch.stack([torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]).norm().float()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded (a DTensor). Collective if it is."""
+    """The full tensor, also of one that is sharded (a DTensor); collective if it is."""
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
 def state_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, ...]]:
-    """Parameter name -> the names of its tensors of optimizer state, whether or not they exist yet."""
+    """Parameter name -> the names of its optimizer state tensors, whether or not they exist yet."""
     muon = any(group.get("muon") for group in optimizer.param_groups)
     return {name: MUON if muon and _is_matrix(name) else MOMENTS for name, _ in model.named_parameters()}
 
@@ -85,7 +85,7 @@ def _is_matrix(name: str) -> bool:
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer state as `<state>.<parameter>`, such as exp_avg.transformer.wte.weight or, of Muon,
+    """The optimizer state as `<state>.<parameter>`, such as exp_avg.transformer.wte.weight or, for Muon,
     momentum.transformer.h.0.mlp.c_fc.weight; empty before the first step."""
     params = dict(model.named_parameters())
     names = state_names(model, optimizer) if optimizer.state else {}
@@ -111,5 +111,5 @@ def load_named_state(
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """Steps that the optimizer has made: fewer than the loop's where steps were skipped."""
+    """Steps that the optimizer has taken: fewer than the loop's if steps were skipped."""
     return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)

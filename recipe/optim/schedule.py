@@ -1,6 +1,6 @@
 """Learning rates and momentum as pure functions of the step, without a scheduler object.
 
-A scheduler that Accelerate has prepared would advance num_processes times a step, and would have state to restore.
+A scheduler prepared by Accelerate would advance num_processes times a step, and would need its state restored.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 from recipe.config import OptimizerConfig
 
 MUON_MOMENTUM = 0.95
-_FIRST_MOMENTUM, _MOMENTUM_WARMUP = 0.85, 300  # of Muon: momentum rises linearly over so many steps
+_FIRST_MOMENTUM, _MOMENTUM_WARMUP = 0.85, 300  # of Muon: initial momentum, and steps of its linear rise
 
 
 def lr_at(step: int, config: OptimizerConfig) -> float:
@@ -25,8 +25,8 @@ def lr_at(step: int, config: OptimizerConfig) -> float:
 
 
 def muon_lr_at(step: int, config: OptimizerConfig) -> float:
-    """Learning rate of Muon in optimizer step `step`: the same schedule without warm-up, since the length of its steps
-    does not depend on the gradients'."""
+    """Learning rate of Muon in optimizer step `step`: the same schedule without warm-up, since its step length does not
+    depend on the gradients' scale."""
     return config.muon_learning_rate * _decayed(step, config, 0)
 
 
@@ -48,7 +48,7 @@ def _decayed(step: int, config: OptimizerConfig, warmup_steps: int) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, config: OptimizerConfig) -> None:
-    """Writes into the parameter groups what the schedule says of `step`."""
+    """Sets the parameter groups to the schedule's values for `step`."""
     for group in optimizer.param_groups:
         if group.get("muon"):
             _set(group, "lr", muon_lr_at(step, config))
@@ -58,8 +58,8 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, config: OptimizerConfig)
 
 
 def _set(group: dict, key: str, value: float) -> None:
-    """A tensor stays a tensor, because a lazy device would compile a number into its program. It is never exactly 0: a
-    capturable AdamW divides by it, and weights without a gradient would become 0/0."""
+    """Sets a value; a tensor stays a tensor, because a lazy device would compile a number into its program. It is never
+    exactly 0: a capturable AdamW divides by it, and weights without a gradient would become 0/0."""
     before = group[key]
     is_tensor = isinstance(before, torch.Tensor)
     group[key] = torch.tensor([max(value, 1e-30)]).to(before.device) if is_tensor else value

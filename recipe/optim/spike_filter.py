@@ -1,4 +1,4 @@
-"""Which steps are skipped: decided on the device, from numbers that are the same on every process."""
+"""Decides which steps are skipped, on the device and from numbers that are the same on every process."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from recipe.config import OptimizerConfig
 from recipe.utils.errors import UserError
 
-MAX_SKIPPED_STEPS = 20  # in a row, after which the run ends
+MAX_SKIPPED_STEPS = 20  # in a row, until the run ends
 _WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (
     "Lower learning_rate or lengthen warmup_steps, and continue from an earlier checkpoint: "
@@ -16,18 +16,18 @@ WAY_OUT = (
 
 
 class SpikeFilter:
-    """Skips a step whose gradient is not finite or, where the configuration sets limits, whose loss or gradient norm
-    lies too many standard deviations above the recent ones. It counts on the device, so that a step never waits for it.
+    """Skips a step whose gradient is not finite or, if the configuration sets limits, whose loss or gradient norm is
+    too many standard deviations above the recent ones. It counts on the device, so that no step waits for it.
 
     Attributes:
-        limits: of the z-scores of "loss" and "grad", where the configuration sets them.
+        limits: on the z-scores of "loss" and "grad", if the configuration sets them.
     """
 
     def __init__(self, device: torch.device, config: OptimizerConfig):
         self.config = config
         limits = {"loss": config.skip_loss_z, "grad": config.skip_grad_z}
         self.limits = {name: limit for name, limit in limits.items() if limit}
-        # steps skipped in all, in a row up to now, and most in a row since the last `check`
+        # steps skipped in total, in a row up to now, and the longest row since the last `check`
         self._counts = torch.zeros(3, dtype=torch.float32, device=device)
         self._windows = {name: torch.full((_WINDOW,), math.nan, device=device) for name in self.limits}
 
@@ -37,8 +37,8 @@ class SpikeFilter:
         return "loss" in self.limits
 
     def should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor | None = None) -> torch.Tensor:
-        """1.0 where the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
-        processes where `needs_loss`, and ignored elsewhere."""
+        """1.0 if the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
+        processes; it is ignored unless `needs_loss`."""
         skip = ~torch.isfinite(grad_norm)
         if "loss" in self.limits:
             assert loss is not None
@@ -52,8 +52,8 @@ class SpikeFilter:
         return skip
 
     def _z_score(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Of `value` among the last 128, itself included; NaN, which is above no limit, until there are 129. A value
-        that is not finite does not enter the window."""
+        """The z-score of `value` among the last 128, itself included; NaN, which exceeds no limit, until there are 129.
+        Values that are not finite do not enter the window."""
         window, value = self._windows[name], value.to(self._counts.device).view(1)
         longer = torch.cat((window[1:], value))
         window_after = torch.where(torch.isfinite(value), longer, window)
@@ -64,8 +64,8 @@ class SpikeFilter:
         return z
 
     def check(self, step: int) -> int:
-        """Steps skipped in all; waits for the device. Raises UserError after MAX_SKIPPED_STEPS in a row. Called at
-        logged steps only, by when more may have been skipped."""
+        """Returns the total of skipped steps; waits for the device. Raises UserError after MAX_SKIPPED_STEPS in a row.
+        It is called only at logged steps, by which time more may have been skipped."""
         skipped, _, longest = (int(x) for x in self._counts.tolist())
         if longest >= MAX_SKIPPED_STEPS:
             raise UserError(
@@ -81,13 +81,13 @@ class SpikeFilter:
         return self._counts.tolist()[1] > 0
 
     def state_dict(self) -> dict:
-        """For the checkpoint, as JSON; waits for the device."""
+        """The state for the checkpoint, as JSON; waits for the device."""
         skipped, in_a_row, longest = (int(x) for x in self._counts.tolist())
         windows = {k: [x if math.isfinite(x) else None for x in w.tolist()] for k, w in self._windows.items()}
         return {"skipped": skipped, "in_a_row": in_a_row, "longest": longest} | windows
 
     def load_state_dict(self, state: dict) -> None:
-        """A window whose limit was not set before the checkpoint stays empty."""
+        """Restores what `state_dict` returned; a window whose limit was not set before the checkpoint stays empty."""
         self._counts.copy_(torch.tensor([float(state[k]) for k in ("skipped", "in_a_row", "longest")]))
         for name, window in self._windows.items():
             if name in state:
