@@ -64,7 +64,7 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     found = [
         Row("fp32", first, kept=True),
         Row("tf32", {"precision": "tf32"}, kept=True),
-        Row(hardware.resolve_precision("auto", cpu=on_cpu), {"precision": "auto"}, kept=True),
+        Row("best precision", {"precision": "auto"}, kept=True),
         Row(f"micro-batch {sequences}", {"micro_batch_size": sequences}, kept=True),
         Row("compile", {"torch_compile": True}, kept=True),
         Row("(fused loss)", {"fused_loss": True}),

@@ -248,7 +248,7 @@ class GPT2LMHeadModel(nn.Module):
     def from_pretrained(cls, name_or_path: str, **kwargs) -> "GPT2LMHeadModel":
         """Loads a directory or a Hub id (OpenAI's gpt2 ... gpt2-xl, or any of ours) in safetensors.
 
-        Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist only as a pickle.
+        Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist in pickled form only.
         """
         model = cls(read_config(name_or_path), **kwargs)
         model.load_weights(read_weights(name_or_path), str(name_or_path))
