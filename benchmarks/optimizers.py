@@ -56,9 +56,9 @@ class Size:
 
 def _small(layers: int, width: int, steps: int) -> Size:
     model = {"n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": 128, "sequence_length": 128}
-    batch = {"total_batch_tokens": 4096, "micro_batch_size": 8, "eval_tokens": 131072, "precision": "fp32"}
+    batch = {"total_batch_tokens": 4096, "micro_batch_size": 32, "eval_tokens": 131072}
     start = {
-        "adamw": {"learning_rate": 6e-3, "warmup": 0.2, "adam_beta2": 0.99, "weight_decay": 0.1},
+        "adamw": {"learning_rate": 6e-3, "warmup": 0.4, "adam_beta2": 0.99, "weight_decay": 0.1},
         "muon": {"muon_learning_rate": 0.02, "learning_rate": 6e-3, "adam_beta1": 0.8, "warmup": 0.05},
     }
     search: dict[str, dict[str, tuple[float, ...]]] = {

@@ -118,8 +118,8 @@ def clip(parameters) -> None:
 
 
 def sequence(shards: list[np.ndarray], g: int) -> np.ndarray:
-    """Sequence number `g` of the run, (T + 1,) int64: a shard's windows overlap by one token and are permuted anew in
-    each epoch; the shards follow in order."""
+    """Sequence number `g` of the run, (T + 1,) int64: a shard's windows overlap by one token; each epoch has a
+    permutation of its own; the shards follow in order."""
     windows = [(len(shard) - 1) // T for shard in shards]
     epoch, x = divmod(g, sum(windows))
     number = 0

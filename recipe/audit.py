@@ -35,7 +35,7 @@ from recipe.config import FIELDS, ROOT
 from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.monitor.metrics import read_metrics
-from recipe.utils.errors import UserError
+from recipe.utils.errors import ExitCode, UserError
 
 # Tolerance for other devices, engines or numbers of processes, as a share of how far the weights moved in the interval.
 TOLERANCE = 0.01
@@ -165,10 +165,15 @@ def main(argv: list[str] | None = None) -> int:
             return _main(arguments, Path(directory))
     except (UserError, OSError) as error:
         return fail(error)
+    except KeyboardInterrupt:
+        print("\nstopped; the run is as it was", file=sys.stderr)
+        return ExitCode.LEFT_AT_ONCE
 
 
 def _main(arguments: argparse.Namespace, directory: Path) -> int:
     run, repo = arguments.run, arguments.repo
+    if (arguments.last if arguments.random is None else arguments.random) < 1:
+        raise UserError("--last and --random count intervals, from 1 on")
     found = checkpoints_on_the_hub(repo, directory / "run") if repo else checkpoints(run)
     if not found:
         raise UserError(f"{repo or run}: no checkpoint there; name a run, such as runs/shakespeare")

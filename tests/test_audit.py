@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from recipe import audit
 from recipe.utils.files import sha256_of
-from tests.conftest import train
+from tests.conftest import EQUAL, ROOT, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2}
 
@@ -50,6 +52,24 @@ def test_a_replay_equals_the_run_to_the_bit(shards, tmp_path, capsys):
     assert code == 1
     assert [": equal" in sentence for sentence in sentences] == [True, False, True, True]
     assert f"the logged losses are equal; {name} differs most" in sentences[1]
+
+
+@pytest.mark.slow
+def test_a_replay_on_two_processes_equals_the_run_within_the_tolerance(shards, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    train(shards, tmp_path / "run", **EQUAL | {"save_total_limit": 9})
+    ddp = f"accelerate.commands.launch --config_file {ROOT / 'accelerate_configs/ddp.yaml'} --num_processes 2"
+    code, sentences = audited(capsys, tmp_path / "run", "--last", 2, "--launch", f"{sys.executable} -m {ddp}")
+    assert code == 0
+    assert all(": equal within 0.01 (" in one and "processes 1 in the run, 2 here" in one for one in sentences)
+    code, sentences = audited(capsys, tmp_path / "run", "--launch", f"{sys.executable} -m {ddp}", "--tolerance", 1e-9)
+    assert code == 1
+    assert ": different: " in sentences[0]
+
+
+@pytest.mark.parametrize("which", [("--last", 0), ("--random", -1)])
+def test_no_interval_is_no_audit(which, tmp_path, capsys):
+    assert audited(capsys, tmp_path, *which)[0] == 2
 
 
 def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys):

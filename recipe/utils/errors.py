@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     USER_ERROR = 2
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
     RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process, or not all is uploaded; the same command continues
-    LEFT_AT_ONCE = 130  # a second Ctrl-C
+    LEFT_AT_ONCE = 130  # Ctrl-C where nothing is to be saved, or a second one
 
 
 def reading(path: Path, way_out: str) -> AbstractContextManager[None]:
