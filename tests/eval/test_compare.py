@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eval import common, compare, hellaswag
+from eval.published import ACCURACIES
 from recipe.hub.model_card import model_card
 
 
@@ -49,7 +50,7 @@ def test_a_run_beside_gpt2_on_the_same_text(checkpoint, gpt2, monkeypatch, capsy
     assert loss["ci95"][0] < loss["difference"] < loss["ci95"][1] < 0  # trained beside random weights
     rows = hellaswag.load_rows(7)
     both = [hellaswag.accuracies(hellaswag.score_rows(load(x).lm, rows), rows) for x in (checkpoint, gpt2)]
-    expected = [[model[way][kind] for model in both] for way in hellaswag.WAYS for kind in ("acc", "acc_norm")]
+    expected = [[model[name] for model in both] for name in ACCURACIES]
     assert [[row["ours"], row["theirs"]] for row in accuracies] == expected
     assert all(text.strip() for text in found["samples"])
     card = " ".join(model_card(checkpoint).split())
@@ -78,7 +79,7 @@ def test_the_paired_interval_is_a_bootstraps():
     rng = np.random.default_rng(1)
     ours = rng.random(400) < 0.4
     theirs = np.where(rng.random(400) < 0.8, ours, rng.random(400) < 0.3)  # they agree on most rows
-    found = compare.paired_difference(ours, theirs)
+    found = compare.compare_means("", ours, theirs)
     difference = ours.astype(int) - theirs.astype(int)
     assert found["difference"] == pytest.approx(difference.mean())
     drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])
