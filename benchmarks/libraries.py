@@ -180,4 +180,4 @@ def _random_gpt2(arguments: argparse.Namespace) -> common.Loaded:
     device = common.choose_device(arguments.device)
     dtype = common.choose_dtype(arguments.dtype, device)
     model = GPT2LMHeadModel(GPT2Config(activation_function="gelu_pytorch_tanh")).eval().to(device, dtype)
-    return common.Loaded("GPT-2 124M, random weights", None, model, hf_tokenizer(), device, dtype)
+    return common.Loaded("GPT-2 124M, random weights", None, model, hf_tokenizer())
