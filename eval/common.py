@@ -56,21 +56,22 @@ class Loaded:
         """The model as the scorers use it. Contexts are shared if the architecture is known to accept positions and a
         boolean mask: GPT-2 with SDPA. For others the states are the logits, since their head may be more than a matrix
         product."""
-        model, gpt2 = self.model, self.model.config.model_type == "gpt2"
+        model = self.model
+        shares = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
 
         def states(ids, positions=None, mask=None):
             found = model.base_model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
             return found.last_hidden_state
 
         return LanguageModel(
-            body=states if gpt2 else lambda ids: model(ids, use_cache=False).logits,
-            head=model.lm_head if gpt2 else lambda logits: logits,
+            body=states if shares else lambda ids, *_: model(ids, use_cache=False).logits,
+            head=model.lm_head if shares else lambda logits: logits,
             encode=self.encode,
             n_positions=self.n_positions,
             device=model.device,
-            shares_contexts=gpt2 and model.config._attn_implementation == "sdpa",
+            shares_contexts=shares,
             # cuDNN makes a new plan of masked attention for each length.
-            multiples=(1, 64, 1) if model.device.type == "cuda" else (1, 1, 1),
+            multiples=(1, 64, 1) if shares and model.device.type == "cuda" else (1, 1, 1),
         )
 
 

@@ -158,19 +158,9 @@ def load_references() -> list[Reference]:
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
         content = json.loads(path.read_text())
-        accuracy = content.get("hellaswag_llmc_acc_norm")
-        references.append(
-            Reference(
-                name=content["name"],
-                dataset=content["dataset"],
-                source=content["source"],
-                validation=content["validation"],
-                noise=content["noise"],
-                settings=content["settings"],
-                val_loss=np.array(content["val_loss"]),
-                hellaswag_llmc_acc_norm=np.array(accuracy) if accuracy else None,
-            )
-        )
+        curves = {key: np.array(value) for key, value in content.items() if isinstance(value, list)}
+        others = {key: content[key] for key in ("name", "dataset", "source", "validation", "noise", "settings")}
+        references.append(Reference(**others, **curves))
     return references
 
 
