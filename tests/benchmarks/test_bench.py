@@ -19,7 +19,7 @@ from tests import processes as programs
 from tests.conftest import ROOT
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "sequence_length": 32}
-SIZES |= {"micro_batch_size": 2, "total_batch_tokens": 128}
+SIZES |= {"micro_batch_size": 4, "total_batch_tokens": 128}
 FIELDS = SIZES | {"config": "shakespeare", "precision": "fp32"}
 PEER = ROOT / "benchmarks/peer.py"
 
