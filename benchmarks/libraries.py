@@ -153,7 +153,7 @@ def hellaswag_ways(loaded: common.Loaded, rows: list[dict], batch_size: int) -> 
     def ours(ways: tuple[str, ...]) -> tuple[float, dict]:
         start = time.perf_counter()
         found = scorer.accuracies(scorer.score_rows(loaded.lm, rows, batch_size=batch_size, ways=ways), rows)
-        return time.perf_counter() - start, found["lmeval"]
+        return time.perf_counter() - start, found
 
     def theirs() -> tuple[float, dict]:
         from lm_eval import evaluate
@@ -164,7 +164,9 @@ def hellaswag_ways(loaded: common.Loaded, rows: list[dict], batch_size: int) -> 
             lm = HFLM(model, tokenizer=loaded.tokenizer, batch_size=4 * batch_size)  # in endings, four a row
             start = time.perf_counter()
             found = evaluate(lm, tasks, bootstrap_iters=0)["results"]["hellaswag"]
-            return time.perf_counter() - start, {name: found[f"{name},none"] for name in ("acc", "acc_norm")}
+            return time.perf_counter() - start, {
+                f"lmeval_{kind}": found[f"{kind},none"] for kind in ("acc", "acc_norm")
+            }
 
     return {
         "this project, both ways": lambda: ours(("llmc", "lmeval")),
@@ -178,4 +180,4 @@ def _random_gpt2(arguments: argparse.Namespace) -> common.Loaded:
     device = common.choose_device(arguments.device)
     dtype = common.choose_dtype(arguments.dtype, device)
     model = GPT2LMHeadModel(GPT2Config(activation_function="gelu_pytorch_tanh")).eval().to(device, dtype)
-    return common.Loaded("GPT-2 124M, random weights", None, model, hf_tokenizer(), device, dtype)
+    return common.Loaded("GPT-2 124M, random weights", None, model, hf_tokenizer())

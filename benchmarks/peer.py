@@ -1,5 +1,5 @@
-"""A peer of recipe/train.py as a program: the same tokens, initial weights, micro-batches, clipping and AdamW, and one
-line of metrics.jsonl per step.
+"""A peer of recipe/train.py as a program: the same tokens, initial weights, clipping and AdamW, and one line of
+metrics.jsonl per step, which is a single micro-batch.
 
     python benchmarks/peer.py KIND [--tuned] [--nanogpt DIRECTORY] FLAGS of recipe/train.py
 
@@ -14,7 +14,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -44,20 +44,14 @@ class Log:
         directory.mkdir(parents=True)
         self._file = open(directory / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115, as long as the program runs
         self._step, self._step_tokens = 0, config.optimizer.total_batch_tokens
-        self._loss = torch.zeros((), device=device())
         self._begun = time.perf_counter()
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Adds a micro-step's share of the step's mean loss, on the device."""
-        self._loss += loss.detach()
-
-    def end_step(self) -> None:
+    def end_step(self, loss: torch.Tensor) -> None:
         """Waits for the device, as recipe/train.py does at a step that it logs."""
-        loss = self._loss.item()
-        self._loss.zero_()
+        line = {"loss": loss.item()}
         now = time.perf_counter()
         self._step += 1
-        line = {"step": self._step, "tokens": self._step * self._step_tokens, "loss": loss}
+        line |= {"step": self._step, "tokens": self._step * self._step_tokens}
         line["tokens_per_second"] = self._step_tokens / (now - self._begun)
         line["peak_memory_bytes"] = hardware.peak_memory(device())
         self._file.write(json.dumps(line) + "\n")
@@ -76,30 +70,20 @@ def bare_loop(config: Config, checkout: str) -> None:
         hardware.compile_graph(model, run.torch_compile_mode)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     scaler = torch.amp.GradScaler(on.type, enabled=run.precision == "fp16")
-    accumulation, batches, log = accumulation_of(config), micro_batches(config, on), Log(config)
-    while True:
-        for _ in range(accumulation):
-            windows = next(batches)
-            with torch.autocast(on.type, half) if half else nullcontext():
-                loss = loss_function(windows[:, :-1], windows[:, 1:]) / accumulation
-            scaler.scale(loss).backward()
-            log.add(loss)
+    data, log = dataset(config), Log(config)
+    for step in count():
+        windows = torch.from_numpy(data.sequences(step, 0, data.batch_size))  # (B, T + 1)
+        pinned = on.type == "cuda"  # as the trainer
+        windows = windows.pin_memory().to(on, non_blocking=True) if pinned else windows.to(on)
+        with torch.autocast(on.type, half) if half else nullcontext():
+            loss = loss_function(windows[:, :-1], windows[:, 1:])
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), opt.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        log.end_step()
-
-
-def accumulation_of(config: Config) -> int:
-    """Micro-steps per step."""
-    return config.optimizer.total_batch_tokens // (micro_batch_size(config) * config.data.sequence_length)
-
-
-def micro_batch_size(config: Config) -> int:
-    """Sequences per micro-batch; the command line gives a number."""
-    return int(config.optimizer.micro_batch_size)
+        log.end_step(loss)
 
 
 def dataset(config: Config) -> TokenDataset:
@@ -107,16 +91,6 @@ def dataset(config: Config) -> TokenDataset:
     length = config.data.sequence_length
     sequences = config.optimizer.total_batch_tokens // length
     return TokenDataset(find_shards(config.data.dataset_name, "train"), length, sequences, config.run.seed)
-
-
-def micro_batches(config: Config, on: torch.device) -> Iterator[torch.Tensor]:
-    """Micro-batches, (micro_batch_size, T + 1), copied to the device without waiting for it."""
-    data, micro = dataset(config), micro_batch_size(config)
-    pinned = on.type == "cuda"  # as the trainer
-    for step in count():
-        for start in range(0, data.batch_size, micro):
-            windows = torch.from_numpy(data.sequences(step, start, start + micro))
-            yield windows.pin_memory().to(on, non_blocking=True) if pinned else windows.to(on)
 
 
 def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
@@ -164,29 +138,21 @@ def hf_trainer(config: Config) -> None:
     # Repeated, since a new epoch would start new data loaders.
     repeated = torch.utils.data.ConcatDataset([examples] * 10_000)  # ty: ignore[invalid-argument-type]  a list will do
 
-    class Logged(transformers.TrainerCallback):
-        def on_step_end(self, *_, **__) -> None:
-            log.end_step()
-
     class Recorded(transformers.Trainer):
         def training_step(self, *arguments, **named):
-            loss = super().training_step(*arguments, **named)
-            log.add(loss)
-            return loss
+            self.last_loss = super().training_step(*arguments, **named)
+            return self.last_loss
 
-    model, _ = transformers_model(config)
-    Recorded(model, training_arguments(config), train_dataset=repeated, callbacks=[Logged()]).train()
+    class Logged(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__) -> None:
+            log.end_step(trainer.last_loss)
 
-
-def training_arguments(config: Config) -> transformers.TrainingArguments:
-    """The Trainer's arguments for the same steps."""
     opt, run, on_cpu = config.optimizer, config.run, device().type == "cpu"
     same = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
-    return transformers.TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=run.output_dir,
         max_steps=10**6,
-        per_device_train_batch_size=micro_batch_size(config),
-        gradient_accumulation_steps=accumulation_of(config),
+        per_device_train_batch_size=data.batch_size,
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
         **{name: getattr(opt, name) for name in same},
@@ -204,6 +170,9 @@ def training_arguments(config: Config) -> transformers.TrainingArguments:
         dataloader_num_workers=0 if on_cpu else 4,
         dataloader_pin_memory=not on_cpu,
     )
+    model, _ = transformers_model(config)
+    trainer = Recorded(model, arguments, train_dataset=repeated, callbacks=[Logged()])
+    trainer.train()
 
 
 def main() -> None:

@@ -42,7 +42,6 @@ COLUMNS = {  # of the table: key of a row, format
     "source": ("source", "{}"),
 }
 PANELS = {"tokens/s": "tokens a second (logarithmic)", "MFU": "MFU", "memory, GB": "peak memory, GB"}
-COLORS = (report.BLUE, "#d98032", "#4f8f5b", "#8d5a97")
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,13 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     return found + [Row(size, {"config": size}) for size in arguments.sizes]
 
 
+def blank_row(config: Config, **values) -> dict:
+    """A row of the table: the keys of COLUMNS, with None for what `values` lacks, and the recipe's model."""
+    model = report.measured_model(config)
+    size = si(model["model"]["parameters"], "B")
+    return dict.fromkeys(key for key, _ in COLUMNS.values()) | model | {"size": size} | values
+
+
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row,
     `predicted` the rate of several processes predicted from that of one."""
@@ -89,13 +95,10 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     best, rates = {"config": recipe.run.config}, []
     for row in rows_of(arguments, recipe.data.sequence_length, on_cpu):
         fields = row.differs if row.name in arguments.sizes else best | row.differs
-        config = parse_config([f"--config={fields['config']}"])
-        length, n = config.data.sequence_length, row.processes
-        fields = fields | {"total_batch_tokens": arguments.sequences * length * n}
-        model = report.measured_model(config)
-        result = dict.fromkeys(key for key, _ in COLUMNS.values()) | model | {"name": row.name, "processes": n}
-        result |= {"machine": about["device"] if on_cpu else f"{n} x {about['device']}"}
-        result |= {"size": si(model["model"]["parameters"], "B"), "source": f"measured {about['date']}"}
+        config, n = parse_config([f"--config={fields['config']}"]), row.processes
+        fields = fields | {"total_batch_tokens": arguments.sequences * config.data.sequence_length * n}
+        machine = about["device"] if on_cpu else f"{n} x {about['device']}"
+        result = blank_row(config, name=row.name, machine=machine, processes=n, source=f"measured {about['date']}")
         print(f"...        {row.name}", flush=True)
         try:
             if (left := ends - time.monotonic()) < 0:
@@ -112,7 +115,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         if row.name not in arguments.sizes:
             result["gain"] = rate / rates[0] if rates else None
         if peak:
-            result["mfu"] = rate * model["flops_per_token"] / (peak if on_cpu else peak * n)
+            result["mfu"] = rate * result["flops_per_token"] / (peak if on_cpu else peak * n)
         yield result | {"tokens_per_second": rate, "memory_gb": memory / 1e9 if memory else None}
 
 
@@ -140,13 +143,12 @@ def published_rows() -> list[dict]:
     """Speeds published by others, with the keys of COLUMNS."""
     rows = []
     for speed in SPEEDS:
-        model = report.measured_model(parse_config([f"--config={speed.size}"]))
-        row = dict.fromkeys(key for key, _ in COLUMNS.values()) | {"name": speed.setup}
-        row |= {"machine": f"{speed.count} x {speed.device}", "size": si(model["model"]["parameters"], "B")}
-        row |= {"tokens_per_second": speed.tokens_per_second, "source": f"published: {speed.run}"}
+        machine, source = f"{speed.count} x {speed.device}", f"published: {speed.run}"
+        row = blank_row(parse_config([f"--config={speed.size}"]), name=speed.setup, machine=machine, source=source)
+        row["tokens_per_second"] = speed.tokens_per_second
         row["memory_gb"] = speed.memory and speed.memory * 2**20 / 1e9
         if known := hardware.DEVICES.get(speed.device):
-            row["mfu"] = speed.tokens_per_second * model["flops_per_token"] / (speed.count * known.peak)
+            row["mfu"] = speed.tokens_per_second * row["flops_per_token"] / (speed.count * known.peak)
         rows.append(row)
     return rows
 
@@ -168,16 +170,12 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(measured: list[dict], published: list[dict], path: Path) -> None:
-    """Tokens a second, MFU and memory; a color for each machine's rows, gray for what was published."""
-    machines = list(dict.fromkeys(row["machine"] for row in measured))
+    """Tokens a second, MFU and memory; what was published in gray."""
     shown = [row for row in [*measured, *published] if row["tokens_per_second"]]
     names = []
     for row in shown:
         name = f"{row['machine']}, {row['size']}: {row['name']}"
-        if row in published:
-            names.append((f"{name} ({row['source']})", report.GRAY))
-        else:
-            names.append((name, COLORS[machines.index(row["machine"]) % len(COLORS)]))
+        names.append((f"{name} ({row['source']})", report.GRAY) if row in published else (name, report.BLUE))
     panels = {}
     for column, title in PANELS.items():
         key, _ = COLUMNS[column]

@@ -36,8 +36,6 @@ class Loaded:
     directory: Path | None
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizer | transformers.PreTrainedTokenizerFast
-    device: torch.device
-    dtype: torch.dtype
 
     @property
     def n_positions(self) -> int:
@@ -50,28 +48,30 @@ class Loaded:
 
     def describe(self) -> dict[str, str]:
         """What every result records about its model."""
-        return {"model": self.name, "device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {"model": self.name, "device": self.model.device.type, "dtype": dtype}
 
     @property
     def lm(self) -> LanguageModel:
         """The model as the scorers use it. Contexts are shared if the architecture is known to accept positions and a
         boolean mask: GPT-2 with SDPA. For others the states are the logits, since their head may be more than a matrix
         product."""
-        model, gpt2 = self.model, self.model.config.model_type == "gpt2"
+        model = self.model
+        shares = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
 
         def states(ids, positions=None, mask=None):
             found = model.base_model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
             return found.last_hidden_state
 
         return LanguageModel(
-            body=states if gpt2 else lambda ids: model(ids, use_cache=False).logits,
-            head=model.lm_head if gpt2 else lambda logits: logits,
+            body=states if shares else lambda ids, *_: model(ids, use_cache=False).logits,
+            head=model.lm_head if shares else lambda logits: logits,
             encode=self.encode,
             n_positions=self.n_positions,
-            device=self.device,
-            shares_contexts=gpt2 and model.config._attn_implementation == "sdpa",
+            device=model.device,
+            shares_contexts=shares,
             # cuDNN makes a new plan of masked attention for each length.
-            multiples=(1, 64, 1) if self.device.type == "cuda" else (1, 1, 1),
+            multiples=(1, 64, 1) if shares and model.device.type == "cuda" else (1, 1, 1),
         )
 
 
@@ -164,7 +164,6 @@ def load(args: argparse.Namespace) -> Loaded:
     hub_logging.set_verbosity_error()
     name, directory = resolve_model(args.model)
     device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device)
     problem, way_out = "", "Check the directory"
     if directory is None:
         print(f"{name} is not a directory here: asking the Hub for it", flush=True)
@@ -175,7 +174,7 @@ def load(args: argparse.Namespace) -> Loaded:
             # The same formula in one operation instead of seven: a fifth of a forward pass on a CPU.
             config.activation_function = "gelu_pytorch_tanh"
         tokenizer = AutoTokenizer.from_pretrained(name)
-        options = {"config": config, "dtype": dtype, "output_loading_info": True}
+        options = {"config": config, "dtype": choose_dtype(args.dtype, device), "output_loading_info": True}
         model, report = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
@@ -185,10 +184,9 @@ def load(args: argparse.Namespace) -> Loaded:
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
-    model.to(device).eval()
-    loaded = Loaded(name, directory, model, tokenizer, device, dtype)
-    parameters, kind = f"{model.num_parameters():,} parameters", loaded.describe()["dtype"]
-    print(f"model {name}: {parameters}, {device.type}, {kind}", flush=True)
+    loaded = Loaded(name, directory, model.to(device).eval(), tokenizer)
+    about = loaded.describe()
+    print(f"model {name}: {model.num_parameters():,} parameters, {about['device']}, {about['dtype']}", flush=True)
     return loaded
 
 
@@ -215,12 +213,11 @@ def first_line(error: Exception) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the first available of cuda, mps, cpu. Raises UserError if it is absent."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    present = [device for device, found in there.items() if found]
-    if name != "auto" and name not in present:
-        raise UserError(f"--device {name}: not available here. There is: {', '.join(present)}")
-    return torch.device(present[0] if name == "auto" else name)
+    """The device of this name; `auto` is the accelerator, or else the CPU. Raises UserError if it is absent."""
+    found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name not in ("auto", "cpu", found.type):
+        raise UserError(f"--device {name}: not available here, {found.type} is")
+    return found if name == "auto" else torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

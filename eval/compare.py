@@ -7,7 +7,6 @@ overlap. Losses per token are comparable only with the same tokenizer; otherwise
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
@@ -16,47 +15,25 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
 import numpy as np
 
 from eval import common, hellaswag, perplexity, sample
-from eval.published import HELLASWAG_ROWS, WAYS
+from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import comparison_row
 
 GPT2 = "openai-community/gpt2"
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict:
-    """The mean difference of two models' numbers for the same rows, with its 95 % interval by the normal approximation:
-    {"difference": ours - theirs, "ci95": [low, high]}."""
-    apart = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
+def compare_means(metric: str, ours: np.ndarray, theirs: np.ndarray) -> dict:
+    """A row of the table: the means of both models' numbers for the same n rows or windows, and the difference with its
+    95 % interval by the normal approximation."""
+    pairs = np.array([ours, theirs], dtype=float)  # (2, n)
+    apart = pairs[0] - pairs[1]
     mean, half = float(apart.mean()), 1.96 * float(apart.std()) / len(apart) ** 0.5
-    return {"difference": mean, "ci95": [mean - half, mean + half]}
-
-
-def compare_hellaswag(ours: list[dict], theirs: list[dict], rows: list[dict]) -> list[dict]:
-    """One row of the table for each accuracy of each scoring style, from `hellaswag.score_rows` of both models."""
-    found = []
-    part = "" if len(rows) == HELLASWAG_ROWS else f", first {len(rows):,} rows"
-    for way, style in WAYS.items():
-        a, b = ([score[way].correct(row["label"]) for score, row in zip(s, rows, strict=True)] for s in (ours, theirs))
-        for kind in ("acc", "acc_norm"):
-            right = [x[kind] for x in a], [x[kind] for x in b]
-            values = [float(np.mean(side)) for side in right]
-            found.append(
-                {"metric": f"HellaSwag {kind}, {style}{part}", "ours": values[0], "theirs": values[1], "n": len(rows)}
-                | paired_difference(*right)
-            )
-    return found
-
-
-def compare_losses(ours: common.Loaded, theirs: common.Loaded, windows: list[np.ndarray], batch_size: int) -> dict:
-    """The row of the table for the validation loss, in nats per token, with a paired interval over the windows."""
-    losses = [perplexity.window_losses(loaded, windows, batch_size, "validation") for loaded in (ours, theirs)]
-    means = [np.asarray(nats) / (len(windows[0]) - 1) for nats in losses]
-    row = {"metric": "validation loss, nats per token", "n": len(windows)}
-    return row | {"ours": float(means[0].mean()), "theirs": float(means[1].mean())} | paired_difference(*means)
+    means = dict(zip(("ours", "theirs"), pairs.mean(1).tolist(), strict=True))
+    return {"metric": metric, "n": len(apart)} | means | {"difference": mean, "ci95": [mean - half, mean + half]}
 
 
 def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loaded) -> list[dict]:
-    """The table's row for the validation loss; none, with a note, if the tokenizers differ or the first model's data
-    are missing."""
+    """The table's row for the validation loss, in nats per token; none, with a note, if the tokenizers differ or the
+    first model's data are missing."""
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(ours.directory).get("sequence_length", 1024), ours.n_positions, theirs.n_positions
     )
@@ -69,7 +46,8 @@ def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loa
             raise
         print(f"note: no validation loss: {error}")
         return []
-    return [compare_losses(ours, theirs, windows, args.batch_size)]
+    losses = [perplexity.window_losses(model, windows, args.batch_size, "validation") for model in (ours, theirs)]
+    return [compare_means("validation loss, nats per token", *(np.array(losses) / (len(windows[0]) - 1)))]
 
 
 def table(rows: list[dict], ours: str, theirs: str) -> str:
@@ -94,8 +72,12 @@ def main() -> None:
     theirs = common.load(argparse.Namespace(**vars(args) | {"model": args.other}))
     rows = validation(args, ours, theirs)
     examples = hellaswag.load_rows(args.limit)
-    scores = [hellaswag.score_rows(x.lm, examples, batch_size=args.batch_size, desc=x.name) for x in (ours, theirs)]
-    rows += compare_hellaswag(*scores, examples)
+    right = [
+        hellaswag.correct(hellaswag.score_rows(x.lm, examples, batch_size=args.batch_size, desc=x.name), examples)
+        for x in (ours, theirs)
+    ]
+    part = "" if len(examples) == HELLASWAG_ROWS else f", first {len(examples):,} rows"
+    rows += [compare_means(f"HellaSwag {text}{part}", *(x[name] for x in right)) for name, text in ACCURACIES.items()]
     print(f"\n{table(rows, ours.name, theirs.name)}\n")
     options = sample.arguments().parse_args([])
     texts = []

@@ -3,7 +3,7 @@
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +43,10 @@ class Run:
     name: str
     directory: Path
     records: list[dict]
-    config: dict = field(default_factory=dict)
-    engine: str = ""
-    dataset: str = ""
-    results: dict[int, dict] = field(default_factory=dict)
+    config: dict
+    engine: str
+    dataset: str
+    results: dict[int, dict]
 
     def series(self, name: str, x: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
         """(x, y), float64 (n,) each, of the records that have both."""
@@ -92,17 +92,16 @@ def read_run(path: str | Path) -> Run:
             records.append(json.loads(line))
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    run = Run(directory.resolve().name, directory, records)
     steps = steps_of(directory)
-    if not steps:
-        return run
-    state = json.loads((steps[-1] / "trainer_state.json").read_text())
+    state = json.loads((steps[-1] / "trainer_state.json").read_text()) if steps else {}
     files = {step_of(step): step / "results.json" for step in steps}
-    return replace(
-        run,
-        config=state["config"],
-        engine=state["engine"],
-        dataset=dataset_of(state["config"], state["about"]),
+    return Run(
+        name=directory.resolve().name,
+        directory=directory,
+        records=records,
+        config=state.get("config", {}),
+        engine=state.get("engine", ""),
+        dataset=dataset_of(state["config"], state["about"]) if steps else "",
         results={step: json.loads(file.read_text()) for step, file in files.items() if file.is_file()},
     )
 
@@ -158,19 +157,9 @@ def load_references() -> list[Reference]:
     references = []
     for path in sorted(REFERENCES.glob("*.json")):
         content = json.loads(path.read_text())
-        accuracy = content.get("hellaswag_llmc_acc_norm")
-        references.append(
-            Reference(
-                name=content["name"],
-                dataset=content["dataset"],
-                source=content["source"],
-                validation=content["validation"],
-                noise=content["noise"],
-                settings=content["settings"],
-                val_loss=np.array(content["val_loss"]),
-                hellaswag_llmc_acc_norm=np.array(accuracy) if accuracy else None,
-            )
-        )
+        curves = {key: np.array(value) for key, value in content.items() if isinstance(value, list)}
+        others = {key: content[key] for key in ("name", "dataset", "source", "validation", "noise", "settings")}
+        references.append(Reference(**others, **curves))
     return references
 
 

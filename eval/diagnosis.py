@@ -125,7 +125,6 @@ def _rise(run: Run) -> Iterator[Finding]:
 
 def tokens(n: float) -> str:
     """0.78 M, 3.1 B."""
-    for size, unit, scale in ((1e9, " B", 1e9), (1e5, " M", 1e6)):
-        if n >= size:
-            return f"{n / scale:.3g}{unit}"
-    return f"{n:,.0f}"
+    if n >= 1e9:
+        return f"{n / 1e9:.3g} B"
+    return f"{n / 1e6:.3g} M" if n >= 1e5 else f"{n:,.0f}"

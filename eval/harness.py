@@ -100,7 +100,6 @@ def evaluate(
 
     Raises UserError for a task that the harness does not know, and for data that cannot be loaded.
     """
-    require()
     docs = {"hellaswag": hellaswag.load_rows(limit)} | {task: rows[:limit] for task, rows in local.items()}
     with quiet(), local_tasks(docs, tasks) as manager:
         import lm_eval

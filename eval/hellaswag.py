@@ -15,7 +15,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
@@ -29,22 +28,8 @@ from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, WAYS
 from eval.scores import ci95, hellaswag_scores
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
-
-
-@dataclass(frozen=True)
-class RowScore:
-    """One row in one style: summed log-likelihood (nats) and length of each of the four endings."""
-
-    log_likelihoods: list[float]
-    lengths: list[int]
-
-    def correct(self, label: int) -> dict[str, int]:
-        """Whether each accuracy counts this row: 1 or 0. Ties go to the first ending."""
-        scores = np.asarray(self.log_likelihoods)
-        return {
-            "acc": int(scores.argmax() == label),
-            "acc_norm": int((scores / np.asarray(self.lengths)).argmax() == label),
-        }
+# For each style, of N rows: the endings' summed log-likelihoods in nats and their lengths, (N, 4) each.
+Scores = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def load_rows(limit: int | None = None) -> list[dict]:
@@ -81,47 +66,51 @@ def score_rows(
     batch_size: int = 16,
     ways: Sequence[str] = tuple(WAYS),
     desc: str = "",
-) -> list[dict[str, RowScore]]:
-    """The scores of each row, style by style, in ceil(len(rows) / batch_size) calls of the model; with `desc`, shows a
+) -> Scores:
+    """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model; with `desc`, shows a
     progress bar."""
-    encoded = [encode_row(model.encode, row, way) for row in rows for way in ways]
-    found = score(model, [requests for requests, _ in encoded], batch_size * len(ways), desc)
-    scores = iter(RowScore(four, lengths) for four, (_, lengths) in zip(found, encoded, strict=True))
-    return [{way: next(scores) for way in ways} for _ in rows]
+    requests, lengths = zip(*(encode_row(model.encode, row, way) for way in ways for row in rows), strict=True)
+    found = score(model, requests, batch_size * len(ways), desc)
+    shape = len(ways), len(rows), -1
+    log_likelihoods, lengths = np.reshape(found, shape), np.reshape(lengths, shape)
+    return {way: (log_likelihoods[i], lengths[i]) for i, way in enumerate(ways)}
+
+
+def correct(scores: Scores, rows: Sequence[dict]) -> dict[str, np.ndarray]:
+    """Which rows each of ACCURACIES counts, bool (N,). Ties go to the first ending."""
+    labels = np.array([row["label"] for row in rows])
+    found = {}
+    for way, (log_likelihoods, lengths) in scores.items():
+        found[f"{way}_acc"] = log_likelihoods.argmax(1) == labels
+        found[f"{way}_acc_norm"] = (log_likelihoods / lengths).argmax(1) == labels
+    return found
 
 
 def count_correct(
     model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world_size: int = 1
 ) -> dict[str, int]:
-    """How many rows of this rank's share are correct, to be summed over ranks: {"rows": n, "llmc_acc": ...,
-    "llmc_acc_norm": ..., "lmeval_acc": ..., "lmeval_acc_norm": ...}. For evaluation during training.
+    """How many rows of this rank's share are correct, to be summed over ranks: {"rows": n} and one number for each of
+    ACCURACIES. For evaluation during training.
 
     Every rank calls the model equally often, because a forward pass of sharded weights is collective.
     """
     # The same number of rows for each rank; an index of len(rows) or more is padding.
-    numbers = range(rank, rank + world_size * -(-len(rows) // world_size), world_size)
-    scores = score_rows(model, [rows[i % len(rows)] for i in numbers], batch_size=batch_size)
-    counts = {"rows": 0} | {f"{way}_{kind}": 0 for way in WAYS for kind in ("acc", "acc_norm")}
-    for i, row_scores in zip(numbers, scores, strict=True):
-        if i < len(rows):
-            counts["rows"] += 1
-            for way in WAYS:
-                for kind, right in row_scores[way].correct(rows[i]["label"]).items():
-                    counts[f"{way}_{kind}"] += right
-    return counts
+    numbers = np.arange(rank, rank + world_size * -(-len(rows) // world_size), world_size)
+    share, real = [rows[i % len(rows)] for i in numbers], numbers < len(rows)
+    right = correct(score_rows(model, share, batch_size=batch_size), share)
+    return {"rows": int(real.sum())} | {name: int(counted[real].sum()) for name, counted in right.items()}
 
 
-def accuracies(scores: list[dict[str, RowScore]], rows: list[dict]) -> dict:
-    """Both accuracies in each style: {"rows": n, "llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
+def accuracies(scores: Scores, rows: list[dict]) -> dict:
+    """{"rows": n} and each of ACCURACIES, by the metric for the `evaluate` library."""
     from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
 
     result: dict = {"rows": len(rows)}
-    for way in scores[0]:
-        result[way] = HellaSwag(keep_in_memory=True).compute(
-            log_likelihoods=[score[way].log_likelihoods for score in scores],
-            lengths=[score[way].lengths for score in scores],
-            labels=[row["label"] for row in rows],
-        )
+    for way, (log_likelihoods, lengths) in scores.items():
+        metric, labels = HellaSwag(keep_in_memory=True), [row["label"] for row in rows]
+        found = metric.compute(log_likelihoods=log_likelihoods, lengths=lengths, labels=labels)
+        assert found  # None on another process than the first
+        result |= {f"{way}_{kind}": value for kind, value in found.items()}
     return result
 
 
@@ -130,12 +119,11 @@ def table(result: dict) -> str:
     rows = result["rows"]
     lines = [f"HellaSwag validation, {rows:,} rows (chance: 0.2500; +- is the 95 % interval)"]
     for way, title in WAYS.items():
-        lines += ["", f"{title:<49} {'acc':<18} acc_norm"]
-        acc, norm = (f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[way]["acc"], result[way]["acc_norm"]))
-        lines.append(f"   {'this model':<46} {acc:<18} {norm}")
+        ours = [f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[f"{way}_acc"], result[f"{way}_acc_norm"])]
+        cells = {title: ["acc", "acc_norm"], "   this model": ours}
         for model, numbers in HELLASWAG[way].items():
-            acc, norm = ("-" if number is None else f"{number:.4f}" for number in numbers)
-            lines.append(f"   {model:<46} {acc:<18} {norm}")
+            cells[f"   {model}"] = ["-" if number is None else f"{number:.4f}" for number in numbers]
+        lines += ["", *(f"{name:<49} {acc:<18} {norm}" for name, (acc, norm) in cells.items())]
         lines.append(textwrap.fill(f"({SOURCES[way]})", 110, initial_indent="   ", subsequent_indent="    "))
     if rows < HELLASWAG_ROWS:
         lines += ["", f"Published numbers are on all {HELLASWAG_ROWS:,} rows, where the interval is about +- 0.009."]

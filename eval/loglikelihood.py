@@ -27,8 +27,8 @@ class LanguageModel:
     """The scorers' interface to a model: a checkpoint (`eval.common.Loaded.lm`), or the module in training.
 
     Attributes:
-        body: ids (N, T) -> states (N, T, D). With `shares_contexts` it also takes positions (N, T) and a mask
-            (N, 1, T, T), true where a query may see a key.
+        body: ids (N, T), positions (N, T) and a mask (N, 1, T, T), true where a query may see a key -> states
+            (N, T, D). A causal model without `shares_contexts` may ignore the last two.
         head: states (M, D) -> logits (M, V). It takes most of a small model's time, so it runs on scored tokens only.
         encode: text -> token ids, without special tokens.
         multiples: N, T and M are padded to multiples of these, for a device that compiles each shape.
@@ -64,16 +64,13 @@ class Request:
 class Row:
     """The model's input for one or several requests, and where their scored tokens are predicted.
 
-    `ids`, `positions` and `segments` have one number per position: segment 0 is the shared context, i + 1 belongs to
-    request i alone. `columns` and `targets` have one number per scored token; `counts` has the number of scored tokens
-    per request.
+    `inputs` (3, T) has token ids, positions and segments: segment 0 is the shared context, i + 1 belongs to request i
+    alone. `scored` (2, M) has the columns that predict the scored tokens, and these tokens; `counts` has the number of
+    scored tokens per request.
     """
 
-    ids: np.ndarray
-    positions: np.ndarray
-    segments: np.ndarray
-    columns: np.ndarray
-    targets: np.ndarray
+    inputs: np.ndarray
+    scored: np.ndarray
     counts: list[int]
 
 
@@ -87,7 +84,7 @@ def score(
     """
     packed = [rows_of(group, model) for group in groups]
     # Rows of similar length go together to save padding. Longest first, so that running out of memory shows at once.
-    order = sorted(range(len(groups)), key=lambda i: -max(len(row.ids) for row in packed[i]))
+    order = sorted(range(len(groups)), key=lambda i: -max(row.inputs.shape[1] for row in packed[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     scores: list = [None] * len(groups)
     for batch in progress_bar(batches, desc):
@@ -116,48 +113,38 @@ def _row(requests: Sequence[Request]) -> Row:
     first = requests[0].tokens
     while any(r.tokens[:shared] != first[:shared] for r in requests):  # when context and ending are encoded as one text
         shared -= 1
-    parts = [(first[:shared], np.arange(shared), 0)]
-    columns, start = [], shared
+    inputs, scored, start = [_part(first[:shared], 0, 0)], [], shared
     for i, r in enumerate(requests):
-        own = np.arange(shared, len(r.tokens) - 1)  # the last token predicts nothing
-        parts.append((r.tokens[shared:-1], own, i + 1))
+        inputs.append(_part(r.tokens[shared:-1], shared, i + 1))  # the last token predicts nothing
         predicting = np.arange(len(r.tokens) - 1 - r.n_scored, len(r.tokens) - 1)  # in the request's own positions
-        columns.append(np.where(predicting < shared, predicting, predicting + start - shared))
-        start += len(own)
-    return Row(
-        ids=np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _, _ in parts]),
-        positions=np.concatenate([positions for _, positions, _ in parts]),
-        segments=np.concatenate([np.full(len(ids), segment) for ids, _, segment in parts]),
-        columns=np.concatenate(columns),
-        targets=np.concatenate([r.tokens[-r.n_scored :] for r in requests]),
-        counts=[r.n_scored for r in requests],
-    )
+        columns = np.where(predicting < shared, predicting, predicting + start - shared)
+        scored.append(np.array([columns, r.tokens[-r.n_scored :]]))
+        start += inputs[-1].shape[1]
+    return Row(np.concatenate(inputs, 1), np.concatenate(scored, 1), [r.n_scored for r in requests])
+
+
+def _part(tokens: list[int], position: int, segment: int) -> np.ndarray:
+    numbers = range(position, position + len(tokens))
+    return np.array([tokens, numbers, [segment] * len(tokens)], dtype=np.int64)  # (3, T)
 
 
 def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
     """The summed log-likelihood of each request of the rows, in their order, from one call of the model."""
     n, t, m = model.multiples
-    # On a device that compiles each shape, only padding may extend past the model's last position.
-    width = _fill(max(len(row.ids) for row in rows), t)
-    shape = _fill(len(rows), n), width if model.shares_contexts else min(width, model.n_positions)
     # A causal model never attends to the padding on the right; the padding attends to the context or what is before it.
-    ids, positions, segments = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    inputs = np.zeros((3, _fill(len(rows), n), _fill(max(row.inputs.shape[1] for row in rows), t)), dtype=np.int64)
     for i, row in enumerate(rows):
-        ids[i, : len(row.ids)], positions[i, : len(row.ids)] = row.ids, row.positions
-        segments[i, : len(row.ids)] = row.segments
-    numbers = np.repeat(np.arange(len(rows)), [len(row.columns) for row in rows])  # (M,)
-    columns, targets = (np.concatenate([getattr(row, name) for row in rows]) for name in ("columns", "targets"))
-    scored = (np.pad(x, (0, _fill(len(x), m) - len(x))) for x in (numbers, columns, targets))
-    numbers, columns, targets = (torch.from_numpy(x).to(model.device) for x in scored)
+        inputs[:, i, : row.inputs.shape[1]] = row.inputs
+    counts = [count for row in rows for count in row.counts]
+    scored = np.zeros((3, _fill(sum(counts), m)), dtype=np.int64)  # row, column, token
+    scored[0, : sum(counts)] = np.repeat(np.arange(len(rows)), [sum(row.counts) for row in rows])
+    scored[1:, : sum(counts)] = np.concatenate([row.scored for row in rows], 1)
+    numbers, columns, targets = torch.from_numpy(scored).to(model.device)
     place = model.place or (lambda tensor: tensor.to(model.device))
     with torch.no_grad():
-        if model.shares_contexts:
-            ids, positions, segments = (place(torch.from_numpy(x)) for x in (ids, positions, segments))
-            states = model.body(ids, positions, sees(segments))  # (N, T, D)
-        else:
-            states = model.body(place(torch.from_numpy(ids)))
+        ids, positions, segments = map(place, torch.from_numpy(inputs))
+        states = model.body(ids, positions, sees(segments))  # (N, T, D)
         log_probs = token_log_probs(states[numbers, columns], targets, model.head)
-    counts = [count for row in rows for count in row.counts]
     return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
 
 

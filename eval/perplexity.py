@@ -93,7 +93,7 @@ def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_si
     model, losses = loaded.lm, []
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
     for batch in progress_bar(batches, desc):
-        tokens = torch.from_numpy(np.stack(batch).astype(np.int64)).to(loaded.device)  # (N, T + 1)
+        tokens = torch.from_numpy(np.stack(batch).astype(np.int64)).to(loaded.model.device)  # (N, T + 1)
         with torch.no_grad():
             states = model.body(tokens[:, :-1]).flatten(0, 1)  # (N * T, D)
             log_probs = token_log_probs(states, tokens[:, 1:].flatten(), model.head)  # (N * T,)

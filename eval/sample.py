@@ -37,7 +37,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     if args.temperature:
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
-    ids = torch.tensor([kept], device=loaded.device)  # (1, T)
+    ids = torch.tensor([kept], device=loaded.model.device)  # (1, T)
     texts = []
     assert isinstance(loaded.model, GenerationMixin)
     print()

@@ -7,7 +7,7 @@ A score is a dict of EvalResult's fields and three more: "how" it was measured, 
 
 import math
 
-from eval.published import HELLASWAG_ROWS, WAYS
+from eval.published import ACCURACIES, HELLASWAG_ROWS
 
 _HELLASWAG = {"dataset_type": "Rowan/hellaswag", "dataset_name": "HellaSwag", "dataset_split": "validation"}
 
@@ -25,16 +25,15 @@ def text_dataset(name: str) -> dict:
     return {"dataset_type": "text", "dataset_name": name, "dataset_config": name}
 
 
-def hellaswag_scores(accuracies: dict[str, dict], rows: int, how: str, when: str = "") -> list[dict]:
-    """The scores of the first `rows` rows, from {"llmc": {"acc": ..., "acc_norm": ...}, "lmeval": {...}}."""
+def hellaswag_scores(accuracies: dict[str, float | None], rows: int, how: str, when: str = "") -> list[dict]:
+    """The scores of the first `rows` rows, from the values of ACCURACIES that were measured."""
     whole = rows >= HELLASWAG_ROWS
     count = f"{rows:,} rows" if whole else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
     found = []
-    for way, style in WAYS.items():
-        for kind in ("acc", "acc_norm"):
-            if (p := accuracies[way][kind]) is not None:
-                metric = "accuracy", f"{kind}, {style}{when}"
-                found.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), whole=whole))
+    for name, text in ACCURACIES.items():
+        if (p := accuracies.get(name)) is not None:
+            metric = "accuracy", f"{text}{when}"
+            found.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), whole=whole))
     return found
 
 

@@ -217,6 +217,6 @@ def tiny_gpt2():
         # The wide initialisation spreads the logits: nearly uniform ones would agree whatever the scorer did.
         sizes = {"n_positions": n_positions, "n_layer": 2, "n_embd": 32, "n_head": 2}
         model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=initializer_range)).eval()
-        return common.Loaded("tiny", None, model, tokenizer, torch.device("cpu"), torch.float32)
+        return common.Loaded("tiny", None, model, tokenizer)
 
     return make

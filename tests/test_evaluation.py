@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from eval import common, hellaswag
+from eval import hellaswag
 from recipe import evaluation
 from recipe.model.gpt2 import GPT2LMHeadModel
 from tests.conftest import train
+from tests.eval.conftest import load
 
 
 def test_hellaswag_and_samples_during_training(shards, tmp_path):
@@ -19,7 +20,7 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
         2,
         4,
     ]
-    loaded = common.load(common.parser("").parse_args([str(tmp_path / "run"), "--device", "cpu"]))
+    loaded = load(tmp_path / "run")
     counts = hellaswag.count_correct(loaded.lm, hellaswag.load_rows(9))
     for name in ("llmc_acc", "llmc_acc_norm", "lmeval_acc", "lmeval_acc_norm"):
         assert lines[4][f"hellaswag_{name}"] == pytest.approx(counts[name] / 9)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from eval.published import HELLASWAG_ROWS, WAYS
+from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.config import ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
@@ -118,7 +118,7 @@ def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
     for text in texts:
         if (loss := line.get(f"val_loss/{text['name']}")) is not None:
             yield score(text_dataset(f"{text['name']}, held out"), metric, loss, how + tokens)
-    found = {way: {kind: line.get(f"hellaswag_{way}_{kind}") for kind in ("acc", "acc_norm")} for way in WAYS}
+    found = {name: line.get(f"hellaswag_{name}") for name in ACCURACIES}
     yield from hellaswag_scores(found, config.get("hellaswag_limit") or HELLASWAG_ROWS, how, ", during training")
 
 

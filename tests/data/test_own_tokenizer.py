@@ -8,7 +8,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -102,7 +101,7 @@ def test_the_checkpoint_is_the_runs_model_with_its_tokenizer(trained_run):
 
     first, last = by_step(at / "run")[0], by_step(at / "run")[20]
     assert first["val_loss"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
-    loaded = common.Loaded("own", checkpoint, model.eval(), tokenizer, torch.device("cpu"), torch.float32)
+    loaded = common.Loaded("own", checkpoint, model.eval(), tokenizer)
     windows = shard_windows(str(data), TINY["sequence_length"])[0][: TINY["eval_tokens"] // TINY["sequence_length"]]
     found = summarize(loaded, windows, window_losses(loaded, windows, 4, ""))
     assert found["loss"] == pytest.approx(last["val_loss"], abs=1e-5)

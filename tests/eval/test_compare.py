@@ -3,23 +3,15 @@
 import dataclasses
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from eval import common, compare, hellaswag
+from eval.published import ACCURACIES
 from recipe.hub.model_card import model_card
-
-
-def run_compare(monkeypatch, *arguments) -> None:
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments), "--device", "cpu"])
-    compare.main()
-
-
-def load(directory) -> common.Loaded:
-    return common.load(common.parser("").parse_args([str(directory), "--device", "cpu"]))
+from tests.eval.conftest import load
 
 
 @pytest.fixture
@@ -28,17 +20,8 @@ def checkpoint(whole_run, tmp_path):
     return shutil.copytree(whole_run[0], tmp_path / "run") / "step_00000020"
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory, tiny_gpt2):
-    """A small model with GPT-2's tokenizer, in the place of GPT-2."""
-    directory, made = tmp_path_factory.mktemp("gpt2"), tiny_gpt2(64)
-    made.model.save_pretrained(directory)
-    made.tokenizer.save_pretrained(directory)
-    return directory
-
-
-def test_a_run_beside_gpt2_on_the_same_text(checkpoint, gpt2, monkeypatch, capsys):
-    run_compare(monkeypatch, checkpoint, "--other", gpt2, "--limit", 7, "--prompt", "A man is")
+def test_a_run_beside_gpt2_on_the_same_text(checkpoint, model_dir, command, capsys):
+    command(compare, checkpoint, "--other", model_dir, "--limit", 7, "--prompt", "A man is")
     out = capsys.readouterr().out
     found = json.loads((checkpoint / "results.json").read_text())["compare"]
     loss, *accuracies = found["rows"]
@@ -48,37 +31,37 @@ def test_a_run_beside_gpt2_on_the_same_text(checkpoint, gpt2, monkeypatch, capsy
     assert loss["difference"] == pytest.approx(loss["ours"] - loss["theirs"], abs=1e-9)
     assert loss["ci95"][0] < loss["difference"] < loss["ci95"][1] < 0  # trained beside random weights
     rows = hellaswag.load_rows(7)
-    both = [hellaswag.accuracies(hellaswag.score_rows(load(x).lm, rows), rows) for x in (checkpoint, gpt2)]
-    expected = [[model[way][kind] for model in both] for way in hellaswag.WAYS for kind in ("acc", "acc_norm")]
+    both = [hellaswag.accuracies(hellaswag.score_rows(load(x).lm, rows), rows) for x in (checkpoint, model_dir)]
+    expected = [[model[name] for model in both] for name in ACCURACIES]
     assert [[row["ours"], row["theirs"]] for row in accuracies] == expected
     assert all(text.strip() for text in found["samples"])
     card = " ".join(model_card(checkpoint).split())
     for shown in (f"{loss['ours']:.4f}", f"{loss['difference']:+.4f}", "HellaSwag acc_norm, llm.c-style"):
         assert shown in out
         assert shown in card
-    other = dataclasses.replace(load(gpt2), tokenizer=SimpleNamespace(get_vocab=dict))
+    other = dataclasses.replace(load(model_dir), tokenizer=SimpleNamespace(get_vocab=dict))
     arguments = SimpleNamespace(sequence_length=None, data=None)
     assert compare.validation(arguments, load(checkpoint), other) == []
     assert "note: no validation loss: the tokenizers differ" in capsys.readouterr().out
-    assert f"Compared with {gpt2.parent.name}/{gpt2.name}" in card
-    assert str(gpt2.parent) not in card
+    assert f"Compared with {model_dir.parent.name}/{model_dir.name}" in card
+    assert str(model_dir.parent) not in card
 
 
-def test_without_the_runs_data_the_rest_is_compared(gpt2, tmp_path, monkeypatch, capsys):
+def test_without_the_runs_data_the_rest_is_compared(model_dir, tmp_path, command, capsys):
     output = tmp_path / "results.json"
-    run_compare(monkeypatch, gpt2, "--other", gpt2, "--limit", 2, "--output", output)
+    command(compare, model_dir, "--other", model_dir, "--limit", 2, "--output", output)
     rows = json.loads(output.read_text())["compare"]["rows"]
     assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [0.0, 0.0])] * 4
     assert "note: no validation loss" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--data absent"):
-        run_compare(monkeypatch, gpt2, "--other", gpt2, "--data", "absent", "--output", output)
+        command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
 
 
 def test_the_paired_interval_is_a_bootstraps():
     rng = np.random.default_rng(1)
     ours = rng.random(400) < 0.4
     theirs = np.where(rng.random(400) < 0.8, ours, rng.random(400) < 0.3)  # they agree on most rows
-    found = compare.paired_difference(ours, theirs)
+    found = compare.compare_means("", ours, theirs)
     difference = ours.astype(int) - theirs.astype(int)
     assert found["difference"] == pytest.approx(difference.mean())
     drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])

@@ -16,30 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from eval import common, hellaswag, perplexity, sample
 from tests.conftest import ROOT
+from tests.eval.conftest import load
 
 END_OF_TEXT = 50256
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tiny_gpt2):
-    directory, made = tmp_path_factory.mktemp("model"), tiny_gpt2(64)
-    made.model.save_pretrained(directory)
-    made.tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def loaded(model_dir):
     return load(model_dir)
-
-
-def load(directory) -> common.Loaded:
-    return common.load(common.parser("").parse_args([str(directory), "--device", "cpu"]))
-
-
-def main_of(module, monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-    module.main()
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -51,7 +35,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 # Perplexity
 
 
-def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, monkeypatch):
+def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command):
     """The command finds the training's validation data and length in the checkpoint."""
     rng = np.random.default_rng(0)
     shards = [rng.integers(0, 50257, size=n) for n in (3 * 32 + 1, 2 * 32 + 20)]
@@ -66,7 +50,7 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, monkeypat
     (checkpoint / "trainer_state.json").write_text(json.dumps({"config": config}))
     (checkpoint / "results.json").write_text('{"hellaswag": {"rows": 7}}')
 
-    main_of(perplexity, monkeypatch, checkpoint, "--device", "cpu", "--batch_size", 3)
+    command(perplexity, checkpoint, "--batch_size", 3)
     results = json.loads((checkpoint / "results.json").read_text())
     assert results["hellaswag"] == {"rows": 7}  # merged, not replaced
     result = results["perplexity"]
@@ -165,12 +149,12 @@ def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded
     )
 
 
-def test_interactive_continues_what_is_piped_in(loaded, model_dir, tmp_path, monkeypatch, capsys):
+def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
     """tests/test_docs.py runs the command itself."""
     flags = ["--max_new_tokens", "6", "--num_samples", "2"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("A man is\n \n\nA man is\n"))
     monkeypatch.chdir(tmp_path)
-    main_of(sample, monkeypatch, model_dir, "--interactive", "--device", "cpu", "--seed", "3", *flags)
+    command(sample, model_dir, "--interactive", "--seed", "3", *flags)
     out = capsys.readouterr().out
     for seed in ("3", "5"):  # the second line goes on where the first one's seeds end
         assert sampled(loaded, capsys, *flags, "--seed", seed)[1] in out
@@ -238,7 +222,7 @@ def test_results_that_are_not_ours_stay(tmp_path):
     assert path.read_text() == "[1, 2]"
 
 
-def test_without_a_network_the_hub_fails_within_seconds(monkeypatch, capsys):
+def test_without_a_network_the_hub_fails_within_seconds(command, monkeypatch, capsys):
     """A Hub that accepts connections and never answers, as behind a firewall; the libraries' own retries would take
     minutes."""
     server = socket.create_server(("127.0.0.1", 0))
@@ -248,7 +232,7 @@ def test_without_a_network_the_hub_fails_within_seconds(monkeypatch, capsys):
     monkeypatch.setattr(common, "HUB_PATIENCE", 0.5)
     begun = time.monotonic()
     with pytest.raises(SystemExit) as stopped:
-        common.run_main(lambda: main_of(sample, monkeypatch, "somebody/some-model"))
+        common.run_main(lambda: command(sample, "somebody/some-model"))
     assert stopped.value.code == 2
     printed = capsys.readouterr()
     assert "somebody/some-model is not a directory here: asking the Hub for it" in printed.out
@@ -269,9 +253,9 @@ def test_without_a_network_the_hub_fails_within_seconds(monkeypatch, capsys):
         (sample, ["MODEL", "--output", "absent/results.json"], "absent: not a directory"),
     ],
 )
-def test_wrong_arguments_exit_2(module, arguments, message, model_dir, monkeypatch, capsys):
+def test_wrong_arguments_exit_2(module, arguments, message, model_dir, command, capsys):
     arguments = [str(model_dir) if argument == "MODEL" else argument for argument in arguments]
     with pytest.raises(SystemExit) as stopped:
-        common.run_main(lambda: main_of(module, monkeypatch, *arguments, "--device", "cpu"))
+        common.run_main(lambda: command(module, *arguments))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """HellaSwag: llm.c-style by hand, lm-eval-style beside the harness, shared contexts, and ranks that share rows."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from eval import hellaswag
 from eval.loglikelihood import LanguageModel, Request, score
+from eval.published import ACCURACIES
 
 ROW = {"ctx": "", "endings": [""] * 4, "activity_label": "", "ctx_a": "", "ctx_b": "", "label": 0}
 
@@ -29,23 +29,22 @@ def bigram(probabilities: dict[tuple[str, str], float]) -> LanguageModel:
     return LanguageModel(lambda ids, *_: table[ids], lambda logits: logits, letters, 50, torch.device("cpu"))
 
 
-def assert_same(ours: list[dict], theirs: list[dict]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        for way in hellaswag.WAYS:
-            assert a[way].log_likelihoods == pytest.approx(b[way].log_likelihoods, abs=2e-3)
-            assert a[way].lengths == b[way].lengths
+def assert_same(ours: hellaswag.Scores, theirs: hellaswag.Scores) -> None:
+    for way in hellaswag.WAYS:
+        assert ours[way][0] == pytest.approx(theirs[way][0], abs=2e-3)
 
 
 def test_llmc_style_by_hand():
     row = ROW | {"ctx": "c", "endings": ["x", "yy", "xz", "z"]}
     # " x": .9 * .2 = .18; " yy": .9 * .3 * .6 = .162; " xz": .9 * .2 * .1 = .018; " z": .9 * .1 = .09
     p = {("c", " "): 0.9, (" ", "x"): 0.2, (" ", "y"): 0.3, ("y", "y"): 0.6, ("x", "z"): 0.1, (" ", "z"): 0.1}
-    scores = hellaswag.score_rows(bigram(p), [row])[0]["llmc"]
-    assert scores.log_likelihoods == pytest.approx(np.log([0.18, 0.162, 0.018, 0.09]), abs=1e-5)
-    assert scores.lengths == [2, 3, 3, 2]
+    (log_likelihoods,), (lengths,) = hellaswag.score_rows(bigram(p), [row])["llmc"]
+    assert log_likelihoods == pytest.approx(np.log([0.18, 0.162, 0.018, 0.09]), abs=1e-5)
+    assert lengths.tolist() == [2, 3, 3, 2]
     # By sum the first ending wins; per token the second: .162^(1/3) = .545 against .18^(1/2) = .424.
-    assert scores.correct(label=0) == {"acc": 1, "acc_norm": 0}
-    assert scores.correct(label=1) == {"acc": 0, "acc_norm": 1}
+    for label, right in ((0, (1, 0)), (1, (0, 1))):
+        counts = hellaswag.count_correct(bigram(p), [row | {"label": label}])
+        assert (counts["llmc_acc"], counts["llmc_acc_norm"]) == right
 
 
 def test_what_each_way_encodes(tiny_gpt2):
@@ -78,7 +77,7 @@ def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt
     expected = np.array([[choice[0] for choice in sample["filtered_resps"]] for sample in samples])
 
     ours = hellaswag.score_rows(loaded.lm, rows, batch_size=7)
-    np.testing.assert_allclose([score["lmeval"].log_likelihoods for score in ours], expected, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(ours["lmeval"][0], expected, atol=1e-3, rtol=0)
     requests = [r for row in rows for r in hellaswag.encode_row(loaded.encode, row, "lmeval")[0]]
     assert (sum(len(r.tokens) > n_positions + 1 for r in requests) > 5) == (n_positions == 52)
     assert expected.std() > 10  # far from uniform
@@ -139,13 +138,13 @@ def test_other_architectures_score_each_ending_apart(tiny_gpt2):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = GPTNeoXConfig(vocab_size=50257, max_position_embeddings=128, initializer_range=0.5, **sizes)
     other = dataclasses.replace(loaded, model=GPTNeoXForCausalLM(config).eval())
-    (scored,) = hellaswag.score_rows(other.lm, rows)
+    (scored,), _ = hellaswag.score_rows(other.lm, rows)["llmc"]
     request = hellaswag.encode_row(loaded.encode, rows[0], "llmc")[0][2]
     with torch.no_grad():
         logits = other.model(torch.tensor([request.tokens])).logits[0].log_softmax(-1)
     wanted = range(len(request.tokens) - request.n_scored, len(request.tokens))
     expected = sum(logits[t - 1, request.tokens[t]].item() for t in wanted)
-    assert scored["llmc"].log_likelihoods[2] == pytest.approx(expected, abs=1e-3)
+    assert scored[2] == pytest.approx(expected, abs=1e-3)
 
 
 def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
@@ -164,9 +163,8 @@ def test_counts_of_ranks_add_up_to_the_accuracies(tiny_gpt2):
     counts, n_calls = zip(*(run(rank, 3) for rank in range(3)), strict=True)
     assert len(set(n_calls)) == 1  # a forward pass may be collective
     assert sum(count["rows"] for count in counts) == result["rows"] == 8
-    for way, name in itertools.product(hellaswag.WAYS, ("acc", "acc_norm")):
-        p = sum(count[f"{way}_{name}"] for count in counts) / 8
-        assert result[way][name] == pytest.approx(p, abs=1e-12)
+    for name in ACCURACIES:
+        assert result[name] == pytest.approx(sum(count[name] for count in counts) / 8, abs=1e-12)
 
     llmc, lmeval = hellaswag.table(result).split("\nlm-eval-style ")
     assert "0.2955" in llmc

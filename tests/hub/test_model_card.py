@@ -58,7 +58,7 @@ LINES = [
     | {"skipped_steps": 2},
     {"step": 110, "loss": 3.1, "val_loss": 3.1, "tokens_per_second": 1.0, "mfu": 0.1},
 ]
-HELLASWAG = {"llmc": {"acc": 0.2612, "acc_norm": 0.27}, "lmeval": {"acc": 0.2633, "acc_norm": 0.28}}
+HELLASWAG = {"llmc_acc": 0.2612, "llmc_acc_norm": 0.27, "lmeval_acc": 0.2633, "lmeval_acc_norm": 0.28}
 ARC = {"dataset_type": "arc_easy", "dataset_name": "arc_easy"}
 SHARDS = {
     "data": "~/of_news/",
