@@ -73,7 +73,7 @@ def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_pat
 def test_processes_take_what_fits_all_of_them(shards, tmp_path):
     result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps=0)
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
-    assert "micro      2 sequences a device: all that fit another process" in result.stdout
+    assert "micro      2 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in result.stdout
 
 
 XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--precision=bf16"]
