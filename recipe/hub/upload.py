@@ -125,9 +125,8 @@ class Uploads:
     def __init__(self, run: Path, target: Target | None):
         """Without a `target`, as on all processes but the main one, `start` and `wait` do nothing."""
         self._run, self._target = run, target
-        self._known: dict[str, bool] = {}
-        self._thread: threading.Thread | None = None
-        self._refused = False
+        self._known: dict[str, bool] = {}  # branch: whether it is on the Hub, or is refused
+        self._thread = threading.Thread()
         self._failures = 0
         self._not_before = 0.0  # time.monotonic() of the next attempt
         if target:
@@ -139,7 +138,7 @@ class Uploads:
         """Starts uploading the checkpoints on the disk, unless an upload is running or failed in the last minute. Call
         it after the metrics of the newest checkpoint's step are written, since the model card shows them."""
         wanted = self._unknown()
-        if wanted and not self._refused and not self._busy() and time.monotonic() >= self._not_before:
+        if wanted and not self._thread.is_alive() and time.monotonic() >= self._not_before:
             self._thread = threading.Thread(
                 target=self._upload, args=(self._target, wanted), name="upload", daemon=True
             )
@@ -157,7 +156,7 @@ class Uploads:
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
         deadline = time.monotonic() + limit
         self._failures, self._not_before = 0, 0.0
-        while self._busy() or (self._unknown() and not self._refused and self._failures < ATTEMPTS):
+        while self._thread.is_alive() or (self._unknown() and self._failures < ATTEMPTS):
             if time.monotonic() >= deadline or stopped():
                 break
             self.start()
@@ -166,30 +165,26 @@ class Uploads:
             return ExitCode.DONE
         command = f"python -m recipe.hub.export push {shlex.quote(str(self._run))} --repo {self._target.repo}"
         logger.warning("upload     not on the Hub: %s; to upload it, run %s", some(missing), command)
-        refused = self._refused or False in self._known.values()
-        return ExitCode.USER_ERROR if refused else ExitCode.RUN_AGAIN
-
-    def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return ExitCode.USER_ERROR if False in self._known.values() else ExitCode.RUN_AGAIN
 
     def _unknown(self) -> dict[str, Path]:
-        """The checkpoints whose upload has not been decided yet."""
-        return {branch: path for branch, path in self._branches().items() if branch not in self._known}
+        """{branch: checkpoint} of those on the disk that are neither on the Hub nor refused."""
+        branches = self._target.branches(self._run) if self._target else {}
+        return {branch: path for branch, path in branches.items() if branch not in self._known}
 
     def _missing(self) -> list[str]:
-        return [branch for branch in self._branches() if not self._known.get(branch)]
-
-    def _branches(self) -> dict[str, Path]:
-        return self._target.branches(self._run) if self._target else {}
+        return [*self._unknown(), *(branch for branch, there in self._known.items() if not there)]
 
     def _upload(self, target: Target, wanted: dict[str, Path]) -> None:
         try:
             sync(target, wanted, self._known)
         except Exception as error:
-            self._refused = is_lasting(error)
+            refused = is_lasting(error)
+            if refused:
+                self._known = dict.fromkeys(wanted, False) | self._known
             self._failures += 1
             self._not_before = time.monotonic() + PAUSE
-            again = "" if self._refused else "; trying again later"
+            again = "" if refused else "; trying again later"
             logger.warning("upload     to %s failed: %s%s", target.repo, reason(error), again)
 
 
