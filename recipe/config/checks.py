@@ -3,7 +3,7 @@
 import re
 
 from recipe.config.catalog import REPO_NAME
-from recipe.config.fields import DEFAULTS, FIELDS, Config, DataConfig, RunConfig, data_sets
+from recipe.config.fields import DEFAULTS, ONLY, Config, DataConfig, RunConfig, data_sets
 from recipe.utils.errors import UserError
 
 
@@ -24,9 +24,8 @@ def check(config: Config) -> None:
     if opt.warmup_steps >= opt.max_steps:
         raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
     values = config.flat()
-    for name, field in FIELDS.items():
-        other, needed = field.metadata["only"] or ("", None)
-        if other and values[other] != needed and values[name] != DEFAULTS[name]:
+    for name, (other, needed) in ONLY.items():
+        if values[other] != needed and values[name] != DEFAULTS[name]:
             raise UserError(f"{name} is for {other} {needed}, but {other} is {values[other]}; remove {name}")
     for one in data_sets(data):
         _check_data(one.data)

@@ -15,6 +15,7 @@ from recipe.config.fields import (
     DEFAULTS,
     FIELDS,
     OF_ONE_DATA_SET,
+    ONLY,
     PARTS,
     ROOT,
     Config,
@@ -59,23 +60,19 @@ def _values(words: dict, origin: str = "") -> dict:
         listed = _load(listed, "dataset_name", FORM)
     if not isinstance(listed, list):
         return converted(words, FIELDS, origin)
-    others = {name: value for name, value in words.items() if name != "dataset_name"}
-    return converted(others, FIELDS, origin) | {"dataset_name": listed}
+    return converted(words | {"dataset_name": ""}, FIELDS, origin) | {"dataset_name": listed}
 
 
 def _without_replaced(recipe: dict, flags: dict) -> dict:
     """The recipe's values without those about a data set, an optimizer or a schedule that the command line has
     replaced."""
-    before, dropped = DEFAULTS | recipe, set()
+    before = DEFAULTS | recipe
+    dropped = {name for name, (other, value) in ONLY.items() if flags.get(other, value) != value == before[other]}
     replaced = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", before[name])]
     if replaced:
         dropped |= {"dataset_name", *OF_ONE_DATA_SET}
         if isinstance(replaced[0], str) and not is_on_hub(replaced[0]):
             dropped.add("streaming")  # what is on this disk is prepared at once
-    for name, field in FIELDS.items():
-        other, value = field.metadata["only"] or ("", None)
-        if other in flags and flags[other] != value == before[other]:
-            dropped.add(name)
     return {name: value for name, value in recipe.items() if name not in dropped}
 
 

@@ -21,13 +21,13 @@ import huggingface_hub.constants
 
 from recipe.checkpoint.format import checkpoints, files_of, newest_whole, step_of, verify
 from recipe.config import check_repo_name
+from recipe.engine.launch import fail
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Target, Uploads
 from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
-from recipe.utils.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
 
@@ -115,9 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.run = args.run or _newest_run()
         return args.command(args)
-    except (UserError, OSError) as e:
-        print(f"error: {redact(str(e))}", file=sys.stderr)
-        return ExitCode.USER_ERROR
+    except (UserError, OSError) as error:
+        return fail(error)
     except KeyboardInterrupt:
         return ExitCode.RUN_AGAIN
 

@@ -73,7 +73,8 @@ class Metrics:
         opt = config.optimizer
         self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
         closing.callback(self._progress.close)
-        self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.processes.is_main))
+        self.tracker = Tracker(config, step, run_id, active=engine.processes.is_main)
+        closing.callback(self.tracker.close)
         self._read_at, self._known = step, known  # the step of the last reading, and its known values
         self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
         self._window_begun = time.perf_counter()  # moved forward by the pauses
