@@ -24,7 +24,7 @@ from recipe.config import check_repo_name
 from recipe.engine.launch import fail
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
-from recipe.hub.upload import Target, Uploads
+from recipe.hub.upload import Uploads
 from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
@@ -92,10 +92,10 @@ def push(args: argparse.Namespace) -> ExitCode:
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")
     state = args.state or config.get("push_to_hub") == "state"
-    milestone_steps = config.get("milestone_steps", 0)
-    target = Target(args.repo, private, milestone_steps, final, license, card=not args.no_card, state=state)
     check_access(args.repo, private, license, "--repo")
-    code = Uploads(args.run, target).wait(limit=math.inf)
+    milestone_steps = config.get("milestone_steps", 0)
+    uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, not args.no_card, state)
+    code = uploads.wait(limit=math.inf)
     if code == ExitCode.DONE:
         logger.info("upload     everything is on the Hub")
     return code
