@@ -25,7 +25,7 @@ from recipe.engine.launch import fail
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Uploads
-from recipe.monitor.metrics import read_metrics
+from recipe.monitor.metrics import val_losses
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 
@@ -68,9 +68,8 @@ def choose(run: Path, best: bool) -> Path:
 
 def best_whole(run: Path) -> Path | None:
     """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
-    losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
-    evaluated = [(loss, path) for path in checkpoints(run) if (loss := losses.get(step_of(path))) is not None]
-    for loss, path in sorted(evaluated):
+    losses = val_losses(run)
+    for loss, path in sorted((losses[step_of(path)], path) for path in checkpoints(run) if step_of(path) in losses):
         if not verify(path):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
