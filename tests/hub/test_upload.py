@@ -114,7 +114,6 @@ FAULTS = {
     "409": {"path": "*/commit/*", "status": 409, "times": 2},  # another commit came in between
     "429": {"path": "/api/repos/create", "status": 429, "times": 2},
     "503": {"path": "*/objects/batch", "status": 503, "times": 2},
-    "reset": {"path": "/lfs/*", "method": "PUT", "kind": "reset", "after": None},
     "stall": {"path": "/lfs/*", "method": "PUT", "kind": "stall", "after": None},
 }
 
