@@ -115,16 +115,13 @@ def test_a_tpu_takes_what_is_estimated_to_fit(device, options, sequences):
 
 
 @pytest.mark.slow
-def test_trial_steps_choose_gradient_checkpointing_and_a_resumed_run_keeps_it(shards, tmp_path):
+def test_trial_steps_choose_gradient_checkpointing(shards, tmp_path):
     fields = {"gradient_checkpointing": "auto", "micro_batch_size": 32, "total_batch_tokens": 4096, "n_layer": 16}
     fields |= {"n_embd": 64, "n_positions": 64, "sequence_length": 64, "loss_chunk_size": 64, "eval_tokens": 64}
-    fields |= {"max_steps": 2, "warmup_steps": 1, "save_steps": 1}
+    fields |= {"max_steps": 2, "warmup_steps": 1}
     result = run(shards, tmp_path / "run", "400e6", **fields)
     assert "trial" in result.stderr
     assert "32 sequences a device, without gradient checkpointing: 0.3 GB of 0.4 GB" in result.stdout
-    shutil.rmtree(tmp_path / "run" / "step_00000002")
-    result = run(shards, tmp_path / "run", "200e6", **fields)
-    assert "32 sequences a device, without gradient checkpointing: as in the run's newest" in result.stdout
     result = run(shards, tmp_path / "other", "200e6", **fields)
     assert "32 sequences a device, with gradient checkpointing: without it a step does not fit" in result.stdout
 
