@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
-from recipe.config import ROOT, BatchPlan, Config, counts_in, data_sets
+from recipe.config import ROOT, BatchPlan, Config, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets
 from recipe.data.prefetch import BatchLoader
@@ -212,7 +212,7 @@ def check_same_launch(config: Config, engine: Engine) -> None:
             f"or move {config.run.output_dir} away"
         )
     here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
-    here["dataset_name's weights"] = counts_in(config.data.dataset_name)
+    here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
     here |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
     main = engine.processes.broadcast_object(here)
     differing = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in here.items() if v != main.get(k)]

@@ -51,6 +51,7 @@ def command(monkeypatch, capsys):
         AcceleratorState._reset_state(True)
         return code, *capsys.readouterr()
 
+    AcceleratorState._reset_state(True)  # of a test before that has opened an engine
     capsys.readouterr()
     yield run
     AcceleratorState._reset_state(True)

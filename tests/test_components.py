@@ -43,6 +43,9 @@ def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):
         check_same_launch(differing, node(Launch()))
     with pytest.raises(UserError, match="precision 'bf16' here, 'fp32' on rank 0"):
         check_same_launch(config, node(Launch(), precision="bf16"))
+    mixture = "--dataset_name=[{name: A, weight: 1}, {name: B, weight: 3}]"
+    with pytest.raises(UserError, match=r"dataset_name's weights \[250, 750\] here, \[1000\] on rank 0"):
+        check_same_launch(parse_config([*words, mixture]), node(Launch()))
     (tmp_path / "recipe" / "data" / "b.py").write_text("y")
     with pytest.raises(UserError, match=r"code of recipe/ '[0-9a-f]{8}' here, '[0-9a-f]{8}' on rank 0"):
         check_same_launch(config, node(Launch()))

@@ -113,8 +113,7 @@ def test_each_limit_is_of_a_field_and_kept():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_steps: many", "mine.yaml: max_steps is 'many'; it must be INTEGER"),
-        ("max_steps: 1.5", "max_steps is '1.5'; it must be INTEGER"),
+        ("max_steps: 1.5", "mine.yaml: max_steps is '1.5'; it must be INTEGER"),
         ("micro_batch_size: automatic", "micro_batch_size is 'automatic'; it must be INTEGER|auto"),
         ("streaming: maybe", "streaming is 'maybe'; it must be true|false"),
         ("precision: fp8", "precision is 'fp8'; it must be auto|fp32|tf32|bf16|fp16"),
@@ -140,10 +139,6 @@ def test_batch_arithmetic():
     assert batch_arithmetic(config, 64).micro == 8  # a device's whole share
     with pytest.raises(UserError, match=r"3 processes x micro_batch_size 32 .* = 98304; 491520 is one"):
         batch_arithmetic(config, 3)
-    for world_size, micro in [(1, 8), (2, 4), (4, 1)]:
-        batch = BatchPlan(32, world_size, micro, 32 // (world_size * micro))
-        taken = [i for m in range(batch.accumulation) for r in range(world_size) for i in range(*batch.slice(m, r))]
-        assert taken == list(range(32))
 
 
 def test_parameters_and_flops_of_gpt2s_sizes():
@@ -172,13 +167,13 @@ def test_every_recipe_parses_and_opens_with_its_own_command(path):
     assert config.run.hub_license == ("cc-by-nc-4.0" if path.stem == "climbmix" else "mit")  # what the card states
 
 
-@pytest.mark.parametrize("size", ["", "-fineweb", "-medium", "-large", "-xl"])
-def test_a_gpt2_recipe_scores_hellaswag_and_samples_as_llm_c_does(size):
+def test_the_gpt2_recipes_score_hellaswag_and_sample_as_llm_c_does():
     """HellaSwag every 250 steps and at the end, a sample at the end; a sample of the untrained model too."""
-    config = parse_config([f"--config=gpt2{size}"])
-    due = {step: due_at(step, config) for step in (0, 249, 250, config.optimizer.max_steps)}
-    assert [at.hellaswag for at in due.values()] == [False, False, True, True]
-    assert [at.sample for at in due.values()] == [True, False, not size, True]
+    for size in ("", "-fineweb", "-medium", "-large", "-xl"):
+        config = parse_config([f"--config=gpt2{size}"])
+        due = [due_at(step, config) for step in (0, 249, 250, config.optimizer.max_steps)]
+        assert [at.hellaswag for at in due] == [False, False, True, True]
+        assert [at.sample for at in due] == [True, False, not size, True]
 
 
 def test_no_name_stands_in_two_kinds_of_file():

@@ -30,7 +30,7 @@ from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
 from recipe.engine.base import Engine
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
-from recipe.utils.errors import writing
+from recipe.utils.errors import UserError, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class CheckpointManager:
     def _prune(self, newest: int) -> None:
         try:
             prune(self._run_dir, newest, self._keep, dict(self._metrics.val_losses))
-        except OSError as error:
+        except (OSError, UserError) as error:  # the latter where metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 
     def _report_failure(self, step: int, error: Exception) -> None:

@@ -1,7 +1,6 @@
 """The configuration of a run: fields, their limits, a recipe's YAML and the command line, and batch arithmetic."""
 
 from recipe.config.batch import BatchPlan, Due, batch_arithmetic, due_at
-from recipe.config.checks import check_repo_name
 from recipe.config.fields import (
     AUTO,
     BLOCK,
@@ -17,4 +16,4 @@ from recipe.config.fields import (
     hyperparameters,
 )
 from recipe.config.mixture import counts_in, counts_of
-from recipe.config.parse import parse_config
+from recipe.config.parse import check_repo_name, parse_config

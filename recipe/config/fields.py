@@ -223,6 +223,7 @@ class RunConfig(Part):
 PARTS = {"Model": ModelConfig, "Data": DataConfig, "Optimizer": OptimizerConfig, "Run": RunConfig}  # --help's groups
 FIELDS = {field.name: field for part in PARTS.values() for field in dataclasses.fields(part) if field.metadata}
 DEFAULTS = {name: field.default for name, field in FIELDS.items()}
+ONLY = {name: field.metadata["only"] for name, field in FIELDS.items() if field.metadata["only"]}
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,5 @@ def hyperparameters(values: dict) -> list[str]:
     """The fields that, with the data, decide what a run with these `values` (Config.flat) learns; none of an optimizer
     or a schedule that it does not use."""
     names = [f.name for part in (ModelConfig, OptimizerConfig) for f in dataclasses.fields(part) if f.metadata]
-    only = {name: field.metadata["only"] for name, field in FIELDS.items() if field.metadata["only"]}
-    unused = [name for name, (other, value) in only.items() if values.get(other) != value]
+    unused = [name for name, (other, value) in ONLY.items() if values.get(other) != value]
     return [name for name in (*names, "sequence_length", "seed") if name not in ("init_from", *unused)]

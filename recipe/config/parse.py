@@ -1,4 +1,5 @@
-"""A recipe's YAML and the command line, merged: the command line wins."""
+"""A recipe's YAML and the command line, merged, where the command line wins; and fields that exclude each other, and
+names that are not valid (limits of single fields stand beside them)."""
 
 import argparse
 import re
@@ -8,13 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from recipe.config.catalog import is_on_hub
-from recipe.config.checks import check
+from recipe.config.catalog import REPO_NAME, is_on_hub
 from recipe.config.fields import (
     DEFAULT_RECIPE,
     DEFAULTS,
     FIELDS,
     OF_ONE_DATA_SET,
+    ONLY,
     PARTS,
     ROOT,
     Config,
@@ -23,6 +24,7 @@ from recipe.config.fields import (
     OptimizerConfig,
     Part,
     RunConfig,
+    data_sets,
 )
 from recipe.config.mixture import FORM, data_config
 from recipe.config.values import converted, hint, metavar
@@ -59,23 +61,19 @@ def _values(words: dict, origin: str = "") -> dict:
         listed = _load(listed, "dataset_name", FORM)
     if not isinstance(listed, list):
         return converted(words, FIELDS, origin)
-    others = {name: value for name, value in words.items() if name != "dataset_name"}
-    return converted(others, FIELDS, origin) | {"dataset_name": listed}
+    return converted(words | {"dataset_name": ""}, FIELDS, origin) | {"dataset_name": listed}
 
 
 def _without_replaced(recipe: dict, flags: dict) -> dict:
     """The recipe's values without those about a data set, an optimizer or a schedule that the command line has
     replaced."""
-    before, dropped = DEFAULTS | recipe, set()
+    before = DEFAULTS | recipe
+    dropped = {name for name, (other, value) in ONLY.items() if flags.get(other, value) != value == before[other]}
     replaced = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", before[name])]
     if replaced:
         dropped |= {"dataset_name", *OF_ONE_DATA_SET}
         if isinstance(replaced[0], str) and not is_on_hub(replaced[0]):
             dropped.add("streaming")  # what is on this disk is prepared at once
-    for name, field in FIELDS.items():
-        other, value = field.metadata["only"] or ("", None)
-        if other in flags and flags[other] != value == before[other]:
-            dropped.add(name)
     return {name: value for name, value in recipe.items() if name not in dropped}
 
 
@@ -146,3 +144,58 @@ def _recipe(path: Path) -> dict:
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
     return values
+
+
+def check(config: Config) -> None:
+    """Raises UserError for values that exclude each other, and for names that are not valid."""
+    model, data, opt = config.model, config.data, config.optimizer
+    if model.n_embd % model.n_head:
+        below = max(1, model.n_embd // model.n_head) * model.n_head
+        raise UserError(
+            f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}; nearest valid n_embd: {below}, "
+            f"{below + model.n_head}"
+        )
+    if data.sequence_length > model.n_positions:
+        raise UserError(
+            f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
+            "or shorten the sequences"
+        )
+    if opt.warmup_steps >= opt.max_steps:
+        raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
+    values = config.flat()
+    for name, (other, needed) in ONLY.items():
+        if values[other] != needed and values[name] != DEFAULTS[name]:
+            raise UserError(f"{name} is for {other} {needed}, but {other} is {values[other]}; remove {name}")
+    for one in data_sets(data):
+        _check_data(one.data)
+    _check_run(config.run)
+
+
+def _check_data(data: DataConfig) -> None:
+    if not data.dataset_name:
+        raise UserError("dataset_name is empty; give a directory of shards or a glob of .bin files")
+    if data.dataset_source:
+        check_repo_name(data.dataset_source, "dataset_source")
+        if data.train_text:
+            raise UserError(f"dataset_source is for .bin files, and the data are {data.train_text}; remove it")
+    if data.streaming and not data.train_text:
+        raise UserError(
+            f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set of it"
+        )
+
+
+def _check_run(run: RunConfig) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", run.run_name):
+        raise UserError(
+            f"run_name {run.run_name!r} must be letters, digits, '.', '_' and '-' only; use output_dir for a path"
+        )
+    if run.push_to_hub and not run.hub_model_id:
+        raise UserError("push_to_hub needs hub_model_id, ORG/NAME on the Hub")
+    if run.hub_model_id:
+        check_repo_name(run.hub_model_id, "hub_model_id")
+
+
+def check_repo_name(name: str, field: str) -> None:
+    """Raises UserError where `name` cannot be the ORG/NAME of a repository on the Hub."""
+    if not REPO_NAME.fullmatch(name):
+        raise UserError(f"{field} {name!r} must be ORG/NAME: letters, digits, '.', '_' and '-', with one slash")

@@ -10,8 +10,7 @@ import dataclasses
 import gc
 import json
 import logging
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -99,24 +98,17 @@ def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str
 
     # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
     can_try = free and engine.sharding in ("", "zero1") and not (engine.sharding and engine.precision == "fp16")
-    likely = [size for size in reversed(sizes) if estimate(size) <= (1 + ACCURACY) * budget]
-    fits, peak = 0, 0
-    if dry or not can_try:
-        fits = next((size for size in likely if estimate(size) <= budget), 0)
-        how, peak = "an estimate; the run itself tries it" if can_try else "an estimate", estimate(fits or 1)
+    most = (1 + ACCURACY) * budget if can_try and not dry else budget
+    likely = [size for size in reversed(sizes) if not engine.processes.anywhere(estimate(size) > most)]
+    size, peak, how = 0, 0, "the peak of a trial step"
+    if likely and (dry or not can_try):
+        size, peak = likely[0], estimate(likely[0])
+        how = "an estimate; the run itself tries it" if can_try else "an estimate"
     elif likely:  # or a model would be compiled for nothing
-        how = "the peak of a trial step"
-        logger.info("micro      trying how many sequences a device holds at once")
-        with trials(config, engine) as peak_of:
-            for size in likely:
-                measured = peak_of(size)
-                if measured is not None and measured <= budget:
-                    fits, peak = size, measured
-                    break
-    size = next((size for size in reversed(sizes) if not engine.processes.anywhere(fits < size)), 0)
+        size, peak = _tried(config, engine, likely, budget)
     if not size:
         return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(memory)} may be used"
-    return size, f"{gb(peak)} of {gb(memory)}, {how}" if fits == size else "all that fit another process"
+    return size, f"{gb(peak)} of {gb(memory)}, {how}"
 
 
 def engine_kind(config: Config, engine: Engine) -> dict:
@@ -125,10 +117,10 @@ def engine_kind(config: Config, engine: Engine) -> dict:
     return {"precision": engine.precision, "sharding": engine.sharding, "compiled": compiled}
 
 
-@contextmanager
-def trials(config: Config, engine: Engine) -> Generator[Callable[[int], int | None], None, None]:
-    """Context: a function of the micro-batch to the peak bytes of a step on this process's device, or None where memory
-    ran out. Its model is the process's own, unprepared, and deleted at the end."""
+def _tried(config: Config, engine: Engine, sizes: list[int], budget: float) -> tuple[int, int]:
+    """The first of `sizes` with which a step takes at most `budget` bytes on the device of each process, 0 where none
+    does, and the peak bytes of that step here. The model is the process's own, unprepared, and deleted at the end."""
+    logger.info("micro      trying how many sequences a device holds at once")
     with hardware.same_random_numbers(engine.device):
         model = build_model(config, load_init_from=False, **engine.model_options)
         engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
@@ -137,29 +129,28 @@ def trials(config: Config, engine: Engine) -> Generator[Callable[[int], int | No
         later = state_bytes(config, engine.processes.world_size, engine.sharding, engine.precision)
         whole = 2 * sum(p.nbytes for p in model.parameters())
         update = whole + update_bytes(config, engine.processes.world_size, engine.precision)
-
-        def step(micro: int) -> None:
-            assert model  # until the context ends
-            shape = (micro, config.data.sequence_length + 1)
-            rows = (torch.arange(shape[0] * shape[1], device=engine.device) % config.model.vocab_size).view(shape)
-            for _ in range(2):  # in the second one gradients are there, as after the first micro-step of a run
-                with engine.autocast():
-                    loss = model(rows[:, :-1], rows[:, 1:])
-                loss.backward()
-
-        def peak_of(micro: int) -> int | None:
-            assert model
-            peak = hardware.peak_while(engine.device, lambda: step(micro))
+        for size in sizes:
+            measured = hardware.peak_while(engine.device, partial(_step, config, engine, model, size))
+            peak = 0 if measured is None else max(measured, update) + later - whole
             model.zero_grad()
-            return None if peak is None else max(peak, update) + later - whole
+            if not engine.processes.anywhere(measured is None or peak > budget):
+                break
+        else:
+            size = 0
+        del model
+        torch.compiler.reset()  # or the run's model would be compiled beside this one
+        gc.collect()
+        hardware.reset_peak_memory(engine.device)
+    return size, peak
 
-        try:
-            yield peak_of
-        finally:
-            model = None
-            torch.compiler.reset()  # or the run's model would be compiled beside this one
-            gc.collect()
-            hardware.reset_peak_memory(engine.device)
+
+def _step(config: Config, engine: Engine, model: torch.nn.Module, size: int) -> None:
+    shape = (size, config.data.sequence_length + 1)
+    rows = (torch.arange(shape[0] * shape[1], device=engine.device) % config.model.vocab_size).view(shape)
+    for _ in range(2):  # in the second one gradients are there, as after the first micro-step of a run
+        with engine.autocast():
+            loss = model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
 
 
 def _of_checkpoint(config: Config, engine: Engine) -> tuple[int, bool] | None:

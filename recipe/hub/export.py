@@ -21,13 +21,13 @@ import huggingface_hub.constants
 
 from recipe.checkpoint.format import checkpoints, files_of, newest_whole, step_of, verify
 from recipe.config import check_repo_name
+from recipe.engine.launch import fail
 from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
-from recipe.hub.upload import Target, Uploads
-from recipe.monitor.metrics import read_metrics
+from recipe.hub.upload import Uploads
+from recipe.monitor.metrics import val_losses
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
-from recipe.utils.redaction import redact
 
 logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
 
@@ -68,9 +68,8 @@ def choose(run: Path, best: bool) -> Path:
 
 def best_whole(run: Path) -> Path | None:
     """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
-    losses = {line["step"]: line.get("val_loss") for line in read_metrics(run / "metrics.jsonl")}
-    evaluated = [(loss, path) for path in checkpoints(run) if (loss := losses.get(step_of(path))) is not None]
-    for loss, path in sorted(evaluated):
+    losses = val_losses(run)
+    for loss, path in sorted((losses[step_of(path)], path) for path in checkpoints(run) if step_of(path) in losses):
         if not verify(path):
             logger.info("best       %s has the lowest validation loss of those kept, %.4f", path, loss)
             return path
@@ -92,10 +91,10 @@ def push(args: argparse.Namespace) -> ExitCode:
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")
     state = args.state or config.get("push_to_hub") == "state"
-    milestone_steps = config.get("milestone_steps", 0)
-    target = Target(args.repo, private, milestone_steps, final, license, card=not args.no_card, state=state)
     check_access(args.repo, private, license, "--repo")
-    code = Uploads(args.run, target).wait(limit=math.inf)
+    milestone_steps = config.get("milestone_steps", 0)
+    uploads = Uploads(args.run, args.repo, private, milestone_steps, final, license, not args.no_card, state)
+    code = uploads.wait(limit=math.inf)
     if code == ExitCode.DONE:
         logger.info("upload     everything is on the Hub")
     return code
@@ -115,9 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.run = args.run or _newest_run()
         return args.command(args)
-    except (UserError, OSError) as e:
-        print(f"error: {redact(str(e))}", file=sys.stderr)
-        return ExitCode.USER_ERROR
+    except (UserError, OSError) as error:
+        return fail(error)
     except KeyboardInterrupt:
         return ExitCode.RUN_AGAIN
 

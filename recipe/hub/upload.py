@@ -1,9 +1,8 @@
 """Uploads a run's checkpoints to the Hugging Face Hub.
 
-The milestones and the final checkpoint are uploaded, each to its own branch, such as step-005000; the final one also
-goes to main. `sync` uploads those on the disk, with one commit for each branch that differs. `Uploads` calls it in a
-thread beside a training run, and `python -m recipe.hub.export push` waits for it. Milestones and the newest checkpoint
-are never pruned, so nothing else needs to remember what is left to upload after a failure.
+The milestones and the final checkpoint are uploaded, each to its own branch, such as step-005000, and the final one to
+main too: in a thread beside a training run, or by `python -m recipe.hub.export push`, which waits. Milestones and the
+newest checkpoint are never pruned, so nothing else needs to remember what is left to upload after a failure.
 
 The token stays where huggingface_hub finds it, in the environment or in its token file.
 """
@@ -16,7 +15,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -41,39 +40,6 @@ PAUSE = 60.0  # seconds between a failure and the next attempt
 ATTEMPTS = 6  # failures allowed while `wait` runs: with PAUSE, longer than the Hub's five-minute rate limits
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is uploaded where: a run's milestones to branches of `repo`, the checkpoint `final` to main too.
-
-    Attributes:
-        repo: ORG/NAME on the Hub.
-        private: create a private repository, and upload nothing to a public one.
-        milestone_steps: checkpoints at multiples of this step are milestones (0: none).
-        final: the checkpoint for main; it need not exist yet.
-        license: of the weights, for the model card (empty: the run's hub_license).
-        card: whether to upload a model card with the weights; it replaces one that differs.
-        state: whether to upload the optimizer state and metrics.jsonl too.
-    """
-
-    repo: str
-    private: bool = False
-    milestone_steps: int = 0
-    final: Path | None = None
-    license: str = ""
-    card: bool = True
-    state: bool = False
-
-    def branches(self, run: Path) -> dict[str, Path]:
-        """{branch: checkpoint} for the checkpoints on the disk, oldest first."""
-        steps = {step_of(path): path for path in checkpoints(run)}
-        steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
-        final = {}
-        if self.final and (self.final / "trainer_state.json").is_file():
-            steps[recorded_step(self.final)] = self.final
-            final = {MAIN: self.final}
-        return {branch_of(step): path for step, path in sorted(steps.items())} | final
-
-
 def branch_of(step: int) -> str:
     """The name of a checkpoint's branch."""
     return f"step-{step:06d}"
@@ -84,65 +50,91 @@ def recorded_step(checkpoint: Path) -> int:
     return json.loads((checkpoint / "trainer_state.json").read_text())["step"]
 
 
-def sync(target: Target, wanted: dict[str, Path], known: dict[str, bool]) -> None:
-    """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has.
-
-    Records each branch in `known`: True, or False with a warning if the checkpoint does not match its manifest and is
-    not uploaded. Raises UserError if the repository is public but a private one is wanted or if a card cannot be
-    written, and whatever huggingface_hub raises.
-    """
-    api = HfApi()
-    open_repository(api, target.repo, target.private)
-    for branch, checkpoint in wanted.items():
-        if problems := verify(checkpoint):
-            known[branch] = False
-            logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
-            continue
-        # Not upload_folder: the card is generated here, and other files beside the model are not uploaded.
-        files = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=target.state)]
-        step = recorded_step(checkpoint)
-        if target.state:
-            lines = [line for line in read_metrics(checkpoint.resolve().parent / METRICS) if line["step"] <= step]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            files.append(CommitOperationAdd(METRICS, text.encode()))
-        if target.card:
-            card = model_card(checkpoint, repo=target.repo, license=target.license, audit=target.state)
-            files.append(CommitOperationAdd(CARD, card.encode()))
-        api.create_branch(target.repo, branch=branch, exist_ok=True)
-        message = f"Step {step}"
-        api.create_commit(target.repo, files, commit_message=message, revision=branch)
-        logger.info("upload     %s is at %s", branch, page(target.repo, branch))
-        known[branch] = True
-
-
+@dataclass
 class Uploads:
-    """Uploads a run's checkpoints in a thread, one sync at a time; a failed upload raises nothing.
+    """Uploads a run's checkpoints in a thread, one attempt at a time; a failed upload raises nothing.
 
     Only the end of the run waits for the thread, and not longer than a limit: requests may fail, or hang until they
-    time out.
+    time out. Without a `repo`, as on all processes but the main one, `start` and `wait` do nothing.
+
+    Attributes:
+        run: its directory.
+        repo: ORG/NAME on the Hub.
+        private: create a private repository, and upload nothing to a public one.
+        milestone_steps: checkpoints at multiples of this step are milestones (0: none).
+        final: the checkpoint for main; it need not exist yet.
+        license: of the weights, for the model card (empty: the run's hub_license).
+        card: whether to upload a model card with the weights; it replaces one that differs.
+        state: whether to upload the optimizer state and metrics.jsonl too.
+        known: {branch: whether it is on the Hub}; False for one that is refused.
     """
 
-    def __init__(self, run: Path, target: Target | None):
-        """Without a `target`, as on all processes but the main one, `start` and `wait` do nothing."""
-        self._run, self._target = run, target
-        self._known: dict[str, bool] = {}
-        self._thread: threading.Thread | None = None
-        self._refused = False
+    run: Path
+    repo: str = ""
+    private: bool = False
+    milestone_steps: int = 0
+    final: Path | None = None
+    license: str = ""
+    card: bool = True
+    state: bool = False
+    known: dict[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._thread = threading.Thread()
         self._failures = 0
         self._not_before = 0.0  # time.monotonic() of the next attempt
-        if target:
+        if self.repo:
             disable_progress_bars()
             set_verbosity_error()  # a branch that is up to date is no warning
             limit_requests()
+
+    def branches(self) -> dict[str, Path]:
+        """{branch: checkpoint} for the checkpoints on the disk, oldest first."""
+        steps = {step_of(path): path for path in checkpoints(self.run)}
+        steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
+        final = {}
+        if self.final and (self.final / "trainer_state.json").is_file():
+            steps[recorded_step(self.final)] = self.final
+            final = {MAIN: self.final}
+        return {branch_of(step): path for step, path in sorted(steps.items())} | final
+
+    def sync(self, wanted: dict[str, Path]) -> None:
+        """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has. One that does
+        not match its manifest is refused, with a warning.
+
+        Raises UserError if the repository is public but a private one is wanted or if a card cannot be written, and
+        whatever huggingface_hub raises.
+        """
+        api = HfApi()
+        open_repository(api, self.repo, self.private)
+        for branch, checkpoint in wanted.items():
+            if problems := verify(checkpoint):
+                logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
+            else:
+                self._commit(api, branch, checkpoint)
+            self.known[branch] = not problems
+
+    def _commit(self, api: HfApi, branch: str, checkpoint: Path) -> None:
+        # Not upload_folder: the card is generated here, and other files beside the model are not uploaded.
+        files = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=self.state)]
+        step = recorded_step(checkpoint)
+        if self.state:
+            lines = [line for line in read_metrics(checkpoint.resolve().parent / METRICS) if line["step"] <= step]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            files.append(CommitOperationAdd(METRICS, text.encode()))
+        if self.card:
+            card = model_card(checkpoint, repo=self.repo, license=self.license, audit=self.state)
+            files.append(CommitOperationAdd(CARD, card.encode()))
+        api.create_branch(self.repo, branch=branch, exist_ok=True)
+        api.create_commit(self.repo, files, commit_message=f"Step {step}", revision=branch)
+        logger.info("upload     %s is at %s", branch, page(self.repo, branch))
 
     def start(self) -> None:
         """Starts uploading the checkpoints on the disk, unless an upload is running or failed in the last minute. Call
         it after the metrics of the newest checkpoint's step are written, since the model card shows them."""
         wanted = self._unknown()
-        if wanted and not self._refused and not self._busy() and time.monotonic() >= self._not_before:
-            self._thread = threading.Thread(
-                target=self._upload, args=(self._target, wanted), name="upload", daemon=True
-            )
+        if wanted and not self._thread.is_alive() and time.monotonic() >= self._not_before:
+            self._thread = threading.Thread(target=self._upload, args=(wanted,), name="upload", daemon=True)
             self._thread.start()
 
     def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
@@ -151,46 +143,40 @@ class Uploads:
         Returns DONE if everything is on the Hub, USER_ERROR if the Hub refuses it or a checkpoint is damaged, RUN_AGAIN
         if it failed.
         """
-        if self._target is None:
-            return ExitCode.DONE
         if missing := self._missing():
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
         deadline = time.monotonic() + limit
         self._failures, self._not_before = 0, 0.0
-        while self._busy() or (self._unknown() and not self._refused and self._failures < ATTEMPTS):
+        while self._thread.is_alive() or (self._unknown() and self._failures < ATTEMPTS):
             if time.monotonic() >= deadline or stopped():
                 break
             self.start()
             time.sleep(0.05)
         if not (missing := self._missing()):
             return ExitCode.DONE
-        command = f"python -m recipe.hub.export push {shlex.quote(str(self._run))} --repo {self._target.repo}"
+        command = f"python -m recipe.hub.export push {shlex.quote(str(self.run))} --repo {self.repo}"
         logger.warning("upload     not on the Hub: %s; to upload it, run %s", some(missing), command)
-        refused = self._refused or False in self._known.values()
-        return ExitCode.USER_ERROR if refused else ExitCode.RUN_AGAIN
-
-    def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return ExitCode.USER_ERROR if False in self.known.values() else ExitCode.RUN_AGAIN
 
     def _unknown(self) -> dict[str, Path]:
-        """The checkpoints whose upload has not been decided yet."""
-        return {branch: path for branch, path in self._branches().items() if branch not in self._known}
+        """{branch: checkpoint} of those on the disk that are neither on the Hub nor refused."""
+        branches = self.branches() if self.repo else {}
+        return {branch: path for branch, path in branches.items() if branch not in self.known}
 
     def _missing(self) -> list[str]:
-        return [branch for branch in self._branches() if not self._known.get(branch)]
+        return [*self._unknown(), *(branch for branch, there in self.known.items() if not there)]
 
-    def _branches(self) -> dict[str, Path]:
-        return self._target.branches(self._run) if self._target else {}
-
-    def _upload(self, target: Target, wanted: dict[str, Path]) -> None:
+    def _upload(self, wanted: dict[str, Path]) -> None:
         try:
-            sync(target, wanted, self._known)
+            self.sync(wanted)
         except Exception as error:
-            self._refused = is_lasting(error)
+            refused = is_lasting(error)
+            if refused:
+                self.known = dict.fromkeys(wanted, False) | self.known
             self._failures += 1
             self._not_before = time.monotonic() + PAUSE
-            again = "" if self._refused else "; trying again later"
-            logger.warning("upload     to %s failed: %s%s", target.repo, reason(error), again)
+            again = "" if refused else "; trying again later"
+            logger.warning("upload     to %s failed: %s%s", self.repo, reason(error), again)
 
 
 def open_uploads(config: Config, processes: Processes) -> Uploads:
@@ -201,7 +187,7 @@ def open_uploads(config: Config, processes: Processes) -> Uploads:
     """
     run, run_dir = config.run, Path(config.run.output_dir)
     if not run.push_to_hub:
-        return Uploads(run_dir, None)
+        return Uploads(run_dir)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     with processes.shared_error("hub_model_id cannot be used"):
         if processes.is_main and offline:
@@ -210,7 +196,7 @@ def open_uploads(config: Config, processes: Processes) -> Uploads:
             check_access(run.hub_model_id, run.hub_private_repo, run.hub_license, "hub_model_id")
             logger.info("upload     to %s, each checkpoint during training", page(run.hub_model_id))
     if offline or not processes.is_main:
-        return Uploads(run_dir, None)
+        return Uploads(run_dir)
     final = checkpoint_path(run_dir, config.optimizer.max_steps)
     state = run.push_to_hub == "state"
-    return Uploads(run_dir, Target(run.hub_model_id, run.hub_private_repo, run.milestone_steps, final, state=state))
+    return Uploads(run_dir, run.hub_model_id, run.hub_private_repo, run.milestone_steps, final, state=state)

@@ -42,7 +42,6 @@ class Metrics:
         tracker: the Tracker, whose state a checkpoint keeps.
         seconds, pauses: spent on training, and on validation, saving and the like; over the whole run, earlier
             processes included.
-        val_losses: {step: validation loss} of the run so far; on the main process.
         warning: shown on every line while it is not empty.
     """
 
@@ -65,15 +64,15 @@ class Metrics:
             self.seconds, self.pauses = before["seconds"], before["pauses"]
             self.loss.load_state_dict(before["running_loss"])
         self._log: MetricsLog | None = None  # the main process alone has one
-        self.val_losses: dict[int, float] = {}
         if engine.processes.is_main:
             self._log = MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step)
             closing.callback(self._log.close)
-            known, self.val_losses = self._log.earlier | known, self._log.val_losses
+            known = self._log.earlier | known
         opt = config.optimizer
         self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
         closing.callback(self._progress.close)
-        self.tracker = closing.enter_context(Tracker(config, step, run_id, active=engine.processes.is_main))
+        self.tracker = Tracker(config, step, run_id, active=engine.processes.is_main)
+        closing.callback(self.tracker.close)
         self._read_at, self._known = step, known  # the step of the last reading, and its known values
         self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
         self._window_begun = time.perf_counter()  # moved forward by the pauses
@@ -147,6 +146,11 @@ class Metrics:
             if what == "saving":
                 self._save_wait += pause
 
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss} of the run so far."""
+        return val_losses(Path(self._config.run.output_dir))
+
     def sync(self) -> None:
         """Flushes metrics.jsonl to the disk; on the main process."""
         if self._log:
@@ -208,7 +212,6 @@ class MetricsLog:
     Attributes:
         earlier: the file's line of `first_step`, without nulls; empty if there was none. An earlier configuration may
             have measured what this one does not, such as the validation loss after its last step.
-        val_losses: {step: validation loss} of the lines so far, where it was measured and is finite.
     """
 
     def __init__(self, path: Path, first_step: int):
@@ -216,7 +219,6 @@ class MetricsLog:
         self._path, self._failed = path, False
         # Without a checkpoint, a line of step 0 may come from another configuration.
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
-        self.val_losses = {step: line["val_loss"] for step, line in kept.items() if line.get("val_loss") is not None}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
         texts = {step: json.dumps(line).encode() + b"\n" for step, line in kept.items()}
         self._resumed = first_step, sum(len(text) for step, text in texts.items() if step < first_step)
@@ -228,8 +230,6 @@ class MetricsLog:
         """Appends a line; a number that is not finite becomes null."""
         # JSON has no NaN, and readers of the file should not need a special case for it.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        if line.get("val_loss") is not None:
-            self.val_losses[line["step"]] = line["val_loss"]
         step, offset = self._resumed
         try:
             if line["step"] == step:
@@ -268,3 +268,9 @@ def read_metrics(path: Path) -> list[dict]:
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
+
+
+def val_losses(run: Path) -> dict[int, float]:
+    """{step: validation loss} by a run's metrics.jsonl, where it was measured and is finite. Raises UserError."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}

@@ -18,7 +18,7 @@ from recipe.estimate.memory import (
     parameter_count,
 )
 from recipe.estimate.micro_batch import engine_kind
-from recipe.monitor.metrics import read_metrics
+from recipe.monitor.metrics import val_losses
 from recipe.utils.errors import ExitCode
 from recipe.utils.units import duration, gb, plural, si
 
@@ -129,19 +129,19 @@ def summarize(config: Config, result: Result) -> ExitCode:
     if result.val_loss is None:
         logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
         return ExitCode.RUN_AGAIN
-    for line in outcome(config, result, read_metrics(run_dir / "metrics.jsonl")):
+    for line in outcome(config, result, val_losses(run_dir)):
         logger.info(line)
     return ExitCode.DONE
 
 
-def outcome(config: Config, result: Result, lines: list[dict]) -> Iterator[str]:
-    """The lines of the closing panel; `lines` are those of metrics.jsonl."""
+def outcome(config: Config, result: Result, losses: dict[int, float]) -> Iterator[str]:
+    """The lines of the closing panel; `losses` is {step: validation loss} of the run."""
     steps, run_dir = config.optimizer.max_steps, Path(config.run.output_dir)
     tokens = steps * config.optimizer.total_batch_tokens
     yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {result.val_loss:.4f}"
-    measured = [(line["val_loss"], line["step"]) for line in lines if line.get("val_loss") is not None]
-    if measured and min(measured)[1] < steps:
-        yield "best       validation loss {:.4f} at step {:,}".format(*min(measured))
+    best = min(losses, key=lambda step: losses[step], default=steps)
+    if best < steps:
+        yield f"best       validation loss {losses[best]:.4f} at step {best:,}"
     pauses = f"; {duration(result.pauses)} more for validation, saving and the like" if result.pauses >= 1 else ""
     rate = tokens / max(result.seconds, 1e-9)
     yield f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{pauses}"

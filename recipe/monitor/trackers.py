@@ -47,7 +47,7 @@ def metric_names(record: dict) -> dict[str, float | str]:
 class Tracker:
     """The run at the tracker that `report_to` names; does nothing if that is none or `active` is false.
 
-    A context manager, on the main process. `run_id` comes from the checkpoint from which the run resumes at `step`.
+    `run_id` comes from the checkpoint from which the run resumes at `step`.
 
     Attributes:
         run_id: the run's id at the tracker, for the checkpoint.
@@ -88,10 +88,8 @@ class Tracker:
             with self._or_without_it():
                 self._tracker.log(metric_names(record), step=record["step"])
 
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(self, *_error) -> None:
+    def close(self) -> None:
+        """Ends the run at the tracker."""
         if self._tracker is not None:
             with self._or_without_it():
                 self._tracker.finish()

@@ -25,19 +25,10 @@ class ExitCode(IntEnum):
     LEFT_AT_ONCE = 130  # Ctrl-C where nothing is to be saved, or a second one
 
 
-def reading(path: Path, way_out: str) -> AbstractContextManager[None]:
+@contextmanager
+def reading(path: Path, way_out: str, done: str = "read") -> Generator[None, None, None]:
     """Context in which a file is read, and nothing else is done: whatever a library raises there becomes a UserError
     that names the file and the way out."""
-    return _naming(path, "read", way_out)
-
-
-def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
-    """As `reading`, for writing a file or the files of a directory: on a full disk, write() names no file."""
-    return _naming(path, "written", way_out)
-
-
-@contextmanager
-def _naming(path: Path, done: str, way_out: str) -> Generator[None, None, None]:
     try:
         yield
     except UserError:
@@ -46,6 +37,11 @@ def _naming(path: Path, done: str, way_out: str) -> Generator[None, None, None]:
         reason = getattr(error, "strerror", None) or first_line(error).rstrip(":")
         what = f"no {reason}" if isinstance(error, KeyError) else reason
         raise UserError(f"{path} cannot be {done} ({what}); {way_out}") from error
+
+
+def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
+    """As `reading`, for writing a file or the files of a directory: on a full disk, write() names no file."""
+    return reading(path, way_out, "written")
 
 
 def first_line(error: Exception) -> str:

@@ -8,8 +8,10 @@ from urllib.parse import quote
 
 HIDDEN = "***"
 _SHORTEST = 8  # characters; a shorter value may be a number or a word, which would then be hidden everywhere
-_SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(_|$)", re.IGNORECASE)
-_NOT_THE_SECRET = re.compile(r"_(PATH|FILE|DIR)$", re.IGNORECASE)  # names only where a secret is
+# Names of variables that hold a secret, and not only the place where one is.
+_SECRET_NAME = re.compile(
+    r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?=_|$)(?!.*_(PATH|FILE|DIR)$)", re.IGNORECASE
+)
 _SHAPES = [
     # https://user:secret@host -> https://host
     (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE), r"\1"),
@@ -19,18 +21,13 @@ _SHAPES = [
 ]
 
 
-def looks_secret(name: str) -> bool:
-    """Whether a variable or a flag holds a secret, judged by its name."""
-    return bool(_SECRET_NAME.search(name)) and not _NOT_THE_SECRET.search(name)
-
-
 def redact(text: str) -> str:
     """`text` without its secrets, and with ~ for the home directory at the beginning of a path.
 
     Secrets are the values of environment variables whose names look secret, the user and password of a URL, parameters
     of a URL whose names look secret, and the Hub's tokens. Redacting twice changes nothing more.
     """
-    values = [v for k, v in os.environ.items() if len(v) >= _SHORTEST and looks_secret(k)]
+    values = [v for k, v in os.environ.items() if len(v) >= _SHORTEST and _SECRET_NAME.search(k)]
     for value in sorted({form for v in values for form in (v, quote(v, safe=""))}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     for pattern, instead in _SHAPES:

@@ -99,15 +99,8 @@ def test_what_xl_takes_on_16_gb(sharding, world_size, precision, fits):
     assert (needed <= HEADROOM * 16e9) == fits
 
 
-def test_samples_hold_whole_weights_under_fsdp():
-    for more, fits in ((), True), (("--sample_steps=100",), False), (("--hellaswag_steps=100",), False):
-        config = parse_config([*XL, *more])
-        needed = memory_estimate(config, batch_arithmetic(config, 2), precision="bf16", sharding="fsdp")
-        assert (needed <= HEADROOM * 16e9) == fits
-
-
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_xl_fits_an_80_gb_gpu_as_shipped(world_size):
-    config = parse_config(["--config=gpt2-xl", "--micro_batch_size=4"])
-    needed = memory_estimate(config, batch_arithmetic(config, world_size), precision="bf16", compiled=True)
-    assert 25e9 < needed < HEADROOM * 80e9
+@pytest.mark.parametrize("evaluation", ["--sample_steps=100", "--hellaswag_steps=100"])
+def test_evaluations_hold_whole_weights_under_fsdp(evaluation):
+    config = parse_config([*XL, evaluation])
+    needed = memory_estimate(config, batch_arithmetic(config, 2), precision="bf16", sharding="fsdp")
+    assert needed > HEADROOM * 16e9

@@ -73,7 +73,7 @@ def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_pat
 def test_processes_take_what_fits_all_of_them(shards, tmp_path):
     result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps=0)
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
-    assert "micro      2 sequences a device: all that fit another process" in result.stdout
+    assert "micro      2 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in result.stdout
 
 
 XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--precision=bf16"]
@@ -84,10 +84,8 @@ XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--
     [
         ("--dry_run=h100", 16, False),
         ("--dry_run=l40", 64, True),  # 8 would not fit without
-        ("--dry_run=h100 --micro_batch_size=16", 16, False),
         ("--dry_run=h100 --micro_batch_size=32", 32, True),
         ("--dry_run=h100 --gradient_checkpointing", 128, True),
-        ("--dry_run=h100 --gradient_checkpointing=False", 16, False),
         ("--dry_run", 8, True),  # memory is not known
     ],
 )
@@ -103,8 +101,6 @@ def test_xl_does_without_gradient_checkpointing_where_a_useful_micro_batch_fits(
     ("device", "options", "sequences"),
     [
         ("v3-8", "", 4),  # compiled ahead of time, 4 fit a core and 8 do not
-        ("v3-8", "--gradient_checkpointing=true", 8),
-        ("v5e-8", "", 4),
         ("v4-8", "", 8),
         ("v6e-8", "--gradient_checkpointing=true", 8),  # never more: a TPU is not measured
         ("v5e-8", "--micro_batch_size=16 --gradient_checkpointing=auto", 16),  # what the user gives stands
@@ -119,16 +115,13 @@ def test_a_tpu_takes_what_is_estimated_to_fit(device, options, sequences):
 
 
 @pytest.mark.slow
-def test_trial_steps_choose_gradient_checkpointing_and_a_resumed_run_keeps_it(shards, tmp_path):
+def test_trial_steps_choose_gradient_checkpointing(shards, tmp_path):
     fields = {"gradient_checkpointing": "auto", "micro_batch_size": 32, "total_batch_tokens": 4096, "n_layer": 16}
     fields |= {"n_embd": 64, "n_positions": 64, "sequence_length": 64, "loss_chunk_size": 64, "eval_tokens": 64}
-    fields |= {"max_steps": 2, "warmup_steps": 1, "save_steps": 1}
+    fields |= {"max_steps": 2, "warmup_steps": 1}
     result = run(shards, tmp_path / "run", "400e6", **fields)
     assert "trial" in result.stderr
     assert "32 sequences a device, without gradient checkpointing: 0.3 GB of 0.4 GB" in result.stdout
-    shutil.rmtree(tmp_path / "run" / "step_00000002")
-    result = run(shards, tmp_path / "run", "200e6", **fields)
-    assert "32 sequences a device, without gradient checkpointing: as in the run's newest" in result.stdout
     result = run(shards, tmp_path / "other", "200e6", **fields)
     assert "32 sequences a device, with gradient checkpointing: without it a step does not fit" in result.stdout
 

@@ -44,15 +44,6 @@ STEPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A model this small gains nothing from more, and waits for them where others work too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def exported(whole_run, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "model"

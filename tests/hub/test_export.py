@@ -63,7 +63,7 @@ def test_a_second_export_into_the_same_place_needs_force(whole_run, tmp_path, ca
 def test_the_best_is_the_lowest_validation_loss_of_what_is_whole(whole_run, tmp_path):
     run = shutil.copytree(whole_run[0], tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as log:
-        log.write('{"step": 10, "val_loss": 0.5}\n{"step": 15, "val_loss": 0.1}\n{"step": 20, "val_loss": null}\n')
+        log.write('{"step": 10, "val_loss": 0.5}\n{"step": 15, "val_loss": 0.1}\n{"step": 20, "val_loss": 0.6}\n')
     assert export.best_whole(run) == run / "step_00000010"
     with open(run / "metrics.jsonl", "a") as log:
         log.write('{"step": 20, "val_loss": 0.4}\n')

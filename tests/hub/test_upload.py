@@ -18,7 +18,7 @@ from recipe import audit
 from recipe.checkpoint.format import files_of
 from recipe.config import parse_config
 from recipe.hub import access, export, upload
-from recipe.hub.upload import Target, Uploads, sync
+from recipe.hub.upload import Uploads
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import TINY, by_step, environment, flags
@@ -30,9 +30,9 @@ ALWAYS = 10**6
 BRANCHES = {"step-000010": 10, "step-000020": 20, "main": 20}
 
 
-def target_of(run: Path, **changes) -> Target:
+def uploads_of(run: Path, **changes) -> Uploads:
     """As for a training run of 20 steps with milestones every 10."""
-    return Target(**{"repo": REPO, "milestone_steps": 10, "final": run / "step_00000020"} | changes)
+    return Uploads(run, REPO, milestone_steps=10, final=run / "step_00000020", **changes)
 
 
 def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES) -> None:
@@ -114,7 +114,6 @@ FAULTS = {
     "409": {"path": "*/commit/*", "status": 409, "times": 2},  # another commit came in between
     "429": {"path": "/api/repos/create", "status": 429, "times": 2},
     "503": {"path": "*/objects/batch", "status": 503, "times": 2},
-    "reset": {"path": "/lfs/*", "method": "PUT", "kind": "reset", "after": None},
     "stall": {"path": "/lfs/*", "method": "PUT", "kind": "stall", "after": None},
 }
 
@@ -153,7 +152,7 @@ def test_an_upload_through_xet(hub, run, tmp_path, monkeypatch):
 def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub, run, monkeypatch):
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
     hub.faults.append(Fault(path="/api/*", kind="stall", times=ALWAYS))
-    uploads = Uploads(run, target_of(run))
+    uploads = uploads_of(run)
     start = time.monotonic()
     for _ in range(100):  # lines of metrics.jsonl
         uploads.start()
@@ -170,22 +169,22 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
 
 
 def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
-    target, known = target_of(run), {}
-    wanted = target.branches(run)
-    sync(target, {"step-000010": wanted.pop("step-000010")}, known)
+    uploads = uploads_of(run)
+    wanted = uploads.branches()
+    uploads.sync({"step-000010": wanted.pop("step-000010")})
     assert hub.models[REPO].branches.keys() == {"main", "step-000010"}
     hub.faults.append(Fault(path="*/commit/*", kind="reset", after=None))  # the answer is lost, not the commit
     with pytest.raises(Exception, match=r"disconnected|reset|closed"):
-        sync(target, wanted, known)
+        uploads.sync(wanted)
     (run / "step_00000020" / "notes.txt").write_text("of mine")
-    sync(target, wanted, known)
-    assert known == dict.fromkeys(BRANCHES, True)
+    uploads.sync(wanted)
+    assert uploads.known == dict.fromkeys(BRANCHES, True)
     on_the_hub(hub, run)
     sent = hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")
-    sync(target, target.branches(run), {})
+    uploads.sync(uploads.branches())
     assert (hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")) == sent
     change(run / "step_00000010", weights=b"another seed")
-    sync(target, target.branches(run), {})
+    uploads.sync(uploads.branches())
     assert hub.files(REPO, "step-000010")["model.safetensors"] == b"another seed"
     assert len(hub.models[REPO].branches["main"]) == 2
 
@@ -197,7 +196,7 @@ def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog,
     shutil.copy(config, tmp_path / "secret")
     config.unlink()
     config.symlink_to(tmp_path / "secret")
-    assert Uploads(run, target_of(run)).wait() == 2
+    assert uploads_of(run).wait() == 2
     assert f"upload     main is refused: {config.parent}: config.json is a link" in caplog.text
     assert set(hub.models[REPO].branches) == {"main", "step-000010"}
     assert not hub.files(REPO, "main")
@@ -207,7 +206,7 @@ def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog,
 
 
 def test_a_card_is_renewed_unless_it_is_to_stay(hub, run, capsys):
-    sync(target_of(run), target_of(run).branches(run), {})
+    assert uploads_of(run).wait() == 0
     main = hub.models[REPO].branches["main"]
     main[-1].files["README.md"] = b"a person's"
     assert push(run, "--no_card") == 0
@@ -235,7 +234,7 @@ def test_a_license_that_the_hub_refuses_ends_a_run_before_its_first_step_and_a_p
     for printed in (result.stderr, capsys.readouterr().err):
         assert "the Hub refuses the model card" in printed
         assert "hub_license, or a push's --license" in printed
-    assert Uploads(run, target_of(run, license="mine")).wait() == 2  # the Hub has changed its mind meanwhile
+    assert uploads_of(run, license="mine").wait() == 2  # the Hub has changed its mind meanwhile
     assert not hub.files(REPO, "main")
 
 
@@ -261,7 +260,7 @@ def test_nothing_goes_to_a_public_repository_against_hub_private_repo(hub, run, 
     access.check_access(REPO, True, "mit", "hub_model_id")
     assert hub.models[REPO].private
     hub.models[REPO].private = False  # on its page, while the run goes on
-    assert Uploads(run, target_of(run, private=True)).wait() == 2
+    assert uploads_of(run, private=True).wait() == 2
     assert "acme/gpt2 is a public repository, and hub_private_repo wants a private one" in caplog.text
     change(run / "step_00000020", hub_private_repo=True)  # a push by hand remembers what the run was told
     assert push(run) == 2

@@ -1,7 +1,6 @@
 """The opening and the closing panel of a run."""
 
 import shlex
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,122 +11,92 @@ from recipe.estimate import micro_batch
 from recipe.estimate.memory import HEADROOM, memory_estimate
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
-from recipe.utils.processes import Processes
 from tests.conftest import ROOT
 
-A100 = "NVIDIA A100-SXM4-80GB"
 
-
-def engine(**changes) -> SimpleNamespace:
-    """What the panel asks of an engine."""
-    known = {"name": "GPU", "precision": "bf16", "peak_flops": 312e12, "sharding": "", "no_compile": "", "note": ""}
-    known |= {"processes": Processes(), "devices": 1, "idle_gpus": 0, "memory": None}
-    known["device"] = torch.device("meta")
-    return SimpleNamespace(**known | changes)
-
-
-def panel(*arguments: str, **changes) -> dict[str, str]:
-    """The opening panel's lines by their labels."""
-    config, of = parse_config(list(arguments)), engine(**changes)
-    lines = summary.describe(config, batch_arithmetic(config, of.processes.world_size, of.devices), of)
-    return {line[:11].strip(): line[11:] for line in lines}
-
-
-def test_the_time_where_the_peak_is_known():
-    run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288"]
-    # 855,166,464 FLOP x 18,865 x 524,288 / (0.599 x 8 x 312e12) = 5,657 s = 1.5714 h, x 8 x $1.75 = $22.00
-    eight = panel(*run, processes=Processes(world_size=8, local_world_size=4), name=f"{A100}, DDP over 8 processes")
-    assert eight["device"] == f"{A100}, bf16 (auto), compiled (default)"
-    assert eight["engine"] == "DDP over 8 processes on 2 nodes"
-    assert eight["time"] == "about 1 h 34 min at 59.9 % MFU, published by llm.c for 124 M parameters on 8 x A100"
-    one = panel(*run, name=A100)
-    assert one["time"].startswith("about 12 h 34 min at 59.9 % MFU")
-    # 154 K tokens/s, as for the run of 10 B tokens that took 18 hours
-    tpu = panel(*run, name="TPU v3, 8 devices behind one process", devices=8, peak_flops=8 * 61.5e12)
-    assert tpu["time"].startswith("about 17 h 49 min at 26.8 % MFU, published by a Kaggle notebook")
-
-
-def planned(devices: str, *arguments: str) -> dict[str, str]:
-    """The panel of a plan for other devices."""
+def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
+    """The opening panel's lines by their labels, of a plan for `devices`; `changes` are of the engine."""
     config = parse_config([*arguments, f"--dry_run={devices}"])
     of = open_engine(config.run.precision, config.run.plan_device)
+    vars(of).update(changes)
     config, found = micro_batch.micro_batch(config, of)
     lines = summary.describe(config, batch_arithmetic(config, of.processes.world_size, of.devices), of, found)
     return {line[:11].strip(): line[11:] for line in lines}
 
 
 def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
-    eight = planned("8xh100", "--config=gpt2")
-    assert eight["device"] == "H100, bf16 (auto), compiled (default)"
-    assert eight["engine"] == "DDP over 8 processes on 1 node"
+    run = ["--config=gpt2", "--max_steps=18865", "--total_batch_tokens=524288"]
+    # 855,166,464 FLOP x 18,865 x 524,288 / (0.599 x 16 x 312e12) = 2,829 s
+    many = panel("16xa100", *run)
+    assert many["device"] == "A100, bf16 (auto), compiled (default)"
+    assert many["engine"] == "DDP over 16 processes on 2 nodes"
+    assert many["time"] == "about 47 min 9 s at 59.9 % MFU, published by llm.c for 124 M parameters on 8 x A100"
+    assert panel("a100", *run)["time"].startswith("about 12 h 34 min at 59.9 % MFU")
+    # 154 K tokens/s, as for the run of 10 B tokens that took 18 hours
+    assert panel("v3-8", *run)["time"].startswith("about 17 h 49 min at 26.8 % MFU, published by a Kaggle notebook")
+    eight = panel("8xh100", "--config=gpt2")
     assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
     assert eight["memory"].endswith("GB a device (estimate) of 80.0 GB")
     # 855,166,464 FLOP x 19,073 x 524,288 / (0.329 x 8 x 989e12) = 3,285 s; the journal's run took 59.5 min in all
     assert eight["time"].startswith("about 54 min 45 s at 32.9 % MFU, published by the scaling journal")
-    t4 = planned("t4", "--config=gpt2")
+    t4 = panel("t4", "--config=gpt2")
     assert t4["device"].startswith("T4, fp16 (auto)")  # it has no bf16
-    assert t4["memory"].endswith("of 16.0 GB")
     assert t4["time"].endswith("at an assumed 40 % MFU")
-    assert planned("2 x 4090", "--config=gpt2")["device"].startswith("RTX 4090, bf16")
-    tpu = planned("8xtpu v5e", "--config=kaggle-tpu")
+    assert panel("2 x 4090", "--config=gpt2")["device"].startswith("RTX 4090, bf16")
+    tpu = panel("8xtpu v5e", "--config=kaggle-tpu")
     assert tpu["batch"] == "524,288 tokens = 1 process x 8 micro-steps x 8 devices x 8 sequences x 1024"
-    assert tpu == planned("v5e-8", "--config=kaggle-tpu") == planned("v5litepod-8", "--config=kaggle-tpu")
+    assert tpu == panel("v5e-8", "--config=kaggle-tpu") == panel("v5litepod-8", "--config=kaggle-tpu")
     assert tpu["memory"].endswith("GB a device (estimate) of 16.0 GB")
-    assert planned("v4-8", "--config=gpt2")["engine"] == "4 devices behind one process"  # Google counts the cores
-    assert "at 23.7 % MFU, published by nanochat-jax" in planned("v6e-8", "--config=gpt2")["time"]
+    assert panel("v4-8", "--config=gpt2")["engine"] == "4 devices behind one process"  # Google counts the cores
+    assert "at 23.7 % MFU, published by nanochat-jax" in panel("v6e-8", "--config=gpt2")["time"]
     with pytest.raises(UserError, match="precision bf16 is only emulated on T4; use auto or fp16"):
-        planned("t4", "--precision=bf16")
+        panel("t4", "--precision=bf16")
     with pytest.raises(UserError, match=r"dry_run 'h1000': no such device is known; there are .*H100"):
-        planned("h1000")
+        panel("h1000")
 
 
 def test_a_plan_shards_as_the_launch_asks(monkeypatch):
-    one = planned("8xa100", "--config=gpt2-xl")
+    one = panel("8xa100", "--config=gpt2-xl")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    zero = planned("8xa100", "--config=gpt2-xl", "--micro_batch_size=8")
+    zero = panel("8xa100", "--config=gpt2-xl", "--micro_batch_size=8")
     assert zero["engine"] == "ZeRO-3 over 8 processes on 1 node"
     assert float(zero["memory"].split()[1]) < float(one["memory"].split()[1])
 
 
-def test_a_peak_that_is_not_known_is_said():
-    unknown = panel(peak_flops=None)
+def test_a_time_without_a_known_peak(monkeypatch):
+    unknown = panel("h100", peak_flops=None)
     assert unknown["time"] == "the peak of this device is not known; the progress shows it after the first steps"
-    assert "its peak in fp32 is not known" in panel("--precision=fp32", precision="fp32")["time"]
-    assert panel(precision="fp32")["time"].startswith("about ")  # the best that the device has
-
-
-def test_a_cpus_time_follows_from_a_measured_matrix_product(monkeypatch):
+    assert "its peak in fp32 is not known" in panel("h100", "--precision=fp32")["time"]
     monkeypatch.setattr(summary, "cpu_flops", lambda precision: 100e9)
-    cpu = {"device": torch.device("cpu"), "peak_flops": None, "name": "CPU (2 threads a process)"}
     # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years: nobody should start this unwarned
-    assert panel("--config=gpt2", **cpu)["time"] == (
+    cpu = panel("h100", "--config=gpt2", device=torch.device("cpu"), peak_flops=None)
+    assert cpu["time"] == (
         "about 2474 d 9 h if a step reaches 40 % of the 100 GFLOP/s that a matrix product reaches here now"
     )
 
 
 def test_what_does_not_fit_says_what_helps():
-    run = ["--config=gpt2-xl", "--micro_batch_size=4"]
+    run = ["--config=gpt2-xl", "--micro_batch_size=4", "--gradient_checkpointing=false"]
     config = parse_config(run)
     needed = memory_estimate(config, batch_arithmetic(config, 1), precision="bf16", compiled=True) / 1e9
-    found = panel(*run, memory=int(16e9))
-    assert found["memory"] == f"about {needed:.3g} GB a device (estimate) of 16.0 GB"
+    found = panel("l4", *run)
+    assert found["memory"] == f"about {needed:.3g} GB a device (estimate) of 24.0 GB"
     assert "does not fit" in found[""]
     assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in found[""]
-    assert "" not in panel(*run, memory=int(1e9 * needed / HEADROOM) + 1)
+    assert "" not in panel("l4", *run, memory=int(1e9 * needed / HEADROOM) + 1)
 
 
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--output_dir=a run"])
     result = summary.Result(3.2, True, seconds=5720.0, pauses=280.0)
-    lines = [{"step": 250, "val_loss": 3.1234}, {"step": 260, "loss": 3.0}, {"step": 19073, "val_loss": 3.2}]
-    assert list(summary.outcome(config, result, lines))[:3] == [
+    assert list(summary.outcome(config, result, {250: 3.1234, 19073: 3.2}))[:3] == [
         "done       10 B tokens in 19,073 steps; validation loss 3.2000",
         "best       validation loss 3.1234 at step 250",
         "took       1 h 35 min of training, 1,748,207 tokens/s; 4 min 40 s more for validation, saving and the like",
     ]
     monkeypatch.chdir(tmp_path)
-    report = list(summary.outcome(config, result, lines[2:]))[-2]  # with no line about the best
+    report = list(summary.outcome(config, result, {19073: 3.2}))[-2]  # with no line about the best
     assert report == f"  make -C {ROOT} report RUN={shlex.quote(str(tmp_path / 'a run'))}"
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [

@@ -53,7 +53,7 @@ def track(run: Path, name: str, *steps: int, loss: float = 1.0, after: int = 0, 
     """Logs `steps` as a run that resumes after step `after` does; returns the Tracker."""
     run.mkdir(exist_ok=True)
     settings = TINY | {"output_dir": run, "report_to": name, "run_name": "mine"} | fields
-    with Tracker(parse_config(flags(**settings)), after, run_id, active=True) as tracker:
+    with closing(Tracker(parse_config(flags(**settings)), after, run_id, active=True)) as tracker:
         for step in steps:
             sample = {"sample": f"Once, at step {step}"} if step == 40 else {}
             tracker.log({"step": step, "tokens": 64 * step, "loss": loss, "val_loss": None, "mfu": None} | sample)
@@ -144,9 +144,7 @@ def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, said, met
     assert broken.mock_calls[-1][0] in ("", f"().{method}")  # it is not called again
 
 
-def test_what_is_not_known_or_not_installed_is_refused(monkeypatch):
-    with pytest.raises(UserError, match=r"report_to is 'tensorbord'; it must be .*tensorboard"):
-        parse_config(["--report_to=tensorbord"])
+def test_what_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     check_tracker("none")
     with pytest.raises(UserError, match=r"report_to is wandb, which is not installed: pip install -e '\.\[trackers\]'"):
