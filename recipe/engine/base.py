@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def model_options(self) -> dict:
-        """Arguments of GPT2LMHeadModel that depend on the device."""
+        """Arguments of build_model that depend on the device."""
         return {"attention": self.attention, "checkpoint": self.checkpoint, "pad_vocab_to": self.pad_vocab_to}
 
     @property
