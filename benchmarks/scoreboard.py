@@ -90,7 +90,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
     `predicted` the rate of several processes predicted from that of one."""
     on_cpu, ends = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
     about = report.circumstances()
-    peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_of(device())
+    peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_flops(about["device"])
     recipe = parse_config([f"--config={arguments.config}"])
     best, rates = {"config": recipe.run.config}, []
     for row in rows_of(arguments, recipe.data.sequence_length, on_cpu):

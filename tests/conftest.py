@@ -201,6 +201,15 @@ def whole_run(shards, once):
     return run, by_step(run), output
 
 
+def own_model(directory: Path):
+    """This project's model with the configuration and the weights of a directory."""
+    from recipe.model.gpt2 import GPT2LMHeadModel, read_config, read_weights
+
+    model = GPT2LMHeadModel(read_config(str(directory)))
+    model.load_weights(read_weights(str(directory)), str(directory))
+    return model
+
+
 @pytest.fixture(scope="session")
 def tiny_gpt2():
     """n_positions, initializer_range -> a random GPT-2 with GPT-2's tokenizer, as the evaluation commands load one."""

@@ -47,8 +47,8 @@ def command(monkeypatch, capsys):
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
 
     def run(argv):
+        AcceleratorState._reset_state(True)  # an earlier test may have left one of another precision
         code = import_module(module_of(argv)).main([str(word) for word in argv])
-        AcceleratorState._reset_state(True)
         return code, *capsys.readouterr()
 
     AcceleratorState._reset_state(True)  # of a test before that has opened an engine

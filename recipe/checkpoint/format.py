@@ -23,10 +23,11 @@ from pathlib import Path
 from stat import S_ISLNK, S_ISREG
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from recipe.config import Config
 from recipe.utils.errors import UserError, reading
-from recipe.utils.files import Buffer, fsync_directory, sha256_of, write_file
+from recipe.utils.files import fsync_directory, sha256_of, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, byte
     """Commits a checkpoint to its `path`, a directory of `run_dir`, and returns that path.
 
     Call it on one process, with tensors that do not change meanwhile. `files` is what transformers needs beside the
-    weights, config and tokenizer: {file name: content}. Raises OSError and NotFiniteError; both leave earlier
-    checkpoints as they are and nothing of this one.
+    weights, config and tokenizer: {file name: content}. Whatever is raised, such as OSError, SafetensorError or
+    NotFiniteError, leaves earlier checkpoints as they are and nothing of this one.
     """
     final = checkpoint.path
     temporary = run_dir / f"{_SAVING}{final.name}"
@@ -74,15 +75,14 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, byte
     sweep(run_dir)
     try:
         temporary.mkdir()
-        contents: dict[str, list[Buffer]] = {name: [content] for name, content in files.items()}
-        contents["model.safetensors"] = safetensors_parts(checkpoint.weights, {"format": "pt"})
-        contents["optimizer.safetensors"] = safetensors_parts(checkpoint.optimizer_state)
-        contents["trainer_state.json"] = [json.dumps(checkpoint.state | {"step": checkpoint.step}, indent=2).encode()]
-        manifest = {}
-        for name, parts in contents.items():
-            size, sha256 = write_file(temporary / name, parts)
-            manifest[name] = {"bytes": size, "sha256": sha256}
-        write_file(temporary / "manifest.json", [json.dumps({"files": manifest}, indent=2).encode()])
+        state = json.dumps(checkpoint.state | {"step": checkpoint.step}, indent=2).encode()
+        for name, content in (files | {"trainer_state.json": state}).items():
+            write_file(temporary / name, content)
+        _write_tensors(temporary / "model.safetensors", checkpoint.weights, {"format": "pt"})
+        _write_tensors(temporary / "optimizer.safetensors", checkpoint.optimizer_state)
+        written = sorted(temporary.iterdir())
+        manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in written}
+        write_file(temporary / "manifest.json", json.dumps({"files": manifest}, indent=2).encode())
         fsync_directory(temporary)
         if final.exists():  # damaged, and skipped at the resume: the same step, saved again
             final.rename(final.with_name(f"{_DELETING}{final.name}"))
@@ -94,56 +94,31 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, byte
     return final
 
 
-def safetensors_parts(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> list[Buffer]:
-    """A safetensors file of fp32 tensors in memory, as buffers to be written one after the other: the same bytes as
-    safetensors' own `save`, which would hold all of them a second time.
-
-    The format (https://huggingface.co/docs/safetensors): 8 bytes, little-endian, with the header's length; the header,
-    JSON; the tensors, at the offsets that it names.
-    """
-    header: dict = {"__metadata__": metadata} if metadata else {}
-    arrays, end = [], 0
-    for name, tensor in sorted(tensors.items()):
-        array = tensor.contiguous().numpy()
-        assert array.dtype == "<f4", f"{name} is {array.dtype}"
-        start, end = end, end + array.nbytes
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [start, end]}
-        arrays.append(memoryview(array.reshape(-1)).cast("B"))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *arrays]
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file, and waits until it is on the disk."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept: the newest `save_total_limit`, those at multiples of `milestone_steps` (0: none), the
-    one at `decay_start` (0: none), and the one with the best validation loss, so that a run whose loss diverges does
-    not replace all its good checkpoints. What a plan has named stays, also where max_steps or milestone_steps change.
-    """
-
-    save_total_limit: int
-    milestone_steps: int = 0
-    decay_start: int = 0
-
-    def names(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is kept for its step alone, however old it is."""
-        return step == self.decay_start or (self.milestone_steps > 0 and step % self.milestone_steps == 0)
-
-
-def prune(run_dir: Path, newest: int, keep: Retention, val_losses: dict[int, float]) -> None:
-    """Deletes the checkpoints up to step `newest`, just committed, that `keep` does not name.
+def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float]) -> None:
+    """Deletes checkpoints up to step `newest`, just committed, but keeps the last `save_total_limit`, those at
+    multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so that a run
+    whose loss diverges does not replace all its good checkpoints. What a plan has named stays, also where max_steps or
+    milestone_steps change.
 
     `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
     is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
     OSError.
     """
+    milestone, decay_start = config.run.milestone_steps, config.optimizer.decay_start
     found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
     evaluated = [path for path in found if step_of(path) in val_losses]
     best = min(evaluated, key=lambda path: val_losses[step_of(path)], default=None)
     for path in found:
-        if keep.names(step_of(path)):
+        if step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0):
             protect(path)
-    for path in found[: -keep.save_total_limit]:
+    for path in found[: -config.run.save_total_limit]:
         if path != best and not (path / _KEEP).exists():
             # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f"{_DELETING}{path.name}")))

@@ -7,18 +7,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from recipe.checkpoint.format import (
     Checkpoint,
     NotFiniteError,
-    Retention,
     checkpoint_path,
     checkpoints,
     prune,
@@ -33,35 +30,11 @@ from recipe.optim.optimizer import steps_taken
 from recipe.utils.errors import UserError, writing
 from recipe.utils.redaction import redacted
 
+if TYPE_CHECKING:
+    from recipe.monitor.metrics import Metrics
+
 logger = logging.getLogger(__name__)
 _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it
-
-
-class Stateful(Protocol):
-    """A component with state that a checkpoint keeps."""
-
-    def state_dict(self) -> dict:
-        """The state, as JSON. A collective call."""
-
-
-class RunMetrics(Stateful, Protocol):
-    """What saving needs from the run's metrics.
-
-    Attributes:
-        warning: shown in every line until it is empty again.
-    """
-
-    warning: str
-
-    @property
-    def val_losses(self) -> dict[int, float]:
-        """{step: validation loss}; on the main process."""
-
-    def paused(self, what: str) -> AbstractContextManager:
-        """A context whose seconds do not count as training."""
-
-    def sync(self) -> None:
-        """Flushes the lines written so far to the disk. On the main process."""
 
 
 class CheckpointManager:
@@ -78,17 +51,16 @@ class CheckpointManager:
         config: Config,
         engine: Engine,
         trained: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
-        metrics: RunMetrics,
-        others: Mapping[str, Stateful],
+        metrics: Metrics,
+        others: dict,
         resumed: Checkpoint | None,
     ):
         """`trained` are the model without wrappers and its prepared optimizer; `others` are the further components, by
-        name, whose state a checkpoint keeps, besides these and the metrics."""
+        name, whose `state_dict` a checkpoint keeps, besides these and the metrics'."""
         self._config, self._engine, self._metrics = config, engine, metrics
         self._model, self._optimizer = trained
         self._components = {**others, "metrics": metrics}
         self._run_dir = Path(config.run.output_dir)
-        self._keep = Retention(config.run.save_total_limit, config.run.milestone_steps, config.optimizer.decay_start)
         self._saved_step = resumed.step if resumed else 0
         self._thread: threading.Thread | None = None
         self._failed = False  # the last save
@@ -141,7 +113,6 @@ class CheckpointManager:
     def finish(self) -> bool:
         """Whether the run's last checkpoint is committed. Prunes once more, now that all evaluations are known. A
         collective call."""
-        self._engine.stop.leave()
         self.wait()
         if self._committed is not None:
             self._prune(self._committed)
@@ -155,9 +126,8 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, waited: float) -> None:
         began = time.monotonic()
         try:
-            with self._engine.stop.patient():  # a signal waits for it, even where the step hangs
-                self._metrics.sync()
-                save_checkpoint(self._run_dir, checkpoint, self._files)
+            self._metrics.sync()
+            save_checkpoint(self._run_dir, checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on
             self._report_failure(checkpoint.step, error)
             return
@@ -169,7 +139,7 @@ class CheckpointManager:
 
     def _prune(self, newest: int) -> None:
         try:
-            prune(self._run_dir, newest, self._keep, dict(self._metrics.val_losses))
+            prune(self._run_dir, newest, self._config, dict(self._metrics.val_losses))
         except (OSError, UserError) as error:  # the latter where metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

@@ -59,15 +59,8 @@ def _commit() -> str | None:
     """The commit of this code, with "+" if files were changed since; None where it is no clone."""
     if not (ROOT / ".git").exists():  # installed, perhaps within another repository
         return None
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
-    if commit is None or changes is None:
-        return None
-    return f"{commit}+" if changes else commit
-
-
-def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
-        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

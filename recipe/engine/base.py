@@ -58,6 +58,8 @@ class Engine:
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
     method = "DDP"  # how processes share the work, in words
     sharding = ""  # for the memory estimate: zero1, zero2, zero3, fsdp, or empty
+    peak_flops: float | None = None
+    pad_vocab_to, idle_gpus = 1, 0
     sum_dtype = torch.float64  # for sums over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are padded to these
 
@@ -84,19 +86,22 @@ class Engine:
         self._set_up_device()
 
     def _set_up_device(self) -> None:
-        self.memory, self.peak_flops = hardware.memory(self.device), hardware.peak_of(self.device)
-        self.pad_vocab_to = hardware.pad_vocab_to(self.device)
-        self.idle_gpus = hardware.idle_gpus(self.device, self.processes.local_world_size)
+        self.memory = hardware.memory(self.device)
+        self.device_name = self.device.type.upper()
         if self.device.type in ("mps", "xla"):
             self.sum_dtype = torch.float32
         if self.device.type != "xla":
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         if self.device.type == "cuda":
+            self.device_name = torch.cuda.get_device_name(self.device)
+            self.peak_flops = hardware.peak_flops(self.device_name)
+            self.pad_vocab_to = 128  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
+            self.idle_gpus = max(0, torch.cuda.device_count() - self.processes.local_world_size)
             self.eval_multiples = (1, 64, 1)  # few lengths: cuDNN plans attention with a mask for each of them
         if self.device.type == "cpu":
             hardware.tune_cpu(local_world_size=self.processes.local_world_size)
+            self.device_name = f"CPU ({plural(torch.get_num_threads(), 'thread')} a process)"
             self.attention = block_attention if self.precision == "bf16" else None
-        self.device_name = hardware.device_name(self.device)
 
     # The device
 
@@ -110,7 +115,7 @@ class Engine:
 
     @property
     def model_options(self) -> dict:
-        """Arguments of GPT2LMHeadModel that depend on the device."""
+        """Arguments of build_model that depend on the device."""
         return {"attention": self.attention, "checkpoint": self.checkpoint, "pad_vocab_to": self.pad_vocab_to}
 
     @property
@@ -148,7 +153,9 @@ class Engine:
         optimizer is created."""
         model.to(self.device)
         if compile and not self.no_compile:
-            hardware.compile_model(model, compile)
+            # regional: a block at a time, where all blocks run the code of the first
+            for module in model.transformer.h if compile == "regional" else [model]:
+                hardware.compile_graph(module, compile)
 
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan, config: OptimizerConfig

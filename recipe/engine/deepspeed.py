@@ -74,7 +74,7 @@ class ZeroEngine(Engine):
         self.method, self.sharding = f"ZeRO-{self.zero_stage}", f"zero{self.zero_stage}"
         if self.zero_stage == 3:
             self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
-            self.optimizers = ("adamw",)  # Muon's matrices lie in parts of parts there
+            self.optimizers = ("adamw",)  # Muon cannot be told there which part of a matrix a process has
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         if self.spike_filter.limits:

@@ -14,9 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
-from recipe.utils.units import plural
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class Device:
     bf16: bool = True
 
 
-# From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU's name counts only if all of it is
-# known (see `known_name`): a laptop's GPU, a slice of one or a "D" has almost the same name. A GPU that is not listed
-# has no MFU rather than a guess. Where there are several sizes of memory, one of them; the other for a
-# plan. A chip of TPU v2 and v3 is two devices, each with half of its memory; later ones are one.
+# From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU with another name has no peak
+# rather than a guess: a laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold
+# with several sizes of memory stands here with one of them; "A100 40GB" is for plans alone. A chip of TPU v2 and v3 is
+# two devices, each with half of its memory; a chip of a later one is one device.
 DEVICES = {
     "B200": Device(2250e12, 180),
     "GH200": Device(989e12, 96),
@@ -96,21 +94,6 @@ def named_devices(text: str) -> tuple[int, str]:
         if known in DEVICES:
             return int(count or 1), known
     raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
-
-
-def peak_of(device: torch.device) -> float | None:
-    """Half-precision peak of a device in FLOP/s, or None where it is not known."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def pad_vocab_to(device: torch.device) -> int:
-    """The multiple to pad to, for tensor cores. Measured: padding costs 7 % on a CPU and gains nothing on a TPU."""
-    return 128 if device.type == "cuda" else 1
-
-
-def idle_gpus(device: torch.device, used: int) -> int:
-    """GPUs of this node beyond the `used` ones, where `device` is a GPU."""
-    return max(0, torch.cuda.device_count() - used) if device.type == "cuda" else 0
 
 
 def has_unusable_gpu() -> bool:
@@ -242,15 +225,6 @@ def _cpu_has_bf16() -> bool:
     return "amx_bf16" in processor or ("avx512_bf16" in processor and "AuthenticAMD" in processor)
 
 
-def device_name(device: torch.device) -> str:
-    """What a run's summary calls the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        return f"CPU ({plural(torch.get_num_threads(), 'thread')} a process)"
-    return device.type.upper()
-
-
 def processor() -> str:
     """The processor's name."""
     with suppress(OSError, IndexError):
@@ -258,18 +232,9 @@ def processor() -> str:
     return platform.processor() or "CPU"
 
 
-def compile_model(model: GPT2LMHeadModel, mode: str = "default") -> None:
-    """Compiles in place, which keeps `_orig_mod.` out of the names: as one graph, with tuned kernels (max-autotune), or
-    a block at a time (regional), where all blocks run the code of the first."""
-    if mode == "regional":
-        for block in model.transformer.h:
-            block.compile(dynamic=False)
-    else:
-        compile_graph(model, mode)
-
-
 def compile_graph(model: torch.nn.Module, mode: str) -> None:
-    """Compiles in place, as one graph; with tuned kernels (max-autotune) or without."""
+    """Compiles in place, which keeps `_orig_mod.` out of the names, as one graph; with tuned kernels (max-autotune) or
+    without."""
     if mode == "max-autotune":
         # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
         options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")

@@ -33,7 +33,7 @@ class PlannedEngine(Engine):
             self.precision = hardware.gpu_precision(precision, self.device_name, sheet.bf16)
             self._plan_sharding()
         self.processes = Processes(rank, world_size, rank, min(world_size, 8), is_main=rank == 0)
-        self.device, self.peak_flops, self.idle_gpus = torch.device("meta"), sheet.peak * self.devices, 0
+        self.device, self.peak_flops = torch.device("meta"), sheet.peak * self.devices
         self.memory = int(1e9 * sheet.memory)
 
     def _plan_sharding(self) -> None:

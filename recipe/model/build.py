@@ -1,25 +1,29 @@
 """Builds the model that a configuration describes, with its first weights."""
 
 import dataclasses
+from functools import partial
 
 from transformers import GPT2Config
 
 from recipe.config import Config, ModelConfig
 from recipe.data.tokenizer import open_tokenizer
 from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
+from recipe.model.loss import next_token_loss
 from recipe.utils.download import on_this_disk
 from recipe.utils.errors import UserError
 
-_FILES = ["config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
+_FILES = ["config.json", "model.safetensors", "model-*-of-*.safetensors"]
 _NEEDED = "config.json and model.safetensors"
 
 
-def build_model(config: Config, *, load_init_from: bool = True, **device_options) -> GPT2LMHeadModel:
+def build_model(
+    config: Config, *, load_init_from: bool = True, pad_vocab_to: int = 1, **device_options
+) -> GPT2LMHeadModel:
     """The recipe's model on the CPU, with random weights or those of `init_from`.
 
-    `load_init_from=False` leaves the weights random, for a caller that will replace them. `device_options` are those
-    arguments of GPT2LMHeadModel that depend on the device (`Engine.model_options`). Raises UserError where `init_from`
-    cannot be loaded or has another architecture.
+    `load_init_from=False` leaves the weights random, for a caller that will replace them. `pad_vocab_to`, for the loss,
+    and `device_options`, for GPT2LMHeadModel, depend on the device (`Engine.model_options`). Raises UserError where
+    `init_from` cannot be loaded or has another architecture.
     """
     model = config.model
     end_of_text = open_tokenizer(config.data.tokenizer).end_of_text
@@ -35,12 +39,12 @@ def build_model(config: Config, *, load_init_from: bool = True, **device_options
         embd_pdrop=model.dropout,
         attn_pdrop=model.dropout,
     )
+    run = config.run
     built = GPT2LMHeadModel(
         wanted,
-        gradient_checkpointing=bool(config.run.gradient_checkpointing),  # an unresolved "auto" counts as on
-        loss_chunk_size=config.run.loss_chunk_size,
-        fused_loss=config.run.fused_loss,
-        seed=config.run.seed,
+        gradient_checkpointing=bool(run.gradient_checkpointing),  # an unresolved "auto" counts as on
+        loss=partial(next_token_loss, chunk_size=run.loss_chunk_size, pad_vocab_to=pad_vocab_to, fused=run.fused_loss),
+        seed=run.seed,
         **device_options,
     )
     if model.init_from and load_init_from:

@@ -5,7 +5,6 @@ Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask L
 """
 
 import copy
-import json
 import math
 import re
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
-from transformers.utils import cached_file
 
 from recipe.model.loss import next_token_loss
 from recipe.utils.errors import UserError, reading
@@ -171,7 +169,7 @@ class GPT2LMHeadModel(nn.Module):
     Args:
         config: a transformers GPT2Config. Raises UserError where it asks for an unsupported variant.
         gradient_checkpointing: recompute each block's activations in backward instead of keeping them.
-        loss_chunk_size, pad_vocab_to, fused_loss: see `recipe.model.loss.next_token_loss`.
+        loss: of (hidden (B, T, D), head (V, D), targets (B, T)), 0-d.
         seed: of the initial weights, which are drawn on the CPU to be the same on every device.
         attention, checkpoint: replace SDPA and torch's checkpoint where a device has better ones: (q, k, v, dropout)
             -> y over (B, H, T, K), and (block, x) -> block(x).
@@ -182,9 +180,7 @@ class GPT2LMHeadModel(nn.Module):
         config: GPT2Config,
         *,
         gradient_checkpointing: bool = False,
-        loss_chunk_size: int = 0,
-        pad_vocab_to: int = 1,
-        fused_loss: bool = False,
+        loss: Callable = next_token_loss,
         seed: int = 0,
         attention: Callable | None = None,
         checkpoint: Callable | None = None,
@@ -192,7 +188,7 @@ class GPT2LMHeadModel(nn.Module):
         super().__init__()
         check_supported(config)
         self.config = config
-        self.loss = partial(next_token_loss, chunk_size=loss_chunk_size, pad_vocab_to=pad_vocab_to, fused=fused_loss)
+        self.loss = loss
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
         self.transformer = Transformer(config, gradient_checkpointing, attention or causal_attention, checkpoint)
         # A tied head is not a second Parameter: moving a module to an XLA device would silently untie it.
@@ -244,16 +240,6 @@ class GPT2LMHeadModel(nn.Module):
         limit = {"max_length": config.n_positions} if config.n_positions < 2 * 256 else {}
         GenerationConfig(**limit, **tokens).save_pretrained(directory)
 
-    @classmethod
-    def from_pretrained(cls, name_or_path: str, **kwargs) -> "GPT2LMHeadModel":
-        """Loads a directory or a Hub id (OpenAI's gpt2 ... gpt2-xl, or any of ours) in safetensors.
-
-        Raises UserError for a missing, unexpected or misshapen tensor, and for weights that exist in pickled form only.
-        """
-        model = cls(read_config(name_or_path), **kwargs)
-        model.load_weights(read_weights(name_or_path), str(name_or_path))
-        return model
-
     def load_weights(self, tensors: dict[str, torch.Tensor], origin: str) -> None:
         """Copies `tensors`, by transformers' names, into the parameters; `origin` is named in errors.
 
@@ -283,42 +269,29 @@ def check_supported(config: GPT2Config) -> None:
             raise UserError(f"model config: {name} is {found!r}; only {needed!r} is supported here")
 
 
-def read_config(name_or_path: str) -> GPT2Config:
-    """The configuration of a directory or a Hub id. Raises UserError if there is no readable one."""
-    with reading(Path(name_or_path) / "config.json", "name a model's directory, or a model on the Hub"):
-        return GPT2Config.from_pretrained(name_or_path)
+def read_config(directory: str) -> GPT2Config:
+    """The configuration of a model. Raises UserError if there is no readable one."""
+    with reading(Path(directory) / "config.json", "name a model's directory, or a model on the Hub"):
+        return GPT2Config.from_pretrained(directory)
 
 
-def read_weights(name_or_path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a directory or a Hub id, on the CPU. Raises UserError if there are none in safetensors."""
+def read_weights(directory: str) -> dict[str, torch.Tensor]:
+    """The tensors of a model, on the CPU. Raises UserError if there are none in safetensors."""
     tensors = {}
-    for path in weight_files(name_or_path):
-        with reading(Path(path), "copy or download it again"):
+    for path in weight_files(directory):
+        with reading(path, "copy or download it again"):
             tensors |= load_file(path)
     return tensors
 
 
-def weight_files(name_or_path: str) -> list[str]:
-    """The safetensors files with the weights of a directory or a Hub id. Raises UserError if there are none."""
-    try:
-        return [_cached(name_or_path, "model.safetensors")]
-    except OSError:  # not one file: transformers splits large models and writes an index
-        pass
-    try:
-        index = _cached(name_or_path, "model.safetensors.index.json")
-    except OSError as e:
+def weight_files(directory: str) -> list[Path]:
+    """The safetensors file of a model, or the parts in which transformers saves a large one. Raises UserError if there
+    are none."""
+    found = [sorted(Path(directory).glob(name)) for name in ("model.safetensors", "model-*-of-*.safetensors")]
+    if not any(found):
         raise UserError(
-            f"{name_or_path}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code "
+            f"{directory}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code "
             "when they are loaded, and are not read. If you trust it, convert it with transformers: "
-            f"AutoModelForCausalLM.from_pretrained({name_or_path!r}).save_pretrained('converted')"
-        ) from e
-    with reading(Path(index), "copy or download it again"):
-        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [_cached(name_or_path, name) for name in names]
-
-
-def _cached(name_or_path: str, name: str) -> str:
-    """A file's path. Raises OSError if there is none."""
-    path = cached_file(name_or_path, name)
-    assert path is not None  # None only for callers that ask for no exception
-    return path
+            f"AutoModelForCausalLM.from_pretrained({directory!r}).save_pretrained('converted')"
+        )
+    return found[0] or found[1]

@@ -2,25 +2,17 @@
 
 import hashlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-Buffer = bytes | memoryview
 
-
-def write_file(path: Path, parts: Iterable[Buffer], *, flush: bool = True) -> tuple[int, str]:
-    """Writes a new file and, with `flush`, waits until it is on the disk; returns its (bytes, SHA-256), computed from
-    `parts` and not from what can be read back. Raises OSError, also where the name exists, even as a link."""
-    digest, size = hashlib.sha256(), 0
+def write_file(path: Path, data: bytes, *, flush: bool = True) -> None:
+    """Writes a new file and, with `flush`, waits until it is on the disk. Raises OSError, also where the name exists,
+    even as a link."""
     with path.open("xb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
+        file.write(data)
         file.flush()
         if flush:
             os.fsync(file.fileno())
-    return size, digest.hexdigest()
 
 
 def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
@@ -28,7 +20,7 @@ def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
     power failure. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
-    write_file(temporary, [data], flush=flush)
+    write_file(temporary, data, flush=flush)
     temporary.replace(path)
     if flush:
         fsync_directory(path.parent)

@@ -7,30 +7,23 @@ import shutil
 import threading
 
 import pytest
-import torch
-from safetensors.torch import save as save_tensors
 
 from recipe.checkpoint import format as ckpt
 from recipe.checkpoint.__main__ import main
-from recipe.checkpoint.format import Retention, checkpoints, newest_whole, prune, verify
+from recipe.checkpoint.format import checkpoints, newest_whole, prune, verify
+from recipe.config import Config, parse_config
 from recipe.utils.errors import UserError
 from tests.checkpoint import save
+from tests.conftest import flags
 
 
 def names(run) -> list[int]:
     return [ckpt.step_of(path) for path in checkpoints(run)]
 
 
-def test_the_tensors_are_in_the_bytes_that_safetensors_writes():
-    tensors = {
-        "b": torch.randn(3, 4),
-        "a.weight": torch.randn(2, 3).t(),
-        "é": torch.randn(()),
-        "none": torch.zeros(0, 2),
-    }
-    contiguous = {k: v.contiguous() for k, v in tensors.items()}
-    assert b"".join(ckpt.safetensors_parts(tensors, {"format": "pt"})) == save_tensors(contiguous, {"format": "pt"})
-    assert b"".join(ckpt.safetensors_parts({})) == save_tensors({})
+def keeping(save_total_limit: int, milestone_steps: int = 0) -> Config:
+    fields = {"save_total_limit": save_total_limit, "milestone_steps": milestone_steps, "lr_scheduler_type": "linear"}
+    return parse_config(flags(**fields))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +108,11 @@ def test_the_newest_the_milestones_and_the_best_are_kept(tmp_path):
     losses = {}
     for step, loss in [(1, 5.0), (2, 3.0), (3, 4.0), (4, 6e11), (5, 7e11), (6, None)]:
         save(tmp_path, step)
-        prune(tmp_path, step, Retention(save_total_limit=1, milestone_steps=3), losses)
+        prune(tmp_path, step, keeping(1, milestone_steps=3), losses)
         losses |= {step: loss} if loss else {}  # a step is evaluated after its save has begun
         assert names(tmp_path)[-1] == step
     assert names(tmp_path) == [2, 3, 6]
-    prune(tmp_path, 6, Retention(save_total_limit=1), losses | {6: 2.0})
+    prune(tmp_path, 6, keeping(1), losses | {6: 2.0})
     assert names(tmp_path) == [3, 6]  # 3 was a milestone once
 
 
@@ -129,7 +122,7 @@ def test_what_is_newer_than_the_step_just_saved_is_damaged_and_never_counts(tmp_
         save(tmp_path, step)
     (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
     save(tmp_path, 12)
-    prune(tmp_path, 12, Retention(save_total_limit=1), {})
+    prune(tmp_path, 12, keeping(1), {})
     assert names(tmp_path) == [12, 20]
     assert newest_whole(tmp_path) == tmp_path / "step_00000012"
     save(tmp_path, 20)  # the same step, saved again
@@ -145,7 +138,7 @@ def test_reading_while_a_run_prunes_finds_a_whole_checkpoint_every_time(tmp_path
         while not stop.is_set():
             step += 1
             save(tmp_path, step)
-            prune(tmp_path, step, Retention(save_total_limit=1), {})
+            prune(tmp_path, step, keeping(1), {})
 
     thread = threading.Thread(target=train)
     thread.start()

@@ -1,11 +1,9 @@
 """A run's directory: one run at a time, however the last one ended, and never a directory of another program."""
 
-import errno
 import os
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -99,18 +97,6 @@ def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
         "run.old-2/step_00000001",
         "run/step_00000002",
     ]
-
-
-def test_fresh_on_a_mount_point_says_what_to_do(tmp_path, monkeypatch):
-    save(tmp_path, 3)
-
-    def busy(self, target):
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "rename", busy)
-    with pytest.raises(UserError, match=r"cannot be written \(Device or resource busy\); .* another output_dir"):
-        run_directory(tmp_path, fresh=True).__enter__()
-    assert (tmp_path / "step_00000003").exists()
 
 
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):

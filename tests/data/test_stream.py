@@ -145,8 +145,6 @@ def alive(pid):
 
 
 def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "diary.txt").write_text("mine")
     cases = {
         "a": (at(prepared, tmp_path / "a", val_documents=0), "streaming local text needs val_documents"),
         "b": (at(prepared, tmp_path / "b", disk_budget_gb=1e-5), r"disk_budget_gb 1e-05: .* lower shard_tokens"),
@@ -155,8 +153,6 @@ def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
             "no text besides .*; lower val_documents",
         ),
         "d": (at(prepared, tmp_path / "d", text_column="body"), r"no column 'body'; there are: text"),
-        "e": (at(prepared, tmp_path / "e"), r"holds other files \(diary\.txt\)"),
-        "f": (at(prepared, prepared.out, shard_tokens=4000), "with other settings: shard_tokens was 8000"),
     }
     for data, message in cases.values():
         Path(data.dataset_name).mkdir(exist_ok=True)

@@ -14,8 +14,7 @@ import torch
 
 from recipe.data import tokenizer
 from recipe.evaluation import continuation
-from recipe.model.gpt2 import GPT2LMHeadModel
-from tests.conftest import assert_equal_tensors, by_step, launch, tensors
+from tests.conftest import assert_equal_tensors, by_step, launch, own_model, tensors
 from tests.engine.conftest import assert_same_losses, settings
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
@@ -100,7 +99,7 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
         assert lines[step]["grad_norm"] == pytest.approx(one_device[1][step]["grad_norm"], rel=1e-3)
     found, expected = (tensors(at / "step_00000050") for at in (run, one_device[0]))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    saved = GPT2LMHeadModel.from_pretrained(str(run / "step_00000050")).eval()
+    saved = own_model(run / "step_00000050").eval()
     with torch.no_grad():
         tokens = continuation(saved, tokenizer.encoding().encode_ordinary("\n"), seed=1337)
     assert lines[50]["sample"] == tokenizer.encoding().decode(tokens)

@@ -24,7 +24,7 @@ from recipe.config import parse_config
 from recipe.hub.export import export
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
-from tests.conftest import ROOT, TINY, environment, flags
+from tests.conftest import ROOT, TINY, environment, flags, own_model
 
 PAGE = re.split(r"^## (.*)$", (ROOT / "docs" / "elsewhere.md").read_text(), flags=re.MULTILINE)
 SECTIONS = dict(zip(PAGE[1::2], PAGE[2::2], strict=True))
@@ -133,7 +133,7 @@ def test_the_cards_own_lines_warn_of_nothing(exported, capsys, caplog, monkeypat
 @torch.no_grad()
 def test_generating_with_the_cache_agrees_with_this_projects_own_model_without(scattered):
     theirs = AutoModelForCausalLM.from_pretrained(scattered).eval()
-    ours = GPT2LMHeadModel.from_pretrained(str(scattered)).eval()
+    ours = own_model(scattered).eval()
     tokenizer = AutoTokenizer.from_pretrained(scattered)
     ids = tokenizer("First Citizen:\nBefore we proceed any further,", return_tensors="pt").input_ids
     expected = greedy(ours, ids, 24)
@@ -180,7 +180,7 @@ def test_peft_adapts_it_and_merges_what_it_learned(scattered, beside):
     exec(code("Fine-tune with TRL", "python").split("trainer =")[0] + code("LoRA with PEFT", "python"), names)
     ids = AutoTokenizer.from_pretrained(at / "my-merged")("First Citizen:", return_tensors="pt").input_ids
     base = AutoModelForCausalLM.from_pretrained(scattered)
-    merged = GPT2LMHeadModel.from_pretrained(str(at / "my-merged")).eval()
+    merged = own_model(at / "my-merged").eval()
     with torch.no_grad():
         before, after = base(ids).logits, merged(ids)
         adapted = PeftModel.from_pretrained(base, at / "my-lora")(ids).logits

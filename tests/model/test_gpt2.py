@@ -1,5 +1,7 @@
 """The model against transformers' own: keys, logits, loss, gradients, an optimizer step, saving, generating."""
 
+from functools import partial
+
 import httpx
 import pytest
 import torch
@@ -12,8 +14,10 @@ from recipe.config import OptimizerConfig, parse_config
 from recipe.model.attention import block_attention
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.model.loss import next_token_loss
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
+from tests.conftest import own_model
 from tests.model.loss_probe import relative
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -84,15 +88,20 @@ def test_equal_to_transformers(n_embd, n_head, tmp_path):
     assert loaded.dtype == torch.float32
     with torch.no_grad():
         assert relative(loaded.eval()(ids).logits, ours(ids)) < 1e-5
-        again = GPT2LMHeadModel.from_pretrained(str(tmp_path))
+        again = own_model(tmp_path)
         assert torch.equal(again(ids), ours(ids))
+    loaded.save_pretrained(tmp_path / "parts", max_shard_size="10MB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    again = own_model(tmp_path / "parts").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in ours.state_dict().items())
 
 
 def test_recomputation_chunks_and_padding_change_no_gradient():
     config = config_of(n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     ids = torch.randint(515, (2, 33))
+    in_chunks, padded = partial(next_token_loss, chunk_size=16), partial(next_token_loss, pad_vocab_to=128)
     results = []
-    for options in ({}, {"gradient_checkpointing": True}, {"loss_chunk_size": 16}, {"pad_vocab_to": 128}):
+    for options in ({}, {"gradient_checkpointing": True}, {"loss": in_chunks}, {"loss": padded}):
         model = GPT2LMHeadModel(config, **options).train()
         torch.manual_seed(5)  # dropout
         loss = model(ids[:, :-1], ids[:, 1:])
@@ -127,7 +136,7 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
 
     def load(tensors):
         save_file(tensors, tmp_path / "model.safetensors")
-        return GPT2LMHeadModel.from_pretrained(str(tmp_path))
+        return own_model(tmp_path)
 
     loaded = load(old)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
@@ -139,9 +148,9 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
         load(old | {"ln_f.bias": torch.zeros(33)})
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"no model\.safetensors; pytorch_model\.bin and the like are pickles"):
-        GPT2LMHeadModel.from_pretrained(str(tmp_path))
+        own_model(tmp_path)
     with pytest.raises(UserError, match=r"nowhere/config\.json cannot be read"):
-        GPT2LMHeadModel.from_pretrained(str(tmp_path / "nowhere"))
+        own_model(tmp_path / "nowhere")
 
 
 def test_refuses_what_it_does_not_do():
