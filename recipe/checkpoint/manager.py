@@ -113,6 +113,7 @@ class CheckpointManager:
     def finish(self) -> bool:
         """Whether the run's last checkpoint is committed. Prunes once more, now that all evaluations are known. A
         collective call."""
+        self._engine.stop.leave()
         self.wait()
         if self._committed is not None:
             self._prune(self._committed)
@@ -126,8 +127,9 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, waited: float) -> None:
         began = time.monotonic()
         try:
-            self._metrics.sync()
-            save_checkpoint(self._run_dir, checkpoint, self._files)
+            with self._engine.stop.patient():  # a signal waits for it, even where the step hangs
+                self._metrics.sync()
+                save_checkpoint(self._run_dir, checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on
             self._report_failure(checkpoint.step, error)
             return

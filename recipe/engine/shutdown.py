@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed on by a launcher that heard it too
+_LEAST_PATIENCE = 20.0  # seconds in which a run must reach its next step boundary
 _POLL = 0.2  # seconds between two looks: at the launcher, and at the signals while a step waits for its data
 
 
@@ -31,7 +34,7 @@ class StopSignal:
 
     Before the first boundary there is nothing to save, and the main thread gets a KeyboardInterrupt, once. Afterwards
     `requested` is set, and the loop stops at its next boundary with a checkpoint. A second Ctrl-C ends the process at
-    once. Where no boundary comes, since another process has died in a collective, the launcher ends this one.
+    once. If no boundary comes, the process ends by itself.
 
     Attributes:
         requested: whether this process has been told to stop.
@@ -41,8 +44,10 @@ class StopSignal:
 
     def __init__(self):
         self.requested = self.stepping = False
-        self._begun = False  # whether there was a boundary
         self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
+        self._last_boundary = self._longest_step = 0.0  # 0: there was none
+        self._long_work: list[object] = []
+        self._leaving = False
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -59,13 +64,31 @@ class StopSignal:
 
     def at_boundary(self) -> None:
         """Notes that the main thread is at a place where it can stop."""
-        self._begun = True
-        if self.stepping and time.monotonic() > self._deadline:
+        now = time.monotonic()
+        if self._last_boundary:
+            self._longest_step = max(self._longest_step, now - self._last_boundary)
+        self._last_boundary = now
+        if self.stepping and now > self._deadline:
             logger.warning("max_hours  %g hours have passed", self._hours)
             self.requested, self._deadline = True, math.inf
 
+    @contextmanager
+    def patient(self) -> Generator[None, None, None]:
+        """Context for work, in any thread, that may take much longer than a step."""
+        self._long_work.append(None)
+        try:
+            yield
+        finally:
+            if self._last_boundary:
+                self._last_boundary = time.monotonic()
+            self._long_work.pop()
+
+    def leave(self) -> None:
+        """Notes that the loop has ended: no boundary will come any more."""
+        self._leaving = True
+
     def _in_main_thread(self, number: int, _frame) -> None:
-        if not self._begun:
+        if not self._last_boundary:
             for each in _SIGNALS:  # another signal would interrupt this one's shutdown, even the interpreter's own exit
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
@@ -77,11 +100,8 @@ class StopSignal:
             if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
                 launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._heard < math.inf and self._begun and not self.requested:
-                self.requested, self._heard = True, time.monotonic()  # one from before the boundary counts from here
-                logger.warning(
-                    "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
-                )
+            if self._heard < math.inf:
+                self._stop()
 
     def _hear(self, number: int) -> None:
         if number not in _SIGNALS:
@@ -96,10 +116,31 @@ class StopSignal:
             logger.warning(
                 "stopped at once; the same command, without --fresh, continues from the last checkpoint if there is one"
             )
-            if sys.stderr.isatty():
-                print(file=sys.stderr, flush=True)  # to the line below a progress bar
-            os._exit(ExitCode.LEFT_AT_ONCE)
+            _end(ExitCode.LEFT_AT_ONCE)
         self._heard = min(self._heard, now)
+
+    def _stop(self) -> None:
+        """Makes sure that a process that was told to stop does stop: after another has died, it may wait in a
+        collective for ever."""
+        now, begun = time.monotonic(), self._last_boundary > 0
+        if begun and not self.requested:
+            self.requested, self._heard = True, now  # a signal from before the first boundary counts from here
+            logger.warning(
+                "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
+            )
+        elif not self._leaving and not self._long_work:
+            patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
+            if now - max(self._last_boundary, self._heard) > patience:
+                if begun:
+                    logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
+                _end(ExitCode.RUN_AGAIN)
+
+
+def _end(code: ExitCode) -> None:
+    """Ends the process from another thread, on the line below a progress bar."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 class Agreement:

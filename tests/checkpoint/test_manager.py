@@ -19,11 +19,13 @@ class Run:
     """A run whose only weights are four times `value`, with a CheckpointManager in `directory`."""
 
     def __init__(self, directory):
-        self.directory, self.value = directory, 1.0
+        self.directory, self.value, self.stop = directory, 1.0, SimpleNamespace(patient=nullcontext, leave=lambda: None)
         self.synced = []
         self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda what: nullcontext())
         self.metrics.state_dict, self.metrics.sync = lambda: {"seconds": 3.0}, lambda: self.synced.append(True)
-        engine = SimpleNamespace(device=torch.device("cpu"), name="CPU", precision="fp32", no_compile="")
+        engine = SimpleNamespace(
+            device=torch.device("cpu"), name="CPU", precision="fp32", no_compile="", stop=self.stop
+        )
         engine.processes, engine.snapshot = Processes(), self._snapshot
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))

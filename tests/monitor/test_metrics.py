@@ -2,7 +2,7 @@
 
 import json
 import resource
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +82,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     engine.processes = Processes()
     engine.counters = lambda: {"peak_memory_bytes": 7}
     engine.spike_filter = SimpleNamespace(check=lambda step: 2)
-    batches = SimpleNamespace(waited=lambda: 0.5)
+    engine.stop, batches = SimpleNamespace(patient=nullcontext), SimpleNamespace(waited=lambda: 0.5)
 
     with ExitStack() as stack:
         metrics = Metrics(config, engine, batches, None, stack)
