@@ -85,6 +85,8 @@ class ZeroEngine(Engine):
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         ours = batch.sequences, batch.micro, batch.accumulation, self.max_grad_norm
         config |= dict(zip(_THE_RECIPES, ours, strict=True))
+        # It would wait for the GPU in every micro-step, inside the compiled model, where torch 2.13 cannot trace it.
+        config["timers"] = {"throughput": {"enabled": False}}
         if self.precision == "bf16":
             # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
             # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.

@@ -143,6 +143,7 @@ class Muon(torch.optim.AdamW):
         if sharded:
             sent, updates = updates, updates.new_empty(share, rows, cols)
             dist.reduce_scatter_tensor(updates, sent)
+            del sent  # or all processes' matrices would lie beside the iteration's
         if own_share:
             updates[: len(own_share)] = orthogonalize(updates[: len(own_share)])
         if self._world_size > 1:

@@ -103,6 +103,8 @@ result |= {
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     "scaler": engine.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
+    # DeepSpeed's own measurement of the speed, for which it waits for a GPU in every micro-step.
+    "timed": hasattr(wrapped, "tput_timer") and wrapped.tput_timer.config.enabled,
 }
 before = everything()
 result["norm_of_overflow"], result["changed_by_overflow"] = step(float("inf")), changes(before)

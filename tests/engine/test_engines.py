@@ -181,6 +181,7 @@ def test_an_engine_from_inside(probe, config, processes, precision, mode):
         assert line["optimizer_state_kept"]
         assert line["names"] == ([28, 56] if main else [0, 0])
         assert line["steps"] == 10  # 7 loaded, 3 made
+        assert not line["timed"]
         if config != "ddp":
             assert line["state_bytes"] == pytest.approx(whole["state_bytes"] / processes, rel=0.05)
         if mode == "compile":

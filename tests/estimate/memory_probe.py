@@ -19,7 +19,8 @@ import os
 import shlex
 import weakref
 
-os.environ["ACCELERATE_USE_CPU"] = "true"
+if __name__ == "__main__":  # before the imports; not in a program that imports this and may run on a GPU
+    os.environ["ACCELERATE_USE_CPU"] = "true"
 
 import torch
 import torch.nn.functional as F

@@ -1,11 +1,14 @@
 """Muon: its arithmetic beside torch's, and which matrices it updates."""
 
+import weakref
+
 import torch
 from transformers import GPT2Config
 
 from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.muon import COEFFICIENTS, STEPS
+from recipe.optim import muon
+from recipe.optim.muon import COEFFICIENTS, STEPS, Muon
 from recipe.optim.optimizer import load_named_state, make_optimizer, named_state, norm_and_divisor
 
 MUON = OptimizerConfig(optim="muon", learning_rate=1e-3)
@@ -83,3 +86,27 @@ def test_a_skipped_step_changes_nothing_and_clipping_divides():
     other = make_optimizer(model, MUON, fused=True)
     load_named_state(model, other, state, 1)
     assert all(torch.equal(a, b) for a, b in zip(named_state(model, other).values(), state.values(), strict=True))
+
+
+def test_what_a_process_sends_of_sharded_matrices_is_freed_before_it_orthogonalizes(monkeypatch):
+    """update_bytes counts on it."""
+    sent, orthogonalized, orthogonalize = [], [], muon.orthogonalize
+
+    def send(received, matrices):
+        sent.append(weakref.ref(matrices))
+        received.zero_()
+
+    def watched(matrices):
+        orthogonalized.append(len(matrices))
+        assert [each() for each in sent] == [None]
+        return orthogonalize(matrices)
+
+    monkeypatch.setattr(muon.dist, "reduce_scatter_tensor", send)
+    monkeypatch.setattr(muon.dist, "all_gather_into_tensor", lambda gathered, own: gathered.zero_())
+    monkeypatch.setattr(muon, "orthogonalize", watched)
+    flat = torch.nn.Parameter(torch.randn(128))  # the first half of two matrices of 8 x 16, one process's part
+    flat.grad = torch.randn(128)
+    layout = [((8, 16), 0, 0, 64), ((8, 16), 0, 64, 64)]
+    group = {"params": [flat], "muon": True, "parts": 1, "momentum": 0.95, "weight_decay": 0.1, "layout": layout}
+    Muon([group], world_size=2).step()
+    assert orthogonalized == [1]
