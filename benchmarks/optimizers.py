@@ -30,7 +30,7 @@ from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
 SAME = 0.005  # nats per token: a difference too small to tell runs apart, half of that between two seeds
-LENGTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18)  # of Muon's runs, as shares of AdamW's steps
+LENGTHS = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2)  # of Muon's runs, as shares of AdamW's steps
 Fields = dict[str, float]
 Curve = dict[int, float]  # tokens -> validation loss
 
@@ -59,7 +59,13 @@ def _small(layers: int, width: int, steps: int) -> Size:
     batch = {"total_batch_tokens": 4096, "micro_batch_size": 32, "eval_tokens": 131072}
     start = {
         "adamw": {"learning_rate": 6e-3, "warmup": 0.4, "adam_beta2": 0.99, "weight_decay": 0.1},
-        "muon": {"muon_learning_rate": 0.02, "learning_rate": 1.2e-2, "adam_beta1": 0.8, "warmup": 0.05},
+        "muon": {
+            "muon_learning_rate": 0.02,
+            "learning_rate": 1.2e-2,
+            "adam_beta1": 0.8,
+            "adam_beta2": 0.99,
+            "warmup": 0.05,
+        },
     }
     search: dict[str, dict[str, tuple[float, ...]]] = {
         "adamw": {
@@ -68,7 +74,12 @@ def _small(layers: int, width: int, steps: int) -> Size:
             "adam_beta2": (0.95, 0.99),
             "weight_decay": (0.01, 0.1),
         },
-        "muon": {"muon_learning_rate": (), "learning_rate": (), "adam_beta1": (0.8, 0.9)},
+        "muon": {
+            "muon_learning_rate": (),
+            "learning_rate": (),
+            "adam_beta1": (0.8, 0.9),
+            "adam_beta2": (0.95, 0.99),
+        },
     }
     return Size(model | batch | {"torch_compile": False}, steps, start, search)
 

@@ -38,6 +38,8 @@ TINY = {
     "max_steps": 20,
     "optim": "adamw",
     "learning_rate": 1e-2,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.1,
     "warmup_steps": 4,
