@@ -43,4 +43,6 @@ def _asking(what: str) -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"{what}: {reason(error)}") from None
+        raise UserError(
+            f"{what} cannot be read from the Hub ({reason(error)}); check the name and the network"
+        ) from None
