@@ -1,6 +1,7 @@
 """What the loop drives: built, restored from a checkpoint, and closed."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
+_COMPLETE = "complete   %s holds the whole run; --max_steps trains longer, --fresh starts over"
 # Fields of a node rather than of the run: where files are.
 _OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
 
@@ -137,15 +139,31 @@ def _model_and_optimizer(
 
 
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
-    """For a plan: raises UserError, on all processes, where the run could not open its data or `init_from`; what only
-    the Hub knows is not checked without a network. A collective call."""
+    """For a plan: raises UserError, on all processes, where the run could not open its data, `init_from` or its
+    directory; what only the Hub knows is not checked without a network. A collective call."""
     checks = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
+    checks += [partial(check_init_from, config.model), partial(_check_run_directory, config)]
     with processes.shared_error("the inputs cannot be read"):
-        for check in [*checks, partial(check_init_from, config.model)] if processes.is_main else []:
+        for check in checks if processes.is_main else []:
             try:
                 check()
             except Unreachable as error:
                 logger.warning("note       not checked: %s", error)
+
+
+def _check_run_directory(config: Config) -> None:
+    """Logs from where the run would continue. Raises UserError where it could not."""
+    run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
+    chosen, rewound = (None, False) if config.run.fresh else continue_from(run_dir, flat)
+    if chosen is None:
+        return
+    state = json.loads((chosen / "trainer_state.json").read_text())
+    check_same_run(state, flat, open_tokenizer(config.data.tokenizer), run_dir)
+    if state["step"] < config.optimizer.max_steps:
+        before = ", before the decay; what is newer is set aside" if rewound else ""
+        logger.info("resume     it would continue from step %d (%s)%s", state["step"], chosen, before)
+    else:
+        logger.info(_COMPLETE, chosen)
 
 
 @contextmanager
@@ -181,8 +199,7 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
     evaluated = bool(lines) and lines[-1]["step"] == checkpoint.step and lines[-1].get("val_loss") is not None
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(evaluated)
     if complete:
-        path = checkpoint.path
-        logger.info("complete   %s holds the whole run; --max_steps trains longer, --fresh starts over", path)
+        logger.info(_COMPLETE, checkpoint.path)
     return complete
 
 

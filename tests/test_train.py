@@ -229,6 +229,10 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
         ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
         ({"init_from": "ORG/NAME"}, 0, "note +not checked: init_from ORG/NAME .*the Hub cannot be reached"),
+        ({"output_dir": "{run}"}, 0, "complete +.*step_00000020 holds the whole run"),
+        ({"output_dir": "{run}", "max_steps": 30}, 0, "resume +it would continue from step 20 "),
+        ({"output_dir": "{run}", "seed": 2}, 2, "holds a run with other settings: seed "),
+        ({"output_dir": "{run}", "seed": 2, "fresh": True}, 0, "validation"),
     ],
 )
 def test_a_plan_checks_its_inputs(shards, whole_run, tmp_path, capsys, monkeypatch, fields, code, output):

@@ -1,5 +1,6 @@
 """Whole runs with Muon and with wsd: on one device and on two, resumed, extended, refused."""
 
+import re
 import shutil
 from contextlib import suppress
 from itertools import count
@@ -12,7 +13,7 @@ from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
 from recipe.checkpoint.run_dir import continue_from, run_directory, set_aside
 from recipe.config import parse_config
 from recipe.monitor.metrics import MetricsLog
-from tests.conftest import EQUAL, TINY, assert_equal_tensors, by_step, flags, launch, tensors, train
+from tests.conftest import EQUAL, TINY, assert_equal_tensors, by_step, flags, launch, run_train, tensors, train
 
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 MUON = {"optim": "muon"} | WSD
@@ -106,6 +107,10 @@ def test_an_extended_run_continues_from_before_the_decay_as_the_longer_run_to_th
     shutil.copytree(decayed_run, run)
     before = (run / "metrics.jsonl").read_bytes()
     fields = MUON | {"save_total_limit": 1, "save_steps": 0, "eval_steps": 0}
+    if processes == 1:
+        settings = TINY | fields | {"dataset_name": shards, "output_dir": run, "max_steps": 14}
+        planned = run_train(*flags(**settings), "--dry_run").stdout
+        assert re.search(r"it would continue from step 6 .*, before the decay; what is newer is set aside", planned)
     lines, output = train(shards, run, processes, **fields | {"max_steps": 14})
     assert "from step 6 " in output
     assert steps(run) == [2, 4, 6, 8, 14]  # milestones and the decay's start of the first plan, that of the second
