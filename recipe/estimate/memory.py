@@ -132,7 +132,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 REMEDIES = (
-    "What helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), "
-    "--loss_chunk_size 1024, or FSDP or ZeRO on several GPUs (accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml); "
-    "docs/memory.md has the figures, and --dry_run shows what a run needs with them"
+    "--gradient_checkpointing true (about a quarter slower), --loss_chunk_size 1024, or FSDP or ZeRO on several GPUs "
+    "(accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml); docs/memory.md has the figures, and --dry_run shows "
+    "what a run needs with them"
 )

@@ -79,7 +79,7 @@ def _chosen(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, bool
             return sizes[0], True, "without it a step does not fit"
     size, why = _fitting(_with(config, sizes[0], bool(switch)), engine, sizes)
     if not size:
-        raise UserError(f"not even one sequence per device fits: {why}. {REMEDIES}")
+        raise UserError(f"not even one sequence per device fits: {why}. What helps: {REMEDIES}")
     return size, bool(switch), why
 
 

@@ -83,7 +83,8 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
     needed, there_is = memory_estimate(config, batch, **kind), engine.memory
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"
     if there_is and needed > HEADROOM * there_is:
-        yield f"           which does not fit: {gb(HEADROOM * there_is)} are for tensors. {REMEDIES}"
+        helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"
+        yield f"           which does not fit: {gb(HEADROOM * there_is)} are for tensors. {helps}"
     milestones = opt.max_steps // run.milestone_steps if run.milestone_steps else 0
     # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
     most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
