@@ -3,9 +3,10 @@
     python -m benchmarks optimizers --dataset_name 'books/*.jsonl' --tokenizer own-tokenizer
 
 Both optimizers have the same schedule, and both are tuned: starting from the size's start, each searched field moves by
-one step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. The two
-best settings are trained with every seed, and Muon's also with fewer steps, until AdamW's loss lies between those of
-two lengths. `--vary adam_beta1=0.9` tries a change to Muon's best.
+one step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. AdamW's
+runs have all steps, Muon's half of them, since that is about as many as it needs. The two best settings are trained
+with every seed, Muon's with more or fewer steps until AdamW's loss lies between those of two lengths. `--vary
+adam_beta1=0.9` tries a change to Muon's best.
 
 Each run is recipe/train.py itself. OUT/optimizers.json holds all finished runs, and no run is repeated: an interrupted
 command continues where it stopped. Also writes optimizers.png.
@@ -30,7 +31,7 @@ from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
 SAME = 0.005  # nats per token: a difference too small to tell runs apart, half of that between two seeds
-LENGTHS = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2)  # of Muon's runs, as shares of AdamW's steps
+LENGTHS = (0.5, 0.4, 0.3, 0.2, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps; tuned at the first
 Fields = dict[str, float]
 Curve = dict[int, float]  # tokens -> validation loss
 
@@ -88,6 +89,7 @@ SIZES = {
     "2x64": _small(2, 64, 1000),
     "4x128": _small(4, 128, 1000),
     "6x192": _small(6, 192, 1000),
+    "8x256": _small(8, 256, 1000),
     # For a GPU: 42 M tokens a run. The rates are modded-nanogpt's, not tuned; warm-up and betas those tuned at 4x128.
     "gpt2": Size(
         {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
@@ -130,8 +132,8 @@ class Runs:
         return dict(self.results["runs"][name])
 
     def final(self, optimizer: str, fields: Fields) -> float:
-        """The last loss of a full-length run with the first seed."""
-        return last(self.curve(optimizer, fields, self.size.seeds[0]))
+        """The last loss, with the first seed, of a run as long as those by which the optimizer is tuned."""
+        return last(self.curve(optimizer, fields, self.size.seeds[0], LENGTHS[0] if optimizer == "muon" else 1.0))
 
     def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
         steps, others = run["max_steps"], {name: value for name, value in fields.items() if name != "warmup"}
@@ -193,26 +195,32 @@ def compare(runs: Runs, vary: list[str]) -> dict:
     """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and varies Muon's best settings."""
     seeds = runs.size.seeds
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
-    curves = {optimizer: [runs.curve(optimizer, best[optimizer], seed) for seed in seeds] for optimizer in best}
-    adamw = _mean(curves["adamw"])
-    ends = {1.0: _mean(curves["muon"])}
+
+    def muon(share: float, **change: float) -> list[Curve]:
+        return [runs.curve("muon", best["muon"] | change, seed, share) for seed in seeds]
+
+    adamw = [runs.curve("adamw", best["adamw"], seed) for seed in seeds]
+    found = {LENGTHS[0]: muon(LENGTHS[0])}
+    shorter = _mean(found[LENGTHS[0]]) <= _mean(adamw)
     for share in LENGTHS[1:]:
-        if min(ends.values()) > adamw or ends[min(ends)] > adamw:
-            break
-        shorter = [runs.curve("muon", best["muon"], seed, share) for seed in seeds]
-        curves[f"muon, {share:g} of the tokens"], ends[share] = shorter, _mean(shorter)
+        if (share < LENGTHS[0]) == shorter:
+            found[share] = muon(share)
+            if (_mean(found[share]) <= _mean(adamw)) != shorter:
+                break
+    curves = {"AdamW": adamw} | {f"Muon, {share:g} of the tokens": of_share for share, of_share in found.items()}
     result: dict = {
         "size": runs.name,
         "best": best,
-        "curves": {name: [list(curve.items()) for curve in found] for name, found in curves.items()},
-        "share_of_tokens": share_of_tokens(ends, adamw),
+        "curves": {name: [list(curve.items()) for curve in of_name] for name, of_name in curves.items()},
+        "share_of_tokens": share_of_tokens({share: _mean(of_share) for share, of_share in found.items()}, _mean(adamw)),
         "seed_noise": _noise(list(curves.values())),
         "varied": {},
     }
-    for change in vary:
-        name, _, value = change.partition("=")
-        found = [runs.curve("muon", best["muon"] | {name: float(value)}, seed) for seed in seeds]
-        result["varied"][change] = {"final": list(map(last, found)), "gain": ends[1.0] - _mean(found)}
+    for text in vary:
+        name, _, value = text.partition("=")
+        changed = muon(LENGTHS[0], **{name: float(value)})
+        gain = _mean(found[LENGTHS[0]]) - _mean(changed)
+        result["varied"][text] = {"final": list(map(last, changed)), "gain": gain}
     return result
 
 
@@ -230,9 +238,10 @@ def _noise(repeated: list[list[Curve]]) -> float | None:
 def lines(r: dict) -> list[str]:
     """A size's result, in words."""
     out = []
+    for optimizer, fields in r["best"].items():
+        out.append(f"{r['size']:<6} {optimizer}: {', '.join(f'{name} {value:g}' for name, value in fields.items())}")
     for name, found in r["curves"].items():
-        values = ", ".join(f"{k} {v:g}" for k, v in r["best"][name].items()) if name in r["best"] else ""
-        out.append(f"{r['size']:<6} {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}  {values}")
+        out.append(f"{r['size']:<6} {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}")
     share, noise = r["share_of_tokens"], r["seed_noise"]
     out.append(
         f"{r['size']:<6} Muon has AdamW's loss at {f'{share:.2f}' if share else 'none of these shares'} of its tokens"
@@ -252,15 +261,13 @@ def picture(results: dict, path: Path) -> None:
     sizes = results["sizes"]
     figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4), dpi=150, squeeze=False)
     for axes, r in zip(panels[0], sizes, strict=True):
-        shorter = iter(plt.get_cmap("autumn")([0.2, 0.4, 0.55, 0.7, 0.85]))
-        for name, found in r["curves"].items():
-            color = {"adamw": "#8a99a5", "muon": "#2f6f9f"}.get(name)
-            color = next(shorter) if color is None else color
+        colors = ("#8a99a5", *plt.get_cmap("winter")([0.2, 0.5, 0.75, 0.9]))
+        for (name, found), color in zip(r["curves"].items(), colors, strict=False):
             for at, curve in enumerate(found):
                 tokens, losses = zip(*curve[1:], strict=True)
-                label = None if at else name.replace("muon", "Muon").replace("adamw", "AdamW")
+                label = None if at else name
                 axes.plot([t / 1e6 for t in tokens], losses, color=color, marker=".", label=label)
-        axes.axhline(statistics.mean(curve[-1][1] for curve in r["curves"]["adamw"]), color="#8a99a5", lw=0.8, ls=":")
+        axes.axhline(statistics.mean(curve[-1][1] for curve in r["curves"]["AdamW"]), color="#8a99a5", lw=0.8, ls=":")
         axes.set_title(f"GPT-2, {r['size'].replace('x', ' layers x ')}", loc="left", fontsize=11)
         axes.set_xlabel("million tokens", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
