@@ -141,8 +141,8 @@ def _model_and_optimizer(
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
     """For a plan: raises UserError, on all processes, where the run could not open its data, `init_from` or its
     directory; what only the Hub knows is not checked without a network. A collective call."""
-    checks = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
-    checks += [partial(check_init_from, config.model), partial(_check_run_directory, config)]
+    data = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
+    checks = [*data, partial(check_init_from, config.model), partial(_check_run_directory, config)]
     with processes.shared_error("the inputs cannot be read"):
         for check in checks if processes.is_main else []:
             try:
