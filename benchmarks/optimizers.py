@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import report
@@ -71,9 +71,9 @@ def _small(layers: int, width: int, steps: int) -> Size:
     search: dict[str, dict[str, tuple[float, ...]]] = {
         "adamw": {
             "learning_rate": (),
-            "warmup": (0.1, 0.2, 0.4),
-            "adam_beta2": (0.95, 0.99),
-            "weight_decay": (0.01, 0.1),
+            "warmup": (0.1, 0.2, 0.4, 0.6),
+            "adam_beta2": (0.95, 0.99, 0.995),
+            "weight_decay": (0.01, 0.1, 0.3),
         },
         "muon": {
             "muon_learning_rate": (),
@@ -111,8 +111,8 @@ class TimeUp(Exception):
 class Runs:
     """Runs of one size, each done once and kept in `results`, which is written to `path` after each run."""
 
-    def __init__(self, name: str, data: dict[str, str], directory: Path, results: dict, path: Path):
-        self.name, self.size, self.data, self.directory = name, SIZES[name], data, directory
+    def __init__(self, name: str, size: Size, data: dict[str, str], directory: Path, results: dict, path: Path):
+        self.name, self.size, self.data, self.directory = name, size, data, directory
         self.results, self.path = results, path
         self.ends = math.inf  # by time.monotonic()
 
@@ -210,6 +210,7 @@ def compare(runs: Runs, vary: list[str]) -> dict:
     curves = {"AdamW": adamw} | {f"Muon, {share:g} of the tokens": of_share for share, of_share in found.items()}
     result: dict = {
         "size": runs.name,
+        "steps": runs.size.steps,
         "best": best,
         "curves": {name: [list(curve.items()) for curve in of_name] for name, of_name in curves.items()},
         "share_of_tokens": share_of_tokens({share: _mean(of_share) for share, of_share in found.items()}, _mean(adamw)),
@@ -237,20 +238,16 @@ def _noise(repeated: list[list[Curve]]) -> float | None:
 
 def lines(r: dict) -> list[str]:
     """A size's result, in words."""
-    out = []
-    for optimizer, fields in r["best"].items():
-        out.append(f"{r['size']:<6} {optimizer}: {', '.join(f'{name} {value:g}' for name, value in fields.items())}")
+    share, noise, size = r["share_of_tokens"], r["seed_noise"], f"{r['size']}, {r['steps']:,} steps"
+    out = [f"{size}: {optimizer} {dict(fields)}" for optimizer, fields in r["best"].items()]
     for name, found in r["curves"].items():
-        out.append(f"{r['size']:<6} {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}")
-    share, noise = r["share_of_tokens"], r["seed_noise"]
-    out.append(
-        f"{r['size']:<6} Muon has AdamW's loss at {f'{share:.2f}' if share else 'none of these shares'} of its tokens"
-    )
+        out.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}")
+    out.append(f"{size}: Muon has AdamW's loss at {f'{share:.2f}' if share else 'none of these shares'} of its tokens")
     for name, found in r["varied"].items():
         # Twice the standard error of the difference of two means.
         counts = "" if noise is None else f" (counts from {2 * noise * math.sqrt(2 / len(found['final'])):.3f} on)"
         ends = " and ".join(f"{loss:.3f}" for loss in found["final"])
-        out.append(f"{r['size']:<6} Muon with {name}: {ends}, {found['gain']:+.3f} better{counts}")
+        out.append(f"{size}: Muon with {name}: {ends}, {found['gain']:+.3f} better{counts}")
     return out
 
 
@@ -268,7 +265,8 @@ def picture(results: dict, path: Path) -> None:
                 label = None if at else name
                 axes.plot([t / 1e6 for t in tokens], losses, color=color, marker=".", label=label)
         axes.axhline(statistics.mean(curve[-1][1] for curve in r["curves"]["AdamW"]), color="#8a99a5", lw=0.8, ls=":")
-        axes.set_title(f"GPT-2, {r['size'].replace('x', ' layers x ')}", loc="left", fontsize=11)
+        title = f"{r['size'].replace('x', ' layers x ')}, {r['steps']:,} steps of AdamW"
+        axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("million tokens", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("validation loss, nats a token", fontsize=9)
@@ -284,6 +282,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
     parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")
+    parser.add_argument("--steps", type=int, default=0, help="of AdamW's runs (default: 1000; gpt2: 640)")
     parser.add_argument("--vary", nargs="+", default=[], metavar="FIELD=VALUE", help="changes of Muon's best to try")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command goes on")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
@@ -295,7 +294,8 @@ def main(argv: list[str]) -> int:
     results = report.circumstances() | {"sizes": found, "runs": earlier}
     data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
     for size in arguments.sizes:
-        runs = Runs(size, data, Path(arguments.runs), results, path)
+        of_size = replace(SIZES[size], steps=arguments.steps or SIZES[size].steps)
+        runs = Runs(size, of_size, data, Path(arguments.runs), results, path)
         runs.ends = time.monotonic() + 60 * arguments.minutes
         try:
             found.append(compare(runs, arguments.vary))
