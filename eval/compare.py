@@ -23,12 +23,19 @@ GPT2 = "openai-community/gpt2"
 
 def compare_means(metric: str, ours: np.ndarray, theirs: np.ndarray) -> dict:
     """A row of the table: the means of both models' numbers for the same n rows or windows, and the difference with its
-    95 % interval by the normal approximation."""
+    95 % interval by the normal approximation. The interval of accuracies (bool) has two more rows, one that each model
+    alone gets right by half, so that it holds where few rows differ, and is not empty where none does (Agresti and Min
+    2005, "Simple improved confidence intervals for comparing matched proportions")."""
     pairs = np.array([ours, theirs], dtype=float)  # (2, n)
-    apart = pairs[0] - pairs[1]
-    mean, half = float(apart.mean()), 1.96 * float(apart.std()) / len(apart) ** 0.5
+    apart, n = pairs[0] - pairs[1], len(ours)
+    center, square = apart.sum(), (apart**2).sum()
+    if ours.dtype == bool:
+        n, square = n + 2, square + 1
+    mean = center / n
+    half = 1.96 * ((square / n - mean**2) / n) ** 0.5
     means = dict(zip(("ours", "theirs"), pairs.mean(1).tolist(), strict=True))
-    return {"metric": metric, "n": len(apart)} | means | {"difference": mean, "ci95": [mean - half, mean + half]}
+    ends = {"difference": float(apart.mean()), "ci95": [float(mean - half), float(mean + half)]}
+    return {"metric": metric, "n": len(apart)} | means | ends
 
 
 def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loaded) -> list[dict]:

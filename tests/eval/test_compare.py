@@ -51,7 +51,8 @@ def test_without_the_runs_data_the_rest_is_compared(model_dir, tmp_path, command
     output = tmp_path / "results.json"
     command(compare, model_dir, "--other", model_dir, "--limit", 2, "--output", output)
     rows = json.loads(output.read_text())["compare"]["rows"]
-    assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [0.0, 0.0])] * 4
+    half = 1.96 / 4  # of two rows, and two more: one of four differs
+    assert [(row["difference"], row["ci95"]) for row in rows] == [(0.0, [-half, half])] * 4
     assert "note: no validation loss" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--data absent"):
         command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
@@ -66,3 +67,15 @@ def test_the_paired_interval_is_a_bootstraps():
     assert found["difference"] == pytest.approx(difference.mean())
     drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])
     assert found["ci95"] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.004)
+
+
+@pytest.mark.parametrize("differing", [0.02, 0.2, 0.5])
+def test_the_paired_interval_covers_where_few_rows_differ(differing):
+    """40 rows, of which each model alone gets this share right by half."""
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(2000):
+        draw = rng.random(40)
+        ours, theirs = draw < differing / 2, (draw >= differing / 2) & (draw < differing)
+        low, high = compare.compare_means("", ours, theirs)["ci95"]
+        inside += low <= 0 <= high
+    assert inside / 2000 >= 0.94
