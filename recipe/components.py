@@ -152,9 +152,11 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
 
 
 def _check_run_directory(config: Config) -> None:
-    """Logs from where the run would continue. Raises UserError where it could not."""
+    """Logs from where the run would continue. Raises UserError where it could not. A plan for other devices says
+    nothing of what is on this disk."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
-    chosen, rewound = (None, False) if config.run.fresh else continue_from(run_dir, flat)
+    new = config.run.fresh or config.run.plan_device
+    chosen, rewound = (None, False) if new else continue_from(run_dir, flat)
     if chosen is None:
         return
     state = json.loads((chosen / "trainer_state.json").read_text())

@@ -120,7 +120,7 @@ def test_commands_that_train_print_their_plan(clone, started):
         trained.add(tuple(words[words.index("recipe/train.py") + 1 :]))
     assert len(trained) > 20
     for words in trained:
-        result = programs.run("recipe/train.py", *words, "--dry_run", cwd=clone, env=environment())
+        result = programs.run("recipe/train.py", *words, "--dry_run", "--fresh", cwd=clone, env=environment())
         assert result.returncode == 0, (words, result.stderr)
         assert ("usage:" if "--help" in words else "sequences") in result.stdout, words
 
