@@ -23,9 +23,9 @@ GPT2 = "openai-community/gpt2"
 
 def compare_means(metric: str, ours: np.ndarray, theirs: np.ndarray) -> dict:
     """A row of the table: the means of both models' numbers for the same n rows or windows, and the difference with its
-    95 % interval by the normal approximation. The interval of accuracies (bool) has two more rows, one that each model
-    alone gets right by half, so that it holds where few rows differ, and is not empty where none does (Agresti and Min
-    2005, "Simple improved confidence intervals for comparing matched proportions")."""
+    95 % interval by the normal approximation. For accuracies (bool), half a row is added to each of a pair's four
+    outcomes, so that the interval is not empty where no row differs (Agresti and Min 2005, "Simple improved confidence
+    intervals for comparing matched proportions")."""
     pairs = np.array([ours, theirs], dtype=float)  # (2, n)
     apart, n = pairs[0] - pairs[1], len(ours)
     center, square = apart.sum(), (apart**2).sum()
