@@ -30,7 +30,7 @@ from recipe.config import ROOT
 from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
-SAME = 0.005  # nats per token: a difference too small to tell runs apart, half of that between two seeds
+SAME = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds
 LENGTHS = (0.5, 0.4, 0.3, 0.2, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps; tuned at the first
 Fields = dict[str, float]
 Curve = dict[int, float]  # tokens -> validation loss
@@ -89,8 +89,8 @@ def _small(layers: int, width: int, tuned: tuple[str, ...] = ("adamw", "muon")) 
 SIZES = {
     "2x64": _small(2, 64),
     "4x128": _small(4, 128),
-    "6x192": _small(6, 192, tuned=("adamw",)),  # Muon as at 4x128, if that favors anybody, then AdamW
-    # For a GPU: 42 M tokens a run. The rates are modded-nanogpt's, not tuned; warm-up and betas those tuned at 4x128.
+    "6x192": _small(6, 192, tuned=("adamw",)),  # Muon keeps what 4x128 found, which can only favor AdamW
+    # For a GPU: 42 M tokens a run. The rates are modded-nanogpt's, not tuned; what else stands here was tuned at 4x128.
     "gpt2": Size(
         {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
         640,
