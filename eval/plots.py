@@ -1,9 +1,7 @@
 """The report's plots: matplotlib figures of one or several runs. A legend names only what is drawn."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,6 +17,20 @@ SIZE = (7.6, 3.7)  # inches
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
+# matplotlib's settings with which figures are drawn and saved.
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.markersize": 3,
+    "text.parse_math": False,  # a $ in a run's name is a $
+}
 
 
 @dataclass(frozen=True)
@@ -31,31 +43,11 @@ class Picture:
     figure: Figure
 
 
-def style() -> AbstractContextManager[None]:
-    """Context in which figures are drawn and saved."""
-    return matplotlib.rc_context(
-        {
-            "font.size": 9,
-            "axes.titlesize": 9,
-            "axes.titlelocation": "left",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.color": "#e6e6e6",
-            "axes.axisbelow": True,
-            "legend.frameon": False,
-            "lines.markersize": 3,
-            "text.parse_math": False,  # a $ in a run's name is a $
-        }
-    )
-
-
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
-    """All plots for which the runs have data."""
-    with style():
-        found = [draw_loss(runs, references)]
-        if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
-            found.append(draw_hellaswag(runs, references))
+    """All plots for which the runs have data; to be drawn and saved in STYLE."""
+    found = [draw_loss(runs, references)]
+    if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
+        found.append(draw_hellaswag(runs, references))
     return found
 
 
@@ -65,16 +57,15 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
     figure = Figure(figsize=SIZE, layout="constrained")
     whole, rest = figure.subplots(1, 2)
     references = [r for r in references if end >= r.val_loss[1, 0]]
-    openai = dict.fromkeys((run.dataset, run.size) for run in runs if run.size in OPENAI_LOSS.get(run.dataset, {}))
-    late = [OPENAI_LOSS[dataset][size] for dataset, size in openai]  # values that the second panel must include
+    openai = {(run.dataset, run.size): loss for run in runs if (loss := OPENAI_LOSS.get(run.dataset, {}).get(run.size))}
+    late = [*openai.values()]  # values that the second panel must include
     for axes in (whole, rest):
         for reference in references:
             x, y = reference.val_loss[(reference.val_loss[:, 0] > 0) & (reference.val_loss[:, 0] <= end)].T
             tolerance = distance((x, y), reference)[2]
             axes.fill_between(x, y - tolerance, y + tolerance, color="#dfdfdf", linewidth=0)
             axes.plot(x, y, label=f"reference: {reference.name}, validation", **REFERENCE)
-        for dataset, size in openai:
-            loss = OPENAI_LOSS[dataset][size]
+        for (dataset, size), loss in openai.items():
             axes.axhline(loss, label=f"OpenAI's GPT-2 {size} on {dataset}: {loss:.3f}", **OPENAI)
         for i, run in enumerate(runs):
             (x, y), (val_x, val) = run.series("loss"), run.series("val_loss")

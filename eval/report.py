@@ -15,6 +15,7 @@ if __name__ == "__main__":  # as a script: import from the repository, not from 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jinja2
+import matplotlib.style
 import numpy as np
 
 from eval import common, plots
@@ -43,7 +44,7 @@ def main() -> None:
         for finding in findings:
             print(f"  {WORDS[finding.kind]:<5} {finding.text}")
     pictures = ", ".join(path.name for path in sorted(out.glob("*.png")))
-    print(f"wrote {out / 'report.html'}" + (f"; beside it {pictures}" if pictures else ""))
+    print(f"wrote {out / 'report.html'}; beside it {pictures}")
 
 
 def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Finding]]:
@@ -53,11 +54,11 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     found = [find_reference(run, references) for run in runs]
     comparable = {r.name: r for r, run in zip(found, runs, strict=True) if r and not r.differences(run)}
     images = []
-    for picture in plots.draw_pictures(runs, list(comparable.values())):
-        file = out / f"{picture.name}.png"
-        with plots.style():
+    with matplotlib.style.context(plots.STYLE):
+        for picture in plots.draw_pictures(runs, list(comparable.values())):
+            file = out / f"{picture.name}.png"
             picture.figure.savefig(file, dpi=dpi)
-        images.append((picture, base64.b64encode(file.read_bytes()).decode()))
+            images.append((picture, base64.b64encode(file.read_bytes()).decode()))
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text())
     page = template.render(
         title="Training report: " + ", ".join(run.name for run in runs),
