@@ -20,7 +20,6 @@ from huggingface_hub.utils import logging as hub_logging
 from eval.loglikelihood import LanguageModel
 
 STEP_DIR = re.compile(r"step_(\d+)")
-MODEL_FILES = ("config.json", "model.safetensors")
 HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
 
 
@@ -107,16 +106,10 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def steps_of(run: Path) -> list[Path]:
-    """Complete checkpoints of a run directory, oldest step first. Temporaries never match `step_<number>`."""
-    found = [path for path in run.glob("step_*") if STEP_DIR.fullmatch(path.name)]
-    complete = [path for path in found if all((path / name).is_file() for name in MODEL_FILES)]
-    return sorted(complete, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step in the name of a checkpoint directory."""
-    return int(checkpoint.name.removeprefix("step_"))
+def steps_of(run: Path) -> dict[int, Path]:
+    """{optimizer step: checkpoint} of a run directory. Temporaries never match `step_<number>`."""
+    found = [file.parent for file in run.glob("step_*/model.safetensors")]
+    return {int(match[1]): path for path in found if (match := STEP_DIR.fullmatch(path.name))}
 
 
 def newest_run(file: str, runs: Path = Path("runs")) -> Path:
@@ -146,7 +139,7 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
         steps = steps_of(path)
         if not steps:
             raise UserError(f"model {name}: neither config.json nor a complete step_<number> directory in it")
-        path = steps[-1]
+        path = steps[max(steps)]
     return str(path), path
 
 
@@ -232,11 +225,6 @@ def trainer_config(directory: Path | None) -> dict:
     """The training run's configuration, from trainer_state.json in a checkpoint; empty for any other model."""
     state = directory / "trainer_state.json" if directory else None
     return json.loads(state.read_text())["config"] if state and state.is_file() else {}
-
-
-def mixture(dataset_name: str | list[dict]) -> dict[str, float]:
-    """{directory of shards: share} of a run that was trained on a mixture; empty for any other."""
-    return {} if isinstance(dataset_name, str) else {entry["name"]: entry["weight"] for entry in dataset_name}
 
 
 def read_results(path: Path) -> dict:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.common import STEP_DIR, UserError, step_of, steps_of
+from eval.common import STEP_DIR, UserError, read_results, steps_of
 from eval.published import HELLASWAG_ROWS, SIZES
 
 REFERENCES = Path(__file__).resolve().parent / "references"
@@ -37,7 +37,7 @@ class Run:
         config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
         engine: what it ran on, in words; empty before the first checkpoint.
         dataset: which of DATASETS it trains and validates on; empty for any other.
-        results: step -> results.json of that checkpoint.
+        results: step -> results.json of that checkpoint, empty where nothing was measured.
     """
 
     name: str
@@ -93,8 +93,7 @@ def read_run(path: str | Path) -> Run:
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
     steps = steps_of(directory)
-    state = json.loads((steps[-1] / "trainer_state.json").read_text()) if steps else {}
-    files = {step_of(step): step / "results.json" for step in steps}
+    state = json.loads((steps[max(steps)] / "trainer_state.json").read_text()) if steps else {}
     return Run(
         name=directory.resolve().name,
         directory=directory,
@@ -102,7 +101,7 @@ def read_run(path: str | Path) -> Run:
         config=state.get("config", {}),
         engine=state.get("engine", ""),
         dataset=dataset_of(state["config"], state["about"]) if steps else "",
-        results={step: json.loads(file.read_text()) for step, file in files.items() if file.is_file()},
+        results={step: read_results(path / "results.json") for step, path in steps.items()},
     )
 
 

@@ -120,8 +120,9 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
     source = args.data or config.get("val_data") or config.get("dataset_name")
     if not source:
         raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR")
-    if mixed := common.mixture(source):
-        raise common.UserError(f"the model was trained on {len(mixed)} data sets. Name one: --data {next(iter(mixed))}")
+    if isinstance(source, list):  # a mixture
+        first = source[0]["name"]
+        raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first}")
     windows, files = shard_windows(os.path.expanduser(source), length)  # a run writes ~ for the home
     limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:

@@ -77,11 +77,12 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     columns = []
     for run in runs:
         rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
-        dataset_name = run.config.get("dataset_name", "")
-        mixture = ", ".join(f"{share:.1%} {name}" for name, share in common.mixture(dataset_name).items())
+        data = run.config.get("dataset_name", "")
+        if isinstance(data, list):  # a mixture
+            data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
         cells = {
             "run": run.name,
-            "data": run.dataset or mixture or dataset_name,
+            "data": run.dataset or data,
             "tokens": tokens(run.tokens),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),

@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 from tests.eval.conftest import load
 
 END_OF_TEXT = 50256
+MODEL_FILES = ("config.json", "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_
 
 def checkpoint(path: Path, age: int) -> Path:
     path.mkdir(parents=True)
-    for name in common.MODEL_FILES:
+    for name in MODEL_FILES:
         (path / name).touch()
     os.utime(path / "model.safetensors", (1e9 - age, 1e9 - age))
     return path
@@ -193,7 +194,7 @@ def test_newest_run_and_step(tmp_path):
 def test_what_is_no_whole_model_is_refused(model_dir, tmp_path):
     with pytest.raises(common.UserError, match="nor a complete step_<number> directory"):
         load(tmp_path)
-    for name in common.MODEL_FILES:
+    for name in MODEL_FILES:
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     with pytest.raises(common.UserError, match=r"model .*: .*tokenizer"):
         load(tmp_path)
