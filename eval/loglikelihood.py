@@ -11,6 +11,7 @@ Shapes: N rows, T positions, M scored tokens, D width, V vocabulary.
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,13 +52,6 @@ class Request:
 
     tokens: list[int]
     n_scored: int
-
-    def cut(self, n_positions: int) -> "Request":
-        """The part that a model with that many positions can see: tokens are dropped on the left.
-
-        The last token predicts nothing, hence one token more than there are positions.
-        """
-        return Request(self.tokens[-(n_positions + 1) :], min(self.n_scored, n_positions))
 
 
 @dataclass(frozen=True)
@@ -103,29 +97,27 @@ def progress_bar(batches: Sequence, desc: str) -> Iterable:
 def rows_of(requests: Sequence[Request], model: LanguageModel) -> list[Row]:
     """The requests of one context as one row; one row each if the model cannot share contexts or a request has to be
     cut, since then the requests no longer see the same context."""
-    if not model.shares_contexts or any(len(r.tokens) > model.n_positions + 1 for r in requests):
-        return [_row([request.cut(model.n_positions)]) for request in requests]
+    most = model.n_positions + 1  # one token more than there are positions, since the last one predicts nothing
+    if not model.shares_contexts or any(len(r.tokens) > most for r in requests):
+        return [_row([Request(r.tokens[-most:], min(r.n_scored, model.n_positions))]) for r in requests]
     return [_row(requests)]
 
 
 def _row(requests: Sequence[Request]) -> Row:
-    shared = 0 if len(requests) == 1 else min(len(r.tokens) - r.n_scored for r in requests)
-    first = requests[0].tokens
+    first, shared = requests[0].tokens, min(len(r.tokens) - r.n_scored for r in requests)
     while any(r.tokens[:shared] != first[:shared] for r in requests):  # when context and ending are encoded as one text
         shared -= 1
-    inputs, scored, start = [_part(first[:shared], 0, 0)], [], shared
-    for i, r in enumerate(requests):
-        inputs.append(_part(r.tokens[shared:-1], shared, i + 1))  # the last token predicts nothing
+    parts = [first[:shared], *(r.tokens[shared:-1] for r in requests)]  # the last token predicts nothing
+    sizes = [len(part) for part in parts]
+    segments = np.repeat(np.arange(len(parts)), sizes)
+    shifts = np.cumsum([0, 0, *sizes[1:-1]])  # from a position to its column, by segment
+    scored = []
+    for r, shift in zip(requests, shifts[1:], strict=True):
         predicting = np.arange(len(r.tokens) - 1 - r.n_scored, len(r.tokens) - 1)  # in the request's own positions
-        columns = np.where(predicting < shared, predicting, predicting + start - shared)
+        columns = np.where(predicting < shared, predicting, predicting + shift)
         scored.append(np.array([columns, r.tokens[-r.n_scored :]]))
-        start += inputs[-1].shape[1]
-    return Row(np.concatenate(inputs, 1), np.concatenate(scored, 1), [r.n_scored for r in requests])
-
-
-def _part(tokens: list[int], position: int, segment: int) -> np.ndarray:
-    numbers = range(position, position + len(tokens))
-    return np.array([tokens, numbers, [segment] * len(tokens)], dtype=np.int64)  # (3, T)
+    inputs = np.array([[*chain(*parts)], np.arange(len(segments)) - shifts[segments], segments])
+    return Row(inputs, np.concatenate(scored, 1), [r.n_scored for r in requests])
 
 
 def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
