@@ -68,11 +68,6 @@ class Run:
         return SIZES.get((self.config.get("n_layer"), self.config.get("n_embd")), "")
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens of the vocabulary; GPT-2's before the first checkpoint."""
-        return self.config.get("vocab_size", 50257)
-
-    @property
     def hellaswag_rows(self) -> int:
         """How many rows each evaluation during training scores."""
         return self.config.get("hellaswag_limit") or HELLASWAG_ROWS

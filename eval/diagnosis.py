@@ -88,12 +88,13 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
 
 def _learning(run: Run) -> Iterator[Finding]:
     """The first loss, whether the loss falls, and the steps that were skipped."""
-    know_nothing, done = math.log(run.vocab_size), run.records[-1]["step"]
+    vocab_size, done = run.config.get("vocab_size", 50257), run.records[-1]["step"]
+    know_nothing = math.log(vocab_size)
     steps, val = run.series("val_loss", "step")
     below, above = FIRST_LOSS
     from_scratch = len(steps) and steps[0] == 0 and not run.config.get("init_from")
     if from_scratch and not know_nothing - below <= val[0] <= know_nothing + above:
-        text = f"The loss begins at {val[0]:.2f}; a model that knows nothing has ln {run.vocab_size:,} = "
+        text = f"The loss begins at {val[0]:.2f}; a model that knows nothing has ln {vocab_size:,} = "
         advice = "Look at the initial weights, and at whether the targets are shifted by one."
         yield Finding("bad", f"{text}{know_nothing:.2f}. {advice}")
     steps, loss = run.series("loss", "step")
