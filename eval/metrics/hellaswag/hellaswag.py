@@ -1,15 +1,14 @@
-"""HellaSwag accuracy from the log-likelihoods of each row's endings."""
+"""HellaSwag accuracy from the log-likelihoods of each row's endings.
 
-import datasets
-import evaluate
-import numpy as np
-
-_DESCRIPTION = """\
 HellaSwag asks which of four endings continues a context. A language model answers with the ending that it gives the
 highest log-likelihood, summed over the ending's tokens (acc) or divided by the ending's length (acc_norm). There are
 two published ways to measure: token lengths as in llm.c and build-nanogpt, or character lengths as in
 lm-evaluation-harness; they differ in the context's text too, so numbers of the two ways must not be compared.
 """
+
+import datasets
+import evaluate
+import numpy as np
 
 _INPUTS = """
 Args:
@@ -31,11 +30,11 @@ Examples:
 
 
 class HellaSwag(evaluate.Metric):
-    """Accuracy of choosing one of four endings; see _DESCRIPTION."""
+    """Accuracy of choosing one of four endings; see the module."""
 
     def _info(self):
         return evaluate.MetricInfo(
-            description=_DESCRIPTION,
+            description=__doc__,
             citation="Zellers et al. 2019, HellaSwag: Can a Machine Really Finish Your Sentence?",
             inputs_description=_INPUTS,
             features=datasets.Features(
