@@ -174,8 +174,7 @@ def load(args: argparse.Namespace) -> Loaded:
     # transformers replaces what is missing by an empty tokenizer or random weights: such a model must not get a score.
     if tokenizer is None or len(tokenizer) < 2:
         raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
-    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if absent:
+    if absent := sorted(report["missing_keys"]):
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
     loaded = Loaded(name, directory, model.to(device).eval(), tokenizer)
     about = loaded.describe()
