@@ -51,11 +51,10 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     """Writes the page and its pictures into a directory; returns the findings of each run."""
     references = load_references()
     findings = [diagnose(run, references) for run in runs]
-    found = [find_reference(run, references) for run in runs]
-    comparable = {r.name: r for r, run in zip(found, runs, strict=True) if r and not r.differences(run)}
+    comparable = [r for r in references if any(find_reference(run, [r]) and not r.differences(run) for run in runs)]
     images = []
     with matplotlib.style.context(plots.STYLE):
-        for picture in plots.draw_pictures(runs, list(comparable.values())):
+        for picture in plots.draw_pictures(runs, comparable):
             file = out / f"{picture.name}.png"
             picture.figure.savefig(file, dpi=dpi)
             images.append((picture, base64.b64encode(file.read_bytes()).decode()))
