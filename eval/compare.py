@@ -26,14 +26,13 @@ def compare_means(metric: str, ours: np.ndarray, theirs: np.ndarray) -> dict:
     95 % interval by the normal approximation. For accuracies (bool), half a row is added to each of a pair's four
     outcomes, so that the interval is not empty where no row differs (Agresti and Min 2005, "Simple improved confidence
     intervals for comparing matched proportions")."""
-    pairs = np.array([ours, theirs], dtype=float)  # (2, n)
-    apart, n = pairs[0] - pairs[1], len(ours)
+    apart, n = ours.astype(float) - theirs, len(ours)
     center, square = apart.sum(), (apart**2).sum()
     if ours.dtype == bool:
         n, square = n + 2, square + 1
     mean = center / n
     half = 1.96 * ((square / n - mean**2) / n) ** 0.5
-    means = dict(zip(("ours", "theirs"), pairs.mean(1).tolist(), strict=True))
+    means = {"ours": float(ours.mean()), "theirs": float(theirs.mean())}
     ends = {"difference": float(apart.mean()), "ci95": [float(mean - half), float(mean + half)]}
     return {"metric": metric, "n": len(apart)} | means | ends
 
@@ -59,8 +58,7 @@ def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loa
 
 def table(rows: list[dict], ours: str, theirs: str) -> str:
     """The rows as a table for the terminal."""
-    cells = [("", "first", "second", "difference, 95 % interval")]
-    cells += [comparison_row(row) for row in rows]
+    cells = [("", "first", "second", "difference, 95 % interval"), *map(comparison_row, rows)]
     width = max(len(row[0]) for row in cells)
     lines = [f"{metric:<{width}} {a:>8} {b:>8}  {change}" for metric, a, b, change in cells]
     return "\n".join([f"first: {ours}", f"second: {theirs}", "", *lines])
