@@ -5,8 +5,7 @@
 Both optimizers have the same schedule, and both are tuned: starting from the size's start, each searched field moves by
 one step (a rate by a factor of two) as long as the loss falls by more than SAME, until no neighbor is better. AdamW's
 runs have all steps, Muon's half of them, since that is about as many as it needs. The two best settings are trained
-with every seed, Muon's with more or fewer steps until AdamW's loss lies between those of two lengths. `--vary
-adam_beta1=0.9` tries a change to Muon's best.
+with every seed, Muon's with more or fewer steps until AdamW's loss lies between those of two lengths.
 
 Each run is recipe/train.py itself. OUT/optimizers.json holds all finished runs, and no run is repeated: an interrupted
 command continues where it stopped. Also writes optimizers.png.
@@ -17,12 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import report
@@ -31,9 +29,10 @@ from recipe.monitor.metrics import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
 SAME = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds
-LENGTHS = (0.5, 0.4, 0.3, 0.2, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps; tuned at the first
+LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps
+TUNED_AT = 0.5  # the length at which Muon is tuned
 Fields = dict[str, float]
-Curve = dict[int, float]  # tokens -> validation loss
+Curve = list[tuple[int, float]]  # tokens, validation loss
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Size:
 
     Attributes:
         recipe: the run's fields.
-        steps: of a whole run.
+        steps: of AdamW's runs.
         start: optimizer -> the fields with which tuning starts; "warmup" is a share of the steps.
         search: optimizer -> the tuned fields, each with its values in order; no values: steps by a factor of two.
         seeds: of the best settings; the search uses the first.
@@ -51,45 +50,40 @@ class Size:
     recipe: dict
     steps: int
     start: dict[str, Fields]
-    search: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    search: dict[str, dict[str, tuple[float, ...]]]
     seeds: tuple[int, ...] = (1, 2)
 
 
-def _small(layers: int, width: int, tuned: tuple[str, ...] = ("adamw", "muon")) -> Size:
-    """A size for a CPU, at which the optimizers `tuned` are searched."""
+def _small(layers: int, width: int) -> dict:
+    """A model for a CPU, and its batch."""
     model = {"n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": 128, "sequence_length": 128}
     batch = {"total_batch_tokens": 4096, "micro_batch_size": 32, "eval_tokens": 131072}
-    start = {
-        "adamw": {"learning_rate": 6e-3, "warmup": 0.4, "adam_beta2": 0.99, "weight_decay": 0.1},
-        "muon": {
-            "muon_learning_rate": 0.02,
-            "learning_rate": 1.2e-2,
-            "adam_beta1": 0.8,
-            "adam_beta2": 0.99,
-            "warmup": 0.05,
-        },
-    }
-    search: dict[str, dict[str, tuple[float, ...]]] = {
-        "adamw": {
-            "learning_rate": (),
-            "warmup": (0.1, 0.2, 0.4, 0.6),
-            "adam_beta2": (0.95, 0.99, 0.995),
-            "weight_decay": (0.01, 0.1, 0.3),
-        },
-        "muon": {
-            "muon_learning_rate": (),
-            "learning_rate": (),
-            "adam_beta1": (0.8, 0.9),
-            "adam_beta2": (0.95, 0.99),
-        },
-    }
-    return Size(model | batch | {"torch_compile": False}, 1000, start, {name: search[name] for name in tuned})
+    return model | batch | {"torch_compile": False}
 
 
+START = {
+    "adamw": {"learning_rate": 6e-3, "warmup": 0.4, "adam_beta2": 0.99, "weight_decay": 0.1},
+    "muon": {
+        "muon_learning_rate": 0.02,
+        "learning_rate": 1.2e-2,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.99,
+        "warmup": 0.05,
+    },
+}
+SEARCH: dict[str, dict[str, tuple[float, ...]]] = {
+    "adamw": {
+        "learning_rate": (),
+        "warmup": (0.1, 0.2, 0.4, 0.6),
+        "adam_beta2": (0.95, 0.99, 0.995),
+        "weight_decay": (0.01, 0.1, 0.3),
+    },
+    "muon": {"muon_learning_rate": (), "learning_rate": (), "adam_beta1": (0.8, 0.9), "adam_beta2": (0.95, 0.99)},
+}
 SIZES = {
-    "2x64": _small(2, 64),
-    "4x128": _small(4, 128),
-    "6x192": _small(6, 192, tuned=("adamw",)),  # Muon keeps what 4x128 found, which can only favor AdamW
+    "4x128": Size(_small(4, 128), 1000, START, SEARCH),
+    # Muon keeps what 4x128 found, which can only favor AdamW.
+    "6x192": Size(_small(6, 192), 1000, START, {"adamw": SEARCH["adamw"]}),
     # For a GPU: 42 M tokens a run. The rates are modded-nanogpt's, not tuned; what else stands here was tuned at 4x128.
     "gpt2": Size(
         {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
@@ -98,6 +92,7 @@ SIZES = {
             "adamw": {"learning_rate": 1.8e-3, "warmup": 0.4, "adam_beta2": 0.99},
             "muon": {"muon_learning_rate": 0.02, "learning_rate": 3.6e-3, "adam_beta1": 0.8, "warmup": 0.05},
         },
+        search={},
         seeds=(1,),
     ),
 }
@@ -111,12 +106,14 @@ class TimeUp(Exception):
 class Runs:
     """Runs of one size, each done once and kept in `results`, which is written to `path` after each run."""
 
-    def __init__(self, name: str, size: Size, data: dict[str, str], directory: Path, results: dict, path: Path):
+    def __init__(
+        self, name: str, size: Size, data: dict[str, str], directory: Path, results: dict, path: Path, ends: float
+    ):
+        """`ends`: by time.monotonic(), when no run goes on."""
         self.name, self.size, self.data, self.directory = name, size, data, directory
-        self.results, self.path = results, path
-        self.ends = math.inf  # by time.monotonic()
+        self.results, self.path, self.ends = results, path, ends
 
-    def curve(self, optimizer: str, fields: Fields, seed: int, share: float = 1.0) -> Curve:
+    def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
         """Validation losses of a run with this share of the steps. Raises TimeUp."""
         steps = round(share * self.size.steps)
         values = "-".join(f"{name}={value:g}" for name, value in fields.items())
@@ -129,23 +126,22 @@ class Runs:
             self.results["runs"][name] = losses
             report.write(self.results, self.path)
             print(f"{name}: {losses[-1][1]:.4f} after {losses[-1][0]:,} tokens", flush=True)
-        return dict(self.results["runs"][name])
+        return self.results["runs"][name]
 
     def final(self, optimizer: str, fields: Fields) -> float:
         """The last loss, with the first seed, of a run as long as those by which the optimizer is tuned."""
-        return last(self.curve(optimizer, fields, self.size.seeds[0], LENGTHS[0] if optimizer == "muon" else 1.0))
+        share = TUNED_AT if optimizer == "muon" else 1.0
+        return mean_end([self.curve(optimizer, fields, self.size.seeds[0], share)])
 
     def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
-        steps, others = run["max_steps"], {name: value for name, value in fields.items() if name != "warmup"}
-        off = ("milestone_steps", "hellaswag_steps", "sample_steps")
-        every: dict[str, object] = {"config": "recipe/configs/gpt2.yaml", "optim": optimizer, "streaming": False}
-        every |= self.data | {"save_total_limit": 1, "warmup_steps": round(steps * fields["warmup"])}
-        every |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | dict.fromkeys(off, 0)
-        if math.isfinite(self.ends):
-            if (left := self.ends - time.monotonic()) < 60:
-                raise TimeUp
-            every["max_hours"] = left / 3600
-        flags = self.size.recipe | SCHEDULE | every | others | run
+        if (left := self.ends - time.monotonic()) < 60:
+            raise TimeUp
+        steps, warmup = run["max_steps"], round(run["max_steps"] * fields["warmup"])
+        flags = self.size.recipe | SCHEDULE | self.data | fields | run | {"optim": optimizer, "warmup_steps": warmup}
+        flags |= {"config": "recipe/configs/gpt2.yaml", "streaming": False, "save_total_limit": 1}
+        flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": left / 3600}
+        flags |= dict.fromkeys(("milestone_steps", "hellaswag_steps", "sample_steps"), 0)
+        del flags["warmup"]
         command = [sys.executable, ROOT / "recipe/train.py", *(f"--{name}={value}" for name, value in flags.items())]
         code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         if code == ExitCode.RUN_AGAIN:
@@ -154,9 +150,9 @@ class Runs:
             raise UserError(f"recipe/train.py ended with exit code {code}; see its message above")
 
 
-def last(curve: Curve) -> float:
-    """The loss at the end of a run."""
-    return curve[max(curve)]
+def mean_end(curves: list[Curve]) -> float:
+    """The loss at the end of a run, the mean over its seeds."""
+    return statistics.mean(curve[-1][1] for curve in curves)
 
 
 def tune(runs: Runs, optimizer: str) -> Fields:
@@ -191,64 +187,32 @@ def share_of_tokens(ends: dict[float, float], loss: float) -> float | None:
     return None
 
 
-def compare(runs: Runs, vary: list[str]) -> dict:
-    """Tunes both optimizers, finds the share of AdamW's tokens that Muon needs, and varies Muon's best settings."""
-    seeds = runs.size.seeds
+def compare(runs: Runs) -> dict:
+    """Tunes both optimizers, and finds the share of AdamW's tokens that Muon needs."""
     best = {optimizer: tune(runs, optimizer) for optimizer in runs.size.start}
 
-    def muon(share: float, **change: float) -> list[Curve]:
-        return [runs.curve("muon", best["muon"] | change, seed, share) for seed in seeds]
+    def of_seeds(optimizer: str, length: float) -> list[Curve]:
+        return [runs.curve(optimizer, best[optimizer], seed, length) for seed in runs.size.seeds]
 
-    adamw = [runs.curve("adamw", best["adamw"], seed) for seed in seeds]
-    found = {LENGTHS[0]: muon(LENGTHS[0])}
-    shorter = _mean(found[LENGTHS[0]]) <= _mean(adamw)
-    for share in LENGTHS[1:]:
-        if (share < LENGTHS[0]) == shorter:
-            found[share] = muon(share)
-            if (_mean(found[share]) <= _mean(adamw)) != shorter:
-                break
-    curves = {"AdamW": adamw} | {f"Muon, {share:g} of the tokens": of_share for share, of_share in found.items()}
-    result: dict = {
-        "size": runs.name,
-        "steps": runs.size.steps,
-        "best": best,
-        "curves": {name: [list(curve.items()) for curve in of_name] for name, of_name in curves.items()},
-        "share_of_tokens": share_of_tokens({share: _mean(of_share) for share, of_share in found.items()}, _mean(adamw)),
-        "seed_noise": _noise(list(curves.values())),
-        "varied": {},
-    }
-    for text in vary:
-        name, _, value = text.partition("=")
-        changed = muon(LENGTHS[0], **{name: float(value)})
-        gain = _mean(found[LENGTHS[0]]) - _mean(changed)
-        result["varied"][text] = {"final": list(map(last, changed)), "gain": gain}
-    return result
-
-
-def _mean(curves: list[Curve]) -> float:
-    return statistics.mean(map(last, curves))
-
-
-def _noise(repeated: list[list[Curve]]) -> float | None:
-    """The standard deviation of a run's last loss over the seeds, from all runs that were repeated."""
-    if len(repeated[0]) < 2:
-        return None
-    return math.sqrt(statistics.mean(statistics.variance(map(last, curves)) for curves in repeated))
+    curves = {"AdamW": of_seeds("adamw", 1.0)}
+    loss, ends, share = mean_end(curves["AdamW"]), {}, None
+    length: float | None = TUNED_AT
+    while length and not share:
+        found = of_seeds("muon", length)
+        curves[f"Muon, {length:g} of the tokens"], ends[length] = found, mean_end(found)
+        share = share_of_tokens(ends, loss)
+        length = neighbor(length, LENGTHS, -1 if ends[length] <= loss else 1)
+    return {"size": runs.name, "steps": runs.size.steps, "best": best, "curves": curves, "share_of_tokens": share}
 
 
 def lines(r: dict) -> list[str]:
     """A size's result, in words."""
-    share, noise, size = r["share_of_tokens"], r["seed_noise"], f"{r['size']}, {r['steps']:,} steps"
-    out = [f"{size}: {optimizer} {dict(fields)}" for optimizer, fields in r["best"].items()]
+    size, share = f"{r['size']}, {r['steps']:,} steps", r["share_of_tokens"]
+    out = [f"{size}: {optimizer} {fields}" for optimizer, fields in r["best"].items()]
     for name, found in r["curves"].items():
         out.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}")
-    out.append(f"{size}: Muon has AdamW's loss at {f'{share:.2f}' if share else 'none of these shares'} of its tokens")
-    for name, found in r["varied"].items():
-        # Twice the standard error of the difference of two means.
-        counts = "" if noise is None else f" (counts from {2 * noise * math.sqrt(2 / len(found['final'])):.3f} on)"
-        ends = " and ".join(f"{loss:.3f}" for loss in found["final"])
-        out.append(f"{size}: Muon with {name}: {ends}, {found['gain']:+.3f} better{counts}")
-    return out
+    at = f"{share:.2f}" if share else "none of these shares"
+    return [*out, f"{size}: Muon has AdamW's loss at {at} of its tokens"]
 
 
 def picture(results: dict, path: Path) -> None:
@@ -264,7 +228,7 @@ def picture(results: dict, path: Path) -> None:
                 tokens, losses = zip(*curve[1:], strict=True)
                 label = None if at else name
                 axes.plot([t / 1e6 for t in tokens], losses, color=color, marker=".", label=label)
-        axes.axhline(statistics.mean(curve[-1][1] for curve in r["curves"]["AdamW"]), color="#8a99a5", lw=0.8, ls=":")
+        axes.axhline(mean_end(r["curves"]["AdamW"]), color="#8a99a5", lw=0.8, ls=":")
         title = f"{r['size'].replace('x', ' layers x ')}, {r['steps']:,} steps of AdamW"
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("million tokens", fontsize=9)
@@ -283,8 +247,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")
     parser.add_argument("--steps", type=int, default=0, help="of AdamW's runs (default: 1000; gpt2: 640)")
-    parser.add_argument("--vary", nargs="+", default=[], metavar="FIELD=VALUE", help="changes of Muon's best to try")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command goes on")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop then; the same command goes on")
     parser.add_argument("--runs", default="runs/optimizers", help="directory of the runs")
     parser.add_argument("--out", default="bench", help="directory of the results, and of those to go on from")
     arguments = parser.parse_args(argv)
@@ -295,10 +258,10 @@ def main(argv: list[str]) -> int:
     data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
     for size in arguments.sizes:
         of_size = replace(SIZES[size], steps=arguments.steps or SIZES[size].steps)
-        runs = Runs(size, of_size, data, Path(arguments.runs), results, path)
-        runs.ends = time.monotonic() + 60 * arguments.minutes
+        ends = time.monotonic() + 60 * arguments.minutes
+        runs = Runs(size, of_size, data, Path(arguments.runs), results, path, ends)
         try:
-            found.append(compare(runs, arguments.vary))
+            found.append(compare(runs))
         except TimeUp:
             print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN
