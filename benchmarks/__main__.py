@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     module, function = COMMANDS[parser.parse_args(argv[:1]).command][0].split(".")
     try:
         return getattr(import_module(f"benchmarks.{module}"), function)(argv[1:])
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ModuleNotFoundError) as error:  # a lent GPU's Python may lack pytest, for one
         print(f"error: {error}", file=sys.stderr)
         return 2
 

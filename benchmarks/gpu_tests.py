@@ -11,14 +11,11 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from benchmarks import report as results  # pytest requires a hook's argument to be called report
 from recipe.config import ROOT
-from recipe.utils.errors import UserError
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Record:
@@ -43,15 +40,11 @@ class Record:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the tests and returns pytest's exit code. Raises UserError without pytest."""
+    """Runs the tests and returns pytest's exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_tests", allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=8, help="start no test later than this")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results")
     arguments, words = parser.parse_known_args(argv)
-    try:
-        import pytest
-    except ImportError:
-        raise UserError("pytest is not installed; make .venv/installed-dev installs it") from None
     record = Record(arguments.out / "gpu_tests.json", time.monotonic() + 60 * arguments.minutes)
     tests = str(ROOT / "tests/engine/test_gpu.py")
     code = pytest.main([tests, f"--rootdir={ROOT}", "-p", "no:cacheprovider", *words], plugins=[record])

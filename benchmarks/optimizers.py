@@ -96,6 +96,7 @@ SIZES = {
         seeds=(1,),
     ),
 }
+COLORS = ("#8a99a5", "#0033e6", "#0080bf", "#00bf9f", "#00e68c")  # of AdamW's curves, and of Muon's by length
 SCHEDULE = {"lr_scheduler_type": "wsd", "decay_fraction": 0.7, "weight_decay": 0.1}
 
 
@@ -217,18 +218,17 @@ def lines(r: dict) -> list[str]:
 
 def picture(results: dict, path: Path) -> None:
     """Validation loss against tokens, one panel per size, one line per seed."""
-    if not (plt := report.pyplot()):
-        return
     sizes = results["sizes"]
-    figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4), dpi=150, squeeze=False)
+    if not (figure := report.new_figure((5.5 * len(sizes), 4))):
+        return
+    panels = figure.subplots(1, len(sizes), squeeze=False)
     for axes, r in zip(panels[0], sizes, strict=True):
-        colors = ("#8a99a5", *plt.get_cmap("winter")([0.2, 0.5, 0.75, 0.9]))
-        for (name, found), color in zip(r["curves"].items(), colors, strict=False):
+        for (name, found), color in zip(r["curves"].items(), COLORS, strict=False):
             for at, curve in enumerate(found):
                 tokens, losses = zip(*curve[1:], strict=True)
                 label = None if at else name
                 axes.plot([t / 1e6 for t in tokens], losses, color=color, marker=".", label=label)
-        axes.axhline(mean_end(r["curves"]["AdamW"]), color="#8a99a5", lw=0.8, ls=":")
+        axes.axhline(mean_end(r["curves"]["AdamW"]), color=COLORS[0], lw=0.8, ls=":")
         title = f"{r['size'].replace('x', ' layers x ')}, {r['steps']:,} steps of AdamW"
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("million tokens", fontsize=9)
@@ -236,7 +236,6 @@ def picture(results: dict, path: Path) -> None:
     panels[0][0].set_ylabel("validation loss, nats a token", fontsize=9)
     panels[0][0].legend(frameon=False, fontsize=9)
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
 """A peer of recipe/train.py as a program: the same tokens, initial weights, clipping and AdamW, and one line of
 metrics.jsonl per step, which is a single micro-batch.
 
-    python benchmarks/peer.py KIND [--tuned] [--nanogpt DIRECTORY] FLAGS of recipe/train.py
+    python -m benchmarks.peer KIND [--tuned] [--nanogpt DIRECTORY] FLAGS of recipe/train.py
 
 KIND is transformers (its model in a bare loop), trainer (transformers' Trainer with that model) or nanogpt (its model
 and optimizer from a checkout, in a bare loop).
@@ -10,7 +10,7 @@ and optimizer from a checkout, in a bare loop).
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import sys
 import time
@@ -18,9 +18,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
-
-if __package__ in (None, ""):  # as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import transformers
@@ -100,9 +97,7 @@ def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
     theirs.use_cache = False
     theirs._attn_implementation = "sdpa"
     model = transformers.GPT2LMHeadModel(theirs)
-    missing, unexpected = model.load_state_dict(ours.state_dict(), strict=False)
-    if unexpected or set(missing) > {"lm_head.weight"}:
-        raise RuntimeError(f"transformers' names are others now: {missing}, {unexpected}")
+    model.transformer.load_state_dict(ours.transformer.state_dict())
     model.loss_type = "ForCausalLM"  # if it is None, each loss warns, which breaks a compiled graph
     return model.train(), lambda x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous()).loss
 
@@ -110,11 +105,8 @@ def transformers_model(config: Config) -> tuple[torch.nn.Module, Loss]:
 def nanogpt(config: Config, checkout: str, on: torch.device) -> tuple[torch.nn.Module, Loss, torch.optim.Optimizer]:
     """nanoGPT's GPT and its optimizer from the checkout, with the vocabulary of 50,304 that it uses from scratch: the
     first 50,257 rows have recipe/train.py's initial weights, the others nanoGPT's own."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, checkout)
+    module = importlib.import_module("model")
     m, opt = config.model, config.optimizer
     sizes = {"n_layer": m.n_layer, "n_head": m.n_head, "n_embd": m.n_embd, "block_size": m.n_positions}
     torch.manual_seed(config.run.seed)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.runs import Run, Void, device, interleave, shards, times_as_fast, trainer
-from recipe.config import ROOT, parse_config
+from recipe.config import parse_config
 from recipe.engine import device as hardware
 from recipe.utils.errors import UserError
 
@@ -31,21 +31,21 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
     """transformers' Trainer and model at their best settings, then with less; nanoGPT's model from a checkout; on a GPU
     recipe/train.py with the fused loss. On a CPU each peer runs twice: with the default allocator, and with our
     trainer's settings. Raises UserError if there is no checkout."""
-    program = ROOT / "benchmarks/peer.py"
+    program = ["-m", "benchmarks.peer"]
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
     plain = {"torch_compile": False}
     found = [
-        (f"Trainer, {precision}, compiled", [program, "trainer"], compiled),
-        (f"Trainer, {precision}", [program, "trainer"], plain),
-        (f"{loop}, {precision}, compiled", [program, "transformers"], compiled),
-        (f"{loop}, {precision}", [program, "transformers"], plain),
+        (f"Trainer, {precision}, compiled", [*program, "trainer"], compiled),
+        (f"Trainer, {precision}", [*program, "trainer"], plain),
+        (f"{loop}, {precision}, compiled", [*program, "transformers"], compiled),
+        (f"{loop}, {precision}", [*program, "transformers"], plain),
     ]
     if precision != "fp32":
-        found.append((f"{loop}, fp32", [program, "transformers"], plain | {"precision": "fp32"}))
+        found.append((f"{loop}, fp32", [*program, "transformers"], plain | {"precision": "fp32"}))
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
-        found.append((f"nanoGPT, {precision}, compiled", [program, "nanogpt", f"--nanogpt={nanogpt}"], compiled))
+        found.append((f"nanoGPT, {precision}, compiled", [*program, "nanogpt", f"--nanogpt={nanogpt}"], compiled))
     if not on_cpu:
         return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *found]
     environments = {"as shipped": [], OUR_ALLOCATOR: ["--tuned"]}

@@ -51,26 +51,23 @@ def write(results: dict, path: Path) -> None:
     path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
-def pyplot():
-    """matplotlib's pyplot; None, with a message, where it is missing."""
+def new_figure(size: tuple[float, float]):
+    """An empty figure of this size in inches; None, with a message, where matplotlib is missing."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print("no chart, since matplotlib is not installed")
         return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    return Figure(size, dpi=150)
 
 
 def bar_chart(rows: list[tuple[str, str]], panels: dict[str, list], path: Path, logarithmic: bool = False) -> None:
     """Horizontal bars: `rows` has each row's name and color; `panels` maps a title to each row's value and the text
     beside it, or None. The first panel may have a logarithmic axis. Draws nothing if there are no rows."""
-    if not rows or not (plt := pyplot()):
-        return
     size = (4.5 + 3.5 * len(panels), 1.2 + 0.26 * len(rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=size, dpi=150, sharey=True, squeeze=False)
+    if not rows or not (figure := new_figure(size)):
+        return
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for panel, (title, bars) in zip(axes[0], panels.items(), strict=True):
         for y, (bar, (_, color)) in enumerate(zip(bars, rows, strict=True)):
             if bar:
@@ -85,4 +82,3 @@ def bar_chart(rows: list[tuple[str, str]], panels: dict[str, list], path: Path, 
     axes[0][0].set_yticks(range(len(rows)), [name for name, _ in rows])
     axes[0][0].invert_yaxis()
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)

@@ -16,12 +16,10 @@ from benchmarks.runs import Run, Void, interleave, times_as_fast, trainer
 from recipe.config import parse_config
 from recipe.engine import device as hardware
 from tests import processes as programs
-from tests.conftest import ROOT
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "sequence_length": 32}
 SIZES |= {"micro_batch_size": 4, "total_batch_tokens": 128}
 FIELDS = SIZES | {"config": "shakespeare", "precision": "fp32"}
-PEER = ROOT / "benchmarks/peer.py"
 
 
 class Forked(programs.Running):
@@ -68,7 +66,7 @@ def start(directory):
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_every_peer_takes_the_same_steps(kind, start):
     """nanoGPT's is checked where it runs, as all are: other losses are void."""
-    ours, peer = start(), start(PEER, kind)
+    ours, peer = start(), start("-m", "benchmarks.peer", kind)
     found = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
     assert found["losses_apart"] < 2e-5
     assert ours.lines[peers.COMPARED - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
