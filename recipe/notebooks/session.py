@@ -5,7 +5,6 @@ A notebook imports this into its own Python, in which nothing of this project is
 
 import filecmp
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
 }
+_STEPS = "step_" + 8 * "[0-9]"  # the names of checkpoints, whose order is that of their steps
 FAILED: list[str] = []  # commands that failed without ending the notebook
 
 
@@ -68,14 +68,15 @@ def take_up(run_dir: str | Path, where: str | Path) -> None:
     """Copies an earlier session's copy of this run, anywhere under `where`, into `run_dir` if it has a newer
     checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
     run_dir = Path(run_dir)
-    found = sorted(Path(where).glob(f"**/{run_dir.name}/step_*"), key=_step)
-    if found and _step(found[-1]) > _newest_step(run_dir):
-        copy_run(found[-1].parent, run_dir)
-        print(f"resuming   {found[-1].parent}, copied into {run_dir}")
-    elif (step := _newest_step(run_dir)) >= 0:
-        print(f"resuming   {run_dir} from step {step}")
-    else:
+    found = [*run_dir.glob(_STEPS), *Path(where).glob(f"**/{run_dir.name}/{_STEPS}")]
+    newest = max(found, key=lambda path: path.name, default=None)  # of equal ones the first: that of `run_dir`
+    if newest is None:
         print(f"new run    nothing of it under {where}")
+    elif newest.parent == run_dir:
+        print(f"resuming   {run_dir} from step {int(newest.name.removeprefix('step_'))}")
+    else:
+        copy_run(newest.parent, run_dir)
+        print(f"resuming   {newest.parent}, copied into {run_dir}")
 
 
 def copy_run(source: str | Path, target: str | Path) -> None:
@@ -84,14 +85,15 @@ def copy_run(source: str | Path, target: str | Path) -> None:
     source, target = Path(source), Path(target)
     incoming = target / ".incoming"
     for path in source.iterdir():
-        if _step(path) < 0 and not path.name.startswith("."):
+        if not path.match(_STEPS) and not path.name.startswith("."):
             _copy_files(path, target / path.name)
-        elif _step(path) >= 0 and not _same(path, target / path.name):
+    for path in source.glob(_STEPS):
+        if not _same(path, target / path.name):
             for leftover in (incoming, target / path.name):
                 shutil.rmtree(leftover, ignore_errors=True)
             _copy_files(path, incoming)
             incoming.rename(target / path.name)
-    for path in target.glob("step_*"):
+    for path in target.glob(_STEPS):
         if not (source / path.name).exists():
             shutil.rmtree(path)
 
@@ -100,16 +102,6 @@ def _same(checkpoint: Path, copy: Path) -> bool:
     """Whether a checkpoint was already copied: the manifests hold the checksums of all files."""
     manifests = [path / "manifest.json" for path in (checkpoint, copy)]
     return all(path.exists() for path in manifests) and filecmp.cmp(*manifests, shallow=False)
-
-
-def _newest_step(run_dir: Path) -> int:
-    return max(map(_step, run_dir.glob("step_*")), default=-1)
-
-
-def _step(path: Path) -> int:
-    """The step in a checkpoint's name; -1 for anything else."""
-    match = re.fullmatch(r"step_(\d+)", path.name)
-    return int(match[1]) if match else -1
 
 
 def _copy_files(source: Path, target: Path) -> None:
