@@ -30,18 +30,18 @@ from recipe.utils.units import si
 
 # Bytes/s to the other GPUs of a node, one direction, from data sheets; four fifths of it are assumed achievable.
 NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
-COLUMNS = {  # of the table: key of a row, format
+COLUMNS = {  # of the table: key of a row -> heading, format
     "machine": ("machine", "{}"),
-    "setup": ("name", "{}"),
-    "model": ("size", "{}"),
-    "tokens/s": ("tokens_per_second", "{:,.0f}"),
-    "x first": ("gain", "{:.2f}"),
+    "name": ("setup", "{}"),
+    "size": ("model", "{}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "gain": ("x first", "{:.2f}"),
     "predicted": ("predicted", "{:,.0f}"),
-    "MFU": ("mfu", "{:.1%}"),
-    "memory, GB": ("memory_gb", "{:.2f}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "memory_gb": ("memory, GB", "{:.2f}"),
     "source": ("source", "{}"),
 }
-PANELS = {"tokens/s": "tokens a second (logarithmic)", "MFU": "MFU", "memory, GB": "peak memory, GB"}
+PANELS = {"tokens_per_second": "tokens a second (logarithmic)", "mfu": "MFU", "memory_gb": "peak memory, GB"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def blank_row(config: Config, **values) -> dict:
     """A row of the table: the keys of COLUMNS, with None for what `values` lacks, and the recipe's model."""
     model = report.measured_model(config)
     size = si(model["model"]["parameters"], "B")
-    return dict.fromkeys(key for key, _ in COLUMNS.values()) | model | {"size": size} | values
+    return dict.fromkeys(COLUMNS) | model | {"size": size} | values
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
@@ -153,15 +153,14 @@ def published_rows() -> list[dict]:
     return rows
 
 
-def cell(row: dict, column: str) -> str:
-    """The table's cell for a row and a column."""
-    key, form = COLUMNS[column]
-    return "" if row[key] is None else form.format(row[key])
+def cell(row: dict, key: str) -> str:
+    """The table's cell for a row and a key of COLUMNS."""
+    return "" if row[key] is None else COLUMNS[key][1].format(row[key])
 
 
 def table(rows: list[dict]) -> str:
     """All rows in Markdown, with the sources."""
-    cells = [list(COLUMNS), *([cell(row, column) for column in COLUMNS] for row in rows)]
+    cells = [[heading for heading, _ in COLUMNS.values()], *([cell(row, key) for key in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
@@ -176,10 +175,9 @@ def picture(measured: list[dict], published: list[dict], path: Path) -> None:
     for row in shown:
         name = f"{row['machine']}, {row['size']}: {row['name']}"
         names.append((f"{name} ({row['source']})", report.GRAY) if row in published else (name, report.BLUE))
-    panels = {}
-    for column, title in PANELS.items():
-        key, _ = COLUMNS[column]
-        panels[title] = [(row[key], cell(row, column)) if row[key] else None for row in shown]
+    panels = {
+        title: [(row[key], cell(row, key)) if row[key] else None for row in shown] for key, title in PANELS.items()
+    }
     report.bar_chart(names, panels, path, logarithmic=True)
 
 
