@@ -47,9 +47,8 @@ def compare(ways: Mapping[str, Callable[[], tuple[float, object]]], rounds: int,
     rates = interleave({name: lambda way=way: amount / way()[0] for name, way in ways.items()}, rounds)
     *_, peer = rates.values()
     for name, turns in rates.items():
-        ratio, low, high = times_as_fast(turns, peer)
-        times = f"{ratio:.2f} times ({low:.2f} to {high:.2f})" if turns is not peer else ""
-        print(f"{name:<34} {statistics.median(turns):>10.2f} {unit}/s {times}")
+        times = "{ratio:.2f} times ({low:.2f} to {high:.2f})".format(**times_as_fast(turns, peer))
+        print(f"{name:<34} {statistics.median(turns):>10.2f} {unit}/s {times if turns is not peer else ''}")
     return found
 
 

@@ -107,12 +107,12 @@ class TimeUp(Exception):
 class Runs:
     """Runs of one size, each done once and kept in `results`, which is written to `path` after each run."""
 
-    def __init__(
-        self, name: str, size: Size, data: dict[str, str], directory: Path, results: dict, path: Path, ends: float
-    ):
-        """`ends`: by time.monotonic(), when no run goes on."""
-        self.name, self.size, self.data, self.directory = name, size, data, directory
-        self.results, self.path, self.ends = results, path, ends
+    def __init__(self, name: str, arguments: argparse.Namespace, results: dict, path: Path):
+        """`name` is that of the size; `arguments` are the command's."""
+        self.name, self.results, self._path = name, results, path
+        self.size = replace(SIZES[name], steps=arguments.steps or SIZES[name].steps)
+        self._data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
+        self._directory, self._ends = Path(arguments.runs), time.monotonic() + 60 * arguments.minutes
 
     def curve(self, optimizer: str, fields: Fields, seed: int, share: float) -> Curve:
         """Validation losses of a run with this share of the steps. Raises TimeUp."""
@@ -120,12 +120,12 @@ class Runs:
         values = "-".join(f"{name}={value:g}" for name, value in fields.items())
         name = f"{self.name}-{optimizer}-{values}-seed={seed}-steps={steps}"
         if name not in self.results["runs"]:
-            directory = self.directory / name
+            directory = self._directory / name
             self._train(optimizer, fields, {"seed": seed, "max_steps": steps, "output_dir": directory})
             lines = read_metrics(directory / "metrics.jsonl")
             losses = [(line["tokens"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
             self.results["runs"][name] = losses
-            report.write(self.results, self.path)
+            report.write(self.results, self._path)
             print(f"{name}: {losses[-1][1]:.4f} after {losses[-1][0]:,} tokens", flush=True)
         return self.results["runs"][name]
 
@@ -135,10 +135,10 @@ class Runs:
         return mean_end([self.curve(optimizer, fields, self.size.seeds[0], share)])
 
     def _train(self, optimizer: str, fields: Fields, run: dict) -> None:
-        if (left := self.ends - time.monotonic()) < 60:
+        if (left := self._ends - time.monotonic()) < 60:
             raise TimeUp
         steps, warmup = run["max_steps"], round(run["max_steps"] * fields["warmup"])
-        flags = self.size.recipe | SCHEDULE | self.data | fields | run | {"optim": optimizer, "warmup_steps": warmup}
+        flags = self.size.recipe | SCHEDULE | self._data | fields | run | {"optim": optimizer, "warmup_steps": warmup}
         flags |= {"config": "recipe/configs/gpt2.yaml", "streaming": False, "save_total_limit": 1}
         flags |= dict.fromkeys(("save_steps", "eval_steps"), max(1, steps // 5)) | {"max_hours": left / 3600}
         flags |= dict.fromkeys(("milestone_steps", "hellaswag_steps", "sample_steps"), 0)
@@ -254,13 +254,9 @@ def main(argv: list[str]) -> int:
     earlier = json.loads(path.read_text())["runs"] if path.exists() else {}
     found: list[dict] = []
     results = report.circumstances() | {"sizes": found, "runs": earlier}
-    data = {"dataset_name": arguments.dataset_name, "tokenizer": arguments.tokenizer}
     for size in arguments.sizes:
-        of_size = replace(SIZES[size], steps=arguments.steps or SIZES[size].steps)
-        ends = time.monotonic() + 60 * arguments.minutes
-        runs = Runs(size, of_size, data, Path(arguments.runs), results, path, ends)
         try:
-            found.append(compare(runs))
+            found.append(compare(Runs(size, arguments, results, path)))
         except TimeUp:
             print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN

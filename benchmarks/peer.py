@@ -1,10 +1,10 @@
 """A peer of recipe/train.py as a program: the same tokens, initial weights, clipping and AdamW, and one line of
 metrics.jsonl per step, which is a single micro-batch.
 
-    python -m benchmarks.peer KIND [--tuned] [--nanogpt DIRECTORY] FLAGS of recipe/train.py
+    python -m benchmarks.peer KIND [--tuned] FLAGS of recipe/train.py
 
-KIND is transformers (its model in a bare loop), trainer (transformers' Trainer with that model) or nanogpt (its model
-and optimizer from a checkout, in a bare loop).
+KIND is transformers (its model in a bare loop), trainer (transformers' Trainer with that model) or the directory of a
+checkout of nanoGPT (its model and optimizer in a bare loop).
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Log:
         self._begun = now
 
 
-def bare_loop(config: Config, checkout: str) -> None:
+def bare_loop(config: Config, kind: str) -> None:
     """The minimal training loop: batches, forward, backward, clip, AdamW. Never returns."""
     opt, run, on = config.optimizer, config.run, device()
-    if checkout:
-        model, loss_function, optimizer = nanogpt(config, checkout, on)
-    else:
+    if kind == "transformers":
         model, loss_function = transformers_model(config)
         optimizer = make_optimizer(model.to(on), opt, fused=True)
+    else:
+        model, loss_function, optimizer = nanogpt(config, kind, on)
     if run.torch_compile:
         hardware.compile_graph(model, run.torch_compile_mode)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
@@ -170,9 +170,8 @@ def hf_trainer(config: Config) -> None:
 def main() -> None:
     """Trains the peer that the command line names, until the process is killed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("kind", choices=("transformers", "trainer", "nanogpt"))
+    parser.add_argument("kind", help="transformers, trainer, or a checkout of karpathy/nanoGPT")
     parser.add_argument("--tuned", action="store_true", help="with the allocator and threads of recipe/train.py")
-    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT")
     arguments, flags = parser.parse_known_args()
     config = parse_config(flags)
     if arguments.tuned and device().type == "cpu":
@@ -182,7 +181,7 @@ def main() -> None:
     if arguments.kind == "trainer":
         hf_trainer(config)
     else:
-        bare_loop(config, arguments.nanogpt)
+        bare_loop(config, arguments.kind)
 
 
 if __name__ == "__main__":

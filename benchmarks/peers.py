@@ -24,6 +24,7 @@ COMPARED = 20  # steps whose losses must agree
 # Nats between two runs' losses at a step: rounding alone in the same precision; bf16's rounding between two.
 TOLERANCE, TOLERANCE_OF_ANOTHER_PRECISION = 0.01, 0.05
 OUR_ALLOCATOR = "our allocator"
+SPREAD = "{ratio:.2f} ({low:.2f} to {high:.2f})"
 Peer = tuple[str, list, dict]  # its name, its command, the fields in which it differs from ours
 
 
@@ -45,7 +46,7 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
-        found.append((f"nanoGPT, {precision}, compiled", [*program, "nanogpt", f"--nanogpt={nanogpt}"], compiled))
+        found.append((f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
     if not on_cpu:
         return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *found]
     environments = {"as shipped": [], OUR_ALLOCATOR: ["--tuned"]}
@@ -57,9 +58,9 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
 
 
 def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float) -> dict:
-    """Returns ratio (our speed over the peer's: the median over neighbors in time), low and high (their range),
-    tokens_per_second and peak_memory_bytes of both, losses_apart (of the first steps, in nats). Raises Void if one
-    fails, or their losses differ by more than `tolerance`."""
+    """Returns our speed over the peer's (`times_as_fast`), tokens_per_second and peak_memory_bytes of both, and
+    losses_apart (of the first steps, in nats). Raises Void if one fails, or their losses differ by more than
+    `tolerance`."""
     for run in (peer, ours):
         run.turn(0, least=COMPARED)
     losses = ([line["loss"] for line in run.lines[:COMPARED]] for run in (ours, peer))
@@ -67,11 +68,7 @@ def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float)
     if not apart <= tolerance:  # also NaN
         raise Void(f"losses differ by {apart:.3g} nats")
     rates = interleave({"ours": partial(ours.turn, seconds), "peer": partial(peer.turn, seconds)}, rounds)
-    ratio, low, high = times_as_fast(rates["ours"], rates["peer"])
-    return {
-        "ratio": ratio,
-        "low": low,
-        "high": high,
+    return times_as_fast(rates["ours"], rates["peer"]) | {
         "tokens_per_second": rates,
         "peak_memory_bytes": [run.lines[-1]["peak_memory_bytes"] for run in (ours, peer)],
         "losses_apart": apart,
@@ -120,10 +117,10 @@ def main(argv: list[str]) -> int:
             report.write(results, out / "peers.json")
     print(f"\n{'recipe/train.py is faster than':<58} {'times (range)':>22} {'losses apart':>13}")
     for r in rows:
-        ratio = f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})" if r["ratio"] else f"VOID: {r['void']}"
+        ratio = SPREAD.format(**r) if r["ratio"] else f"VOID: {r['void']}"
         print(f"{r['name']:<58} {ratio:>22}" + (f" {r['losses_apart']:>13.1e}" if r["ratio"] else ""))
     names = [(r["name"], report.GRAY if OUR_ALLOCATOR in r["name"] else report.BLUE) for r in rows if r["ratio"]]
-    bars = [(r["ratio"], f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f})") for r in rows if r["ratio"]]
+    bars = [(r["ratio"], SPREAD.format(**r)) for r in rows if r["ratio"]]
     title = f"recipe/train.py is so many times as fast (median and range), {results['device']}"
     report.bar_chart(names, {title: bars}, out / "peers.png")
     return 0

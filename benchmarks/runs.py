@@ -130,10 +130,10 @@ def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return found
 
 
-def times_as_fast(rates: list[float], peer: list[float]) -> tuple[float, float, float]:
-    """The speed of the first over its peer's: the median over neighbors in time, the lowest, the highest."""
+def times_as_fast(rates: list[float], peer: list[float]) -> dict[str, float]:
+    """The speed of the first over its peer's: ratio, the median over neighbors in time, and its range, low and high."""
     ratios = [ours / theirs for ours, theirs in zip(rates, peer, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
+    return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def trainer(processes: int = 1) -> list:

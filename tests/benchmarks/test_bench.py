@@ -105,7 +105,8 @@ def test_ratios_are_of_neighbors_in_time():
     clock = iter([2.0, 1.0, 1.1, 2.2, 1.0, 0.5, 0.5, 1.3])
     rates = interleave({"ours": lambda: next(clock), "peer": lambda: next(clock)}, rounds=2)
     assert rates == {"ours": [2.0, 2.2, 1.0, 1.3], "peer": [1.0, 1.1, 0.5, 0.5]}  # A B B A
-    assert times_as_fast(rates["ours"], rates["peer"]) == pytest.approx((2.0, 2.0, 2.6))
+    found = times_as_fast(rates["ours"], rates["peer"])
+    assert found == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
 SEEN: list[dict] = []  # the fields of each
