@@ -54,13 +54,9 @@ class Size:
     seeds: tuple[int, ...] = (1, 2)
 
 
-def _small(layers: int, width: int) -> dict:
-    """A model for a CPU, and its batch."""
-    model = {"n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": 128, "sequence_length": 128}
-    batch = {"total_batch_tokens": 4096, "micro_batch_size": 32, "eval_tokens": 131072}
-    return model | batch | {"torch_compile": False}
-
-
+# For a CPU.
+SMALL = {"n_positions": 128, "sequence_length": 128, "total_batch_tokens": 4096, "micro_batch_size": 32}
+SMALL |= {"eval_tokens": 131072, "torch_compile": False}
 START = {
     "adamw": {"learning_rate": 6e-3, "warmup": 0.4, "adam_beta2": 0.99, "weight_decay": 0.1},
     "muon": {
@@ -81,9 +77,9 @@ SEARCH: dict[str, dict[str, tuple[float, ...]]] = {
     "muon": {"muon_learning_rate": (), "learning_rate": (), "adam_beta1": (0.8, 0.9), "adam_beta2": (0.95, 0.99)},
 }
 SIZES = {
-    "4x128": Size(_small(4, 128), 1000, START, SEARCH),
+    "4x128": Size(SMALL | {"n_layer": 4, "n_head": 4, "n_embd": 128}, 1000, START, SEARCH),
     # Muon keeps what 4x128 found, which can only favor AdamW.
-    "6x192": Size(_small(6, 192), 1000, START, {"adamw": SEARCH["adamw"]}),
+    "6x192": Size(SMALL | {"n_layer": 6, "n_head": 6, "n_embd": 192}, 1000, START, {"adamw": SEARCH["adamw"]}),
     # For a GPU: 42 M tokens a run. The rates are modded-nanogpt's, not tuned; what else stands here was tuned at 4x128.
     "gpt2": Size(
         {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},

@@ -45,11 +45,9 @@ class Log:
 
     def end_step(self, loss: torch.Tensor) -> None:
         """Waits for the device, as recipe/train.py does at a step that it logs."""
-        line = {"loss": loss.item()}
-        now = time.perf_counter()
+        value, now = loss.item(), time.perf_counter()
         self._step += 1
-        line |= {"step": self._step, "tokens": self._step * self._step_tokens}
-        line["tokens_per_second"] = self._step_tokens / (now - self._begun)
+        line = {"step": self._step, "loss": value, "tokens_per_second": self._step_tokens / (now - self._begun)}
         line["peak_memory_bytes"] = hardware.peak_memory(device())
         self._file.write(json.dumps(line) + "\n")
         self._begun = now
