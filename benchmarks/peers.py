@@ -81,17 +81,16 @@ def measure(fields: dict, peers: list[Peer], arguments: argparse.Namespace, dire
     with closing(Run(trainer(), fields, directory)) as ours:
         for name, words, differs in peers:
             row = {"name": name, "void": "", "ratio": None}
-            if time.monotonic() > ends:
-                yield row | {"void": "skipped: the time is up"}
-                continue
             print(f"...        {name}", flush=True)
             tolerance = TOLERANCE_OF_ANOTHER_PRECISION if "precision" in differs else TOLERANCE
             ours.pause()
-            with closing(Run(words, fields | differs, directory)) as peer:
-                try:
+            try:
+                if time.monotonic() > ends:
+                    raise Void("skipped: the time is up")
+                with closing(Run(words, fields | differs, directory)) as peer:
                     yield row | compare(ours, peer, arguments.rounds, arguments.seconds, tolerance)
-                except Void as void:
-                    yield row | {"void": str(void)}
+            except Void as void:
+                yield row | {"void": str(void)}
 
 
 def main(argv: list[str]) -> int:

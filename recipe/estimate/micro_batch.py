@@ -91,9 +91,8 @@ def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str
     budget = HEADROOM * (memory if dry or free is None else min(free, memory))
 
     def estimate(size: int) -> int:
-        batch = batch_arithmetic(
-            _with(config, size, config.run.gradient_checkpointing), engine.processes.world_size, engine.devices
-        )
+        sized = _with(config, size, config.run.gradient_checkpointing)
+        batch = batch_arithmetic(sized, engine.processes.world_size, engine.devices)
         return memory_estimate(config, batch, **engine_kind(config, engine))
 
     # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
