@@ -134,17 +134,18 @@ class StreamedDataset(TokenDataset):
             wanted = wanted[len(known) :]
             if not len(wanted):
                 return np.concatenate(parts)
-            if not self._refresh():
-                number = len(self.shards)
-                self._pass_to(number)  # or to an earlier one of the next epoch, if the stream ends here
-                self._waiting.until(self._refresh, f"shard {number}")
+            number = len(self.shards)  # or, counted over all epochs, the next epoch's first one, if the stream ends here
+            self._pass_to(number)
+            self._waiting.until(self._refresh, f"shard {number}")
             self.check_batch()
 
     def pass_to(self, window: int) -> None:
         """As TokenDataset's: shards of which this reader gets no window must not wait for it."""
         if window >= self.windows and not self.manifest.complete:
             self._refresh()
-        self._pass_to(self._shard_of(window))
+        epoch, window = divmod(window, self.windows) if self.manifest.complete else (0, window)
+        # What lies beyond the known windows is in the next shard, if not in a later one.
+        self._pass_to(epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1)
 
     def check_batch(self) -> None:
         """As TokenDataset's, once all shards are known."""
@@ -152,16 +153,9 @@ class StreamedDataset(TokenDataset):
             super().check_batch()
 
     def _windows_of(self, epoch: int, s: int) -> np.ndarray:
-        self._pass_to(epoch * len(self.shards) + s if self.manifest.complete else s)
+        self._pass_to(epoch * len(self.shards) + s)
         self._waiting.until(self.shards[s].path.exists, f"shard {s}")
         return super()._windows_of(epoch, s)
-
-    def _shard_of(self, window: int) -> int:
-        """The shard, counted over all epochs, of a window since the run's start; the next one where it is not known."""
-        if window >= self.windows and not self.manifest.complete:
-            return len(self.shards)
-        epoch, window = divmod(window, self.windows)
-        return epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1
 
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""
@@ -172,8 +166,8 @@ class StreamedDataset(TokenDataset):
 
     def state_dict(self) -> dict:
         """As TokenDataset's, and the manifest, from which another node can build the shards again."""
-        shards = [shard.identity for shard in self.shards]
-        return {"shards": shards, "complete": self.manifest.complete, "manifest": dataclasses.asdict(self.manifest)}
+        manifest = dataclasses.asdict(self.manifest)
+        return super().state_dict() | {"complete": self.manifest.complete, "manifest": manifest}
 
     def close(self) -> None:
         """Ends every wait for a shard."""
