@@ -38,9 +38,7 @@ class MixedDataset:
         which, window = dealt(g, self._counts, self._seed)
         out = np.empty((len(g), self._datasets[0].sequence_length + 1), np.int64)
         for k, dataset in enumerate(self._datasets):
-            taken = which == k
-            if taken.any():
-                out[taken] = dataset.windows_at(window[taken])
+            out[which == k] = dataset.windows_at(window[which == k])
         return out
 
     def state_dict(self) -> dict:
@@ -62,29 +60,20 @@ def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray
     A permutation keyed (seed, block) deals the places of each block of 1,000 windows to the datasets, `counts` of them
     to each; a dataset fills its places in order.
     """
-    block, place = g // BLOCK, g % BLOCK
-    dataset, window = np.empty_like(g), np.empty_like(g)
-    for b in np.unique(block):
-        here = block == b
-        which, before = _places(int(b), counts, seed)
-        dataset[here] = which[place[here]]
-        window[here] = b * np.array(counts)[dataset[here]] + before[place[here]]
-    return dataset, window
+    which = [_places(number // BLOCK, counts, seed)[number % BLOCK] for number in g.tolist()]
+    window = [windows_before(number, counts, seed)[k] for number, k in zip(g.tolist(), which, strict=True)]
+    return np.array(which, np.int64), np.array(window, np.int64)
 
 
 def windows_before(g: int, counts: tuple[int, ...], seed: int) -> list[int]:
     """How many windows each dataset has given before window `g` of the run."""
     block, place = divmod(g, BLOCK)
-    which, _ = _places(block, counts, seed)
-    return [block * count + int((which[:place] == k).sum()) for k, count in enumerate(counts)]
+    given = np.bincount(_places(block, counts, seed)[:place], minlength=len(counts))
+    return (block * np.array(counts) + given).tolist()
 
 
 @lru_cache(maxsize=4)
-def _places(block: int, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset at each place of a block, and how many places before it are that dataset's: (1000,), int64 each."""
+def _places(block: int, counts: tuple[int, ...], seed: int) -> np.ndarray:
+    """The dataset at each place of a block: (1000,), int64."""
     order = permutation(np.arange(BLOCK), BLOCK, (seed, block))
-    which = np.searchsorted(np.cumsum(counts), order, side="right")
-    before = np.empty(BLOCK, np.int64)
-    for k, count in enumerate(counts):
-        before[which == k] = np.arange(count)
-    return which, before
+    return np.searchsorted(np.cumsum(counts), order, side="right")
