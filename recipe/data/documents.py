@@ -33,23 +33,17 @@ _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
 _WHOLE = "is it whole, and UTF-8?"
 
-Content = Iterable[str] | np.ndarray  # a text, in parts of any size; or its tokens, (tokens,), uint16
+Pieces = Iterable[str | np.ndarray]  # of a text; or its tokens, (tokens,), uint16. Nothing of an empty document.
 
 
 @dataclass(frozen=True)
 class Document:
-    """`index` counts the documents of a data set; `content` can be read once. `stream` is {"document", "state"}: a
+    """`index` counts the documents of a data set; `pieces` can be read once. `stream` is {"document", "state"}: a
     document at or before this one, and the state from which the data set can be read there."""
 
     index: int
-    content: Content
+    pieces: Pieces
     stream: dict | None
-
-    def pieces(self) -> Iterable[str | np.ndarray]:
-        """What a thread tokenizes at once, or the tokens; nothing for an empty document."""
-        if isinstance(self.content, np.ndarray):
-            return [self.content] if len(self.content) else []
-        return in_pieces(self.content)
 
 
 Piece = tuple[Document, str | np.ndarray]
@@ -61,8 +55,8 @@ class Column:
     def __init__(self, name: str, tokenizer: GPT2Tokenizer):
         self.name, self._tokenizer = name, tokenizer
 
-    def content(self, row: dict, where: str) -> Content:
-        """The content of a row, which `where` names in errors; a null is an empty document. Raises UserError where the
+    def pieces(self, row: dict, where: str) -> Pieces:
+        """The document in a row, which `where` names in errors; a null is an empty one. Raises UserError where the
         column is missing, or holds neither text nor the tokenizer's ids."""
         self.check_is_in(row, where)
         value = row[self.name]
@@ -70,9 +64,10 @@ class Column:
             return ()
         if isinstance(value, str):
             value = _without_surrogates(value)
-            return (value[lo : lo + LONGEST_PIECE] for lo in range(0, len(value), LONGEST_PIECE))
+            return in_pieces(value[lo : lo + LONGEST_PIECE] for lo in range(0, len(value), LONGEST_PIECE))
         if isinstance(value, list) and all(type(number) is int for number in value):
-            return self._tokens(np.array(value, np.int64), where)
+            tokens = self._tokens(np.array(value, np.int64), where)
+            return [tokens] if len(tokens) else []
         raise UserError(
             f"{where}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; choose "
             "another text_column"
@@ -106,7 +101,7 @@ def tokenized(
     Texts are tokenized on threads, by default one a core, since tokenizers release the GIL.
     """
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
-    pieces = ((document, piece) for document in documents for piece in document.pieces())
+    pieces = ((document, piece) for document in documents for piece in document.pieces)
     encoded = _encoded(pieces, tokenizer, threads or os.cpu_count() or 1)
     for _, group in groupby(encoded, key=lambda pair: pair[0].index):
         of_document, tokens = zip(*group, strict=True)
@@ -153,18 +148,18 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
     for chunk in chunks:
         text += chunk
         while len(text) > LONGEST_PIECE:
-            cut = _cut(text)
-            yield text[:cut]
-            text = text[cut:]
+            piece, text = _cut(text)
+            yield piece
     while text:
-        cut = _cut(text)
-        yield text[:cut]
-        text = text[cut:]
+        piece, text = _cut(text)
+        yield piece
 
 
-def _cut(text: str) -> int:
+def _cut(text: str) -> tuple[str, str]:
+    """The first piece of a text, and the rest."""
     safe = _SAFE_CUT.search(text, PIECE, LONGEST_PIECE)
-    return safe.end() if safe else min(len(text), LONGEST_PIECE)
+    end = safe.end() if safe else LONGEST_PIECE
+    return text[:end], text[end:]
 
 
 class TextFiles:
@@ -194,25 +189,25 @@ class TextFiles:
         for number, path in enumerate(self.paths[first:], first):
             here = {"document": index, "state": number} if number else None
             with reading(path, _WHOLE):
-                for content in self._contents(path):
-                    yield Document(index, content, here)
+                for pieces in self._documents_in(path):
+                    yield Document(index, pieces, here)
                     index += 1
 
-    def _contents(self, path: Path) -> Iterator[Content]:
+    def _documents_in(self, path: Path) -> Iterator[Pieces]:
         suffix = text_suffix(path)
         if suffix in (".txt", ".md"):
-            yield _file_chunks(path)
+            yield in_pieces(_file_chunks(path))
         elif suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or whole row groups are read
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 for batch in file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False):
-                    yield from (self.column.content(row, str(path)) for row in batch.to_pylist())
+                    yield from (self.column.pieces(row, str(path)) for row in batch.to_pylist())
         else:
             with _open(path) as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         where = f"{path}, line {number}"
-                        yield self.column.content(_json_object(line, where), where)
+                        yield self.column.pieces(_json_object(line, where), where)
 
 
 def _open(path: Path) -> io.BufferedReader:

@@ -89,7 +89,7 @@ class HubText:
                     self._worked, self._failures, self._since = True, 0, time.monotonic()
                     if index >= following:
                         following = index + 1
-                        yield Document(index, self.column.content(row, self.repo), stream)
+                        yield Document(index, self.column.pieces(row, self.repo), stream)
                 return
             except UserError:
                 raise
