@@ -15,7 +15,7 @@ from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Document, TextFiles, tokenized
 from recipe.data.hub import HubText
-from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, of_tokenizer, open_shard
+from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.units import some
@@ -89,8 +89,13 @@ class Producer:
         if manifest and manifest.shards:
             self._check_same(manifest)
         else:
-            version = {"commit": commit} if commit else self.source.newest()
-            manifest = Manifest(self.source.identity() | version, self.options, **of_tokenizer(self.tokenizer))
+            manifest = Manifest(
+                self.source.identity() | ({"commit": commit} if commit else self.source.newest()),
+                self.options,
+                tokenizer=self.tokenizer.digest,
+                vocab_size=self.tokenizer.vocab_size,
+                end_of_text=self.tokenizer.end_of_text,
+            )
         self.manifest = manifest
         self.source.pin(manifest)
         manifest.save(self.out)

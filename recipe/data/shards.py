@@ -111,7 +111,8 @@ class OpenShard:
         self.tokens += len(tokens)
 
     def commit(self, path: Path) -> str:
-        """Writes the header, flushes the file to the disk and renames it to `path`; returns its SHA-256."""
+        """Writes the header and renames the file to `path`, in a way that survives a power failure; returns its
+        SHA-256."""
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
         with writing(self.part, _AGAIN):
@@ -120,19 +121,14 @@ class OpenShard:
             self._file.flush()
             os.fsync(self._file.fileno())
         sha256 = sha256_of(self.part)
-        move(self.part, path)
+        os.replace(self.part, path)
+        fsync_directory(path.parent)
         return sha256
 
     def __exit__(self, *_) -> None:
         with suppress(OSError):  # of a full disk, for what was not written yet and is deleted now
             self._file.close()
         self.part.unlink(missing_ok=True)
-
-
-def move(source: Path, path: Path) -> None:
-    """Renames a file, in a way that survives a power failure."""
-    os.replace(source, path)
-    fsync_directory(path.parent)
 
 
 @dataclass
@@ -185,12 +181,6 @@ class Manifest:
     def shards_in(self, directory: Path, split: str) -> list[Shard]:
         """The shards of a split, as files of `directory`."""
         return [Shard(directory / e["file"], e["tokens"], e["sha256"]) for e in self.of(split)]
-
-
-def of_tokenizer(tokenizer: GPT2Tokenizer) -> dict:
-    """What a manifest records of the tokenizer that made its shards."""
-    size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
-    return {"tokenizer": tokenizer.digest, "vocab_size": size, "end_of_text": end_of_text}
 
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:

@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.config import DataConfig
-from recipe.data import shards
 from recipe.data.documents import Column
 from recipe.data.hub import HubText
 from recipe.data.prepare import alone_in, main, prepare
-from recipe.data.shards import Manifest, find_shards
+from recipe.data.shards import Manifest, OpenShard, find_shards
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
@@ -134,15 +133,15 @@ def test_long_documents_are_tokenized_as_a_whole(tmp_path, monkeypatch):
 def interrupted_at(monkeypatch, data, calls):
     """Prepares until the `calls`-th shard gets its name, which fails."""
     left = iter(range(calls - 1))
-    real = shards.move
+    real = OpenShard.commit
 
-    def move(*arguments):
+    def commit(*arguments):
         if next(left, None) is None:
             raise OSError("pulled the plug")
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "move", move)
+        patch.setattr(OpenShard, "commit", commit)
         with pytest.raises(OSError, match="plug"):
             prepare(data)
 
