@@ -5,13 +5,9 @@ Every field is a flag (`--learning_rate 1e-3`) and a key of a recipe's YAML (par
 """
 
 import dataclasses
-import math
-import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from recipe.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = ROOT / "recipe" / "configs" / "shakespeare.yaml"
@@ -25,40 +21,18 @@ DATASETS = {
 }
 BLOCK = 1000  # sequences over which the shares of a mixture are exact
 
-_LIMITS = {
-    "min": (operator.ge, "at least"),
-    "above": (operator.gt, "above"),
-    "max": (operator.le, "at most"),
-    "below": (operator.lt, "below"),
-}
-
 
 def setting(default, help: str, *, path: bool = False, only: tuple[str, str] | None = None, **limits: float):
     """A field that users set.
 
-    `limits` are those of _LIMITS. `path`: it may be that of a file, so ~ is expanded. `only` is the other field, with
-    its value, without which this one has no meaning.
+    `limits` are min, above, max and below (values.py). `path`: it may be that of a file, so ~ is expanded. `only` is
+    the other field, with its value, without which this one has no meaning.
     """
-    assert limits.keys() <= _LIMITS.keys()
     return dataclasses.field(default=default, metadata={"help": help, "path": path, "only": only, "limits": limits})
 
 
 @dataclass(frozen=True)
-class Part:
-    """A group of fields. Raises UserError for a value outside its field's limits."""
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, limits = getattr(self, field.name), field.metadata.get("limits", {})
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"{field.name} is {value}; it must be a finite number")
-            if isinstance(value, (int, float)) and not all(_LIMITS[k][0](value, n) for k, n in limits.items()):
-                wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
-                raise UserError(f"{field.name} is {value}; it must be {wanted}")
-
-
-@dataclass(frozen=True)
-class ModelConfig(Part):
+class ModelConfig:
     """The model's architecture, with GPT-2 124M as the default."""
 
     n_layer: int = setting(12, "transformer blocks", min=1)
@@ -71,7 +45,7 @@ class ModelConfig(Part):
 
 
 @dataclass(frozen=True)
-class DataConfig(Part):
+class DataConfig:
     """The text or shards to train on, and how shards are made of text."""
 
     dataset_name: str = setting(
@@ -109,7 +83,7 @@ OF_AN_ENTRY = (*OF_ONE_DATA_SET, "streaming", "val_fraction", "val_documents")
 
 
 @dataclass(frozen=True)
-class Entry(Part):
+class Entry:
     """How an entry of a mixture names its data set, and how much of the mixture that is."""
 
     name: str = setting("", "as dataset_name", path=True)
@@ -137,7 +111,7 @@ def data_sets(data: DataConfig) -> list[DataSet]:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(Part):
+class OptimizerConfig:
     """The batch, the optimizer, its schedule and the spike filter."""
 
     max_steps: int = setting(1000, "optimizer steps in the whole run", min=1)
@@ -173,7 +147,7 @@ class OptimizerConfig(Part):
 
 
 @dataclass(frozen=True)
-class RunConfig(Part):
+class RunConfig:
     """Where and how the run computes, and what it logs, evaluates, saves and uploads."""
 
     config: str = setting(str(DEFAULT_RECIPE.relative_to(ROOT)), "recipe YAML")

@@ -41,12 +41,9 @@ def _entry(entry, where: str, run: DataConfig) -> tuple[float, DataConfig]:
     if not (isinstance(entry, dict) and {"name", "weight"} <= entry.keys()):
         raise UserError(f"{where}, is not a data set with a name and a weight; {FORM}")
     where = f"{where} ({entry['name']}): "
-    values = converted(entry, _ENTRY, where)
-    try:
-        own = Entry(values.pop("name"), values.pop("weight"))
-        return own.weight, _located(dataclasses.replace(run, dataset_name=own.name, **values))
-    except UserError as error:
-        raise UserError(f"{where}{error}") from None
+    own = converted(entry, _ENTRY, where)
+    weight, name = own.pop("weight"), own.pop("name")
+    return weight, _located(dataclasses.replace(run, dataset_name=name, **own))
 
 
 def _located(data: DataConfig) -> DataConfig:

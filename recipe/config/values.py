@@ -5,6 +5,8 @@ The value of an unknown name is never quoted: it may be a secret in the wrong pl
 
 import dataclasses
 import difflib
+import math
+import operator
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,11 +16,26 @@ from recipe.utils.errors import UserError
 
 Fields = Mapping[str, dataclasses.Field]
 
+_LIMITS = {
+    "min": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "max": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
+
 
 def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
-    """`values` as `fields` want them. Raises UserError, which begins with `origin`, for an unknown name and for a value
-    of another type."""
-    return {name: _converted(str(name), value, fields, origin) for name, value in values.items()}
+    """`values` as `fields` want them. Raises UserError, which begins with `origin`, for an unknown name, for a value of
+    another type and for one outside its field's limits."""
+    found = {name: _converted(str(name), value, fields, origin) for name, value in values.items()}
+    for name, value in found.items():
+        limits = fields[name].metadata["limits"]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{origin}{name} is {value}; it must be a finite number")
+        if isinstance(value, (int, float)) and not all(_LIMITS[k][0](value, n) for k, n in limits.items()):
+            wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
+            raise UserError(f"{origin}{name} is {value}; it must be {wanted}")
+    return found
 
 
 def _converted(name: str, value, fields: Fields, origin: str):
