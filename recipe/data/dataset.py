@@ -142,13 +142,11 @@ def _mix(x: np.ndarray, multiplier: np.uint64, offset: np.uint64) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _round_keys(key: tuple[int, ...], rounds: int = 8) -> list[tuple[np.uint64, np.uint64]]:
-    """An odd multiplier and an offset a round, from BLAKE2b: neighboring keys have nothing in common."""
-    message = " ".join(map(str, key))
-    words = np.frombuffer(
-        b"".join(hashlib.blake2b(f"{message} {r}".encode(), digest_size=16).digest() for r in range(rounds)), "<u8"
-    )
-    return [(np.uint64(words[2 * r] | np.uint64(1)), np.uint64(words[2 * r + 1])) for r in range(rounds)]
+def _round_keys(key: tuple[int, ...]) -> list[tuple[np.uint64, np.uint64]]:
+    """An odd multiplier and an offset for each of 8 rounds, from BLAKE2b: neighboring keys have nothing in common."""
+    messages = (" ".join(map(str, (*key, round))) for round in range(8))
+    digests = (hashlib.blake2b(message.encode(), digest_size=16).digest() for message in messages)
+    return [(m | np.uint64(1), c) for m, c in (np.frombuffer(digest, "<u8") for digest in digests)]
 
 
 def check_same_data(saved: dict, now: dict, where: str) -> None:

@@ -51,7 +51,6 @@ def open_datasets(
                     if must_prepare(data):
                         prepare(data)
                 train, validation = _open_prepared(data, shape)
-            closing.callback(train.close)
             trains.append(train)
             validations.append(validation)
         check_data(trains, validations)

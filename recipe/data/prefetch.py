@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 
@@ -70,13 +70,8 @@ class BatchLoader:
         n = self._batch.accumulation
         return list(islice(self._pending, ahead * n, (ahead + 1) * n))
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
     def __next__(self) -> torch.Tensor:
         """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised."""
-        if not self._pending:
-            raise StopIteration
         asked = time.perf_counter()
         sequences = self._pending.popleft().result()
         self._waited += time.perf_counter() - asked

@@ -134,7 +134,7 @@ class StreamedDataset(TokenDataset):
             wanted = wanted[len(known) :]
             if not len(wanted):
                 return np.concatenate(parts)
-            number = len(self.shards)  # or, counted over all epochs, the next epoch's first one, if the stream ends here
+            number = len(self.shards)  # which is the first one of the next epoch if the stream ends here
             self._pass_to(number)
             self._waiting.until(self._refresh, f"shard {number}")
             self.check_batch()
