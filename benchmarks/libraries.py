@@ -81,7 +81,7 @@ def _documents(source: str) -> Iterable[str]:
     files = TextFiles(source, Column("text", open_tokenizer("gpt2")))
     if not files.paths:
         raise UserError(f"--text {source}: no such file")
-    return ("".join(document.pieces) for document in files.documents())
+    return ("".join(map(str, document.pieces)) for document in files.documents())
 
 
 def _prepare(text: Path, threads: int) -> tuple[float, int]:

@@ -44,7 +44,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
-    def of(part: type) -> dict:
+    def of(part: type[ModelConfig | DataConfig | OptimizerConfig | RunConfig]) -> dict:
         return {field.name: values[field.name] for field in fields(part) if field.name in values}
 
     model, optimizer = ModelConfig(**of(ModelConfig)), OptimizerConfig(**of(OptimizerConfig))
