@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,19 +48,13 @@ def reader_path(out: Path, rank: int) -> Path:
     return out / f".reader-{rank}"
 
 
-def finish(making: Iterator[int]) -> None:
-    """Makes a shard without showing progress."""
-    for _ in making:
-        pass
-
-
 class Builder:
     """Makes the shards that the readers of this node need, in the order in which they need them."""
 
     def __init__(self, data: DataConfig, readers: int):
         """Raises UserError for what cannot be streamed."""
         self.data, self.out, self.readers = data, Path(data.dataset_name), readers
-        self.producer = Producer(data, self.out)
+        self.producer = Producer(data)
         if self.producer.val_fraction:
             raise UserError(
                 "streaming local text needs val_documents, the number of documents at its start that are for "
@@ -71,7 +64,7 @@ class Builder:
     def run(self, commit: str | None, earlier: Manifest | None) -> None:
         """Makes shards until the process is ended. Raises UserError."""
         self.manifest = self.producer.open(commit, earlier)
-        finish(self.producer.make_validation())
+        self.producer.make_validation()
         val = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
         train = sum(map(self.producer.bytes_of, self._here()))
         affordable = val + train + shutil.disk_usage(self.out).free * 9 // 10
@@ -83,14 +76,14 @@ class Builder:
                 "disk, or lower shard_tokens"
             )
         if not self.manifest.of("train"):
-            finish(self.producer.make("train", 0))
+            self.producer.make("train", 0)
         write_json(self.out / STATUS, {"opened": True})
         while True:
             number = self._next_shard(budget - val)
             if number is None:
                 time.sleep(POLL)
             else:
-                finish(self.producer.make("train", number))
+                self.producer.make("train", number)
 
     def _here(self) -> set[int]:
         """The training shards on the disk."""
@@ -102,11 +95,10 @@ class Builder:
         To make room, shards that all readers have passed are deleted. `budget`: bytes for training shards."""
         train = self.manifest.of("train")
         n = len(train) if self.manifest.complete else None
-        positions = [read_json(reader_path(self.out, rank)).get("shard") for rank in range(self.readers)]
-        known = [position for position in positions if position is not None]
-        if len(known) < self.readers:  # a reader that begins will write its position
+        positions = [read_json(reader_path(self.out, rank)) for rank in range(self.readers)]
+        if not all(positions):  # a reader that begins will write its position
             return None
-        low, here = min(known), self._here()
+        low, here = min(position["shard"] for position in positions), self._here()
         wanted = [i % n if n else i for i in range(low, low + _AHEAD)]  # readers count over all epochs
         number = next((i for i in wanted if i not in here), None)
         if number is None:

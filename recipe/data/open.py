@@ -80,7 +80,7 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
 
 def _is_streamed(data: DataConfig) -> bool:
     """Whether shards must be made while the model trains: not all of them are on this disk."""
-    return data.streaming and Producer(data, Path(data.dataset_name)).finished() is None
+    return data.streaming and Producer(data).finished() is None
 
 
 def _open_prepared(data: DataConfig, shape: tuple[int, ...]) -> tuple[TokenDataset, TokenDataset]:

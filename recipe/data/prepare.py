@@ -72,7 +72,7 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
     Raises UserError.
     """
     out = Path(data.dataset_name)
-    producer = Producer(data, out, threads)
+    producer = Producer(data, threads)
     if manifest := producer.finished():
         logger.info("data       %s is complete already: %s", out, _summary(manifest))
         return manifest
@@ -83,9 +83,11 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
         logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
         start = time.monotonic()
         with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-            made = sum(bar.update(tokens) or tokens for tokens in producer.everything())
+            producer.show = bar.update
+            producer.everything()
         seconds = time.monotonic() - start
-    logger.info("data       %s in %.1f s (%.2f M tokens/s)", _summary(manifest), seconds, made / seconds / 1e6)
+    speed = producer.made / seconds / 1e6
+    logger.info("data       %s in %.1f s (%.2f M tokens/s)", _summary(manifest), seconds, speed)
     return manifest
 
 
@@ -97,7 +99,7 @@ def must_prepare(data: DataConfig) -> bool:
     """
     if not data.train_text:
         return False
-    producer = Producer(data, Path(data.dataset_name))
+    producer = Producer(data)
     if producer.finished():
         return False
     if not isinstance(producer.source, TextFiles):

@@ -6,7 +6,7 @@ where the next one begins, so that a producer killed at any moment continues fro
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +38,19 @@ def open_text(data: DataConfig) -> TextFiles | HubText:
 
 
 class Producer:
-    """Makes the shards of a text in `out`, in order or, those that the manifest knows already, in any order.
+    """Makes the shards of a text in the directory `dataset_name`, in order or, those that the manifest knows already,
+    in any order.
 
     `val_documents` at the beginning are for validation, or a share `val_fraction` of the tokens at the end, or neither.
-    `make` is a generator so that its caller can show progress; a shard is finished when it ends.
     """
 
     manifest: Manifest  # from `open` on
 
-    def __init__(self, data: DataConfig, out: Path, threads: int | None = None):
+    def __init__(self, data: DataConfig, threads: int | None = None):
         """`threads` tokenize, by default one a core. Raises UserError where the text cannot be read, or where shards
         would come among files that are not this recipe's."""
-        self.source, self.out, self.tokenizer = open_text(data), out, open_tokenizer(data.tokenizer)
+        self.source, self.tokenizer = open_text(data), open_tokenizer(data.tokenizer)
+        self.out = out = Path(data.dataset_name)
         if out.is_dir() and not (out / MANIFEST).exists():
             others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
             if others:
@@ -65,6 +66,8 @@ class Producer:
             "val_documents": self.val_documents or None,
             "shard_tokens": data.shard_tokens,
         }
+        self.made = 0  # tokens
+        self.show: Callable[[int], object] = lambda tokens: None  # progress: called with the tokens that were added
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
         self._rest: Run | None = None  # what the previous shard has left of a document
@@ -136,31 +139,31 @@ class Producer:
         first = max(1, self.shard_tokens // 10)
         return self.shard_tokens if split == "val" else min(self.shard_tokens, first << min(number, 31))
 
-    def everything(self) -> Iterator[int]:
-        """Makes what is missing, and yields the tokens that were added. Raises UserError where a split stays empty."""
+    def everything(self) -> None:
+        """Makes what is missing. Raises UserError where a split stays empty."""
         if self.val_fraction and self.manifest.complete:  # only when all is read is it known where the end begins
             self.manifest.shards, self.manifest.complete = [], False
-        yield from self.make_validation()
+        self.make_validation()
         for number in self.missing(self.manifest.of("train")):  # which a streamed run has deleted
-            yield from self.make("train", number)
+            self.make("train", number)
         while not self.manifest.complete:
-            yield from self.make("train", len(self.manifest.of("train")))
+            self.make("train", len(self.manifest.of("train")))
 
-    def make_validation(self) -> Iterator[int]:
+    def make_validation(self) -> None:
         """Makes the validation shards, unless they are here."""
         known = self.manifest.of("val")
         here = not self.missing(known)
         if not self.val_documents or (here and (self.manifest.of("train") or self.manifest.complete)):
             return
         number = len(known) if here else 0
-        while (yield from self.make("val", number)):
+        while self.make("val", number):
             number += 1
         if not self.manifest.of("val"):
             raise UserError(f"{self.source}: holds no text")
 
-    def make(self, split: str, number: int) -> Generator[int, None, bool]:
-        """Makes a shard, or finds that the text ends before it. Yields the tokens that were added, and returns whether
-        more of the split may follow. Raises UserError where a shard that the manifest knows comes out different."""
+    def make(self, split: str, number: int) -> bool:
+        """Makes a shard, or finds that the text ends before it; returns whether more of the split may follow. Raises
+        UserError where a shard that the manifest knows comes out different."""
         known = self.manifest.of(split)[number : number + 1]
         if self._next != (split, number):
             self._go_to(split, number)
@@ -173,7 +176,8 @@ class Producer:
                 shard.append(taken)
                 position = position | {"tokens": position["tokens"] + len(taken)}
                 self._rest = (position, tokens[len(taken) :]) if len(taken) < len(tokens) else None
-                yield len(taken)
+                self.show(len(taken))
+            self.made += shard.tokens
             ended = shard.tokens < size
             if shard.tokens or known:
                 self._commit(shard, split, number, position)
