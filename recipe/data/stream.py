@@ -60,14 +60,11 @@ class BuilderProcess:
             write_json(self.out / STATUS, {"error": error})
 
     def close(self) -> None:
-        """Ends the builder, and kills it after ten seconds."""
+        """Ends the builder at once: what it was making is made again."""
         self._closing = True
+        self._process.kill()
+        self._process.wait()
         self._stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 class Waiting:
