@@ -53,8 +53,7 @@ class TokenDataset:
 
     def windows_at(self, g: np.ndarray) -> np.ndarray:
         """Windows by their number since the run's start, (N,) -> (N, T + 1), int64."""
-        n = max(1, self.windows)
-        return self._gather(g // n, g % n, permuted=True)
+        return self._gather(g // self.windows, g % self.windows, permuted=True)
 
     def pass_to(self, window: int) -> None:
         """Notes that windows before `window`, counted since the run's start, will not be read again."""
@@ -93,9 +92,9 @@ class TokenDataset:
         return self._opened[1]
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps, so that a resumed run can tell these data from others (`check_same_data`):
-        {"shards": [[name, tokens, sha256], ...], "complete": True}"""
-        return {"shards": [shard.identity for shard in self.shards], "complete": True}
+        """What a checkpoint keeps, so that a resumed run can tell these data, wherever they lie, from others
+        (`check_same_data`): {"shards": [[name, tokens, sha256], ...], "complete": True}"""
+        return {"shards": [[shard.path.name, shard.tokens, shard.sha256] for shard in self.shards], "complete": True}
 
     def check_batch(self) -> None:
         """Raises UserError for fewer windows than one optimizer step takes."""

@@ -42,11 +42,6 @@ class Shard:
     tokens: int
     sha256: str | None  # of the whole file; None where no manifest has it
 
-    @property
-    def identity(self) -> list:
-        """What another copy of this shard, at another path, has in common with it."""
-        return [self.path.name, self.tokens, self.sha256]
-
 
 def read_shard(path: Path) -> np.ndarray:
     """The tokens of a shard, shape (tokens,), uint16, mapped and not yet read.
