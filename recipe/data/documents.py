@@ -117,15 +117,12 @@ def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) ->
 
     ahead: deque = deque()
     with ThreadPoolExecutor(threads) as pool:
-        try:
-            for batch in _batches(pieces):
-                ahead.append(pool.submit(encode, batch))
-                if len(ahead) > 2 * threads:
-                    yield from ahead.popleft().result()
-            for future in ahead:
-                yield from future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for batch in _batches(pieces):
+            ahead.append(pool.submit(encode, batch))
+            if len(ahead) > 2 * threads:
+                yield from ahead.popleft().result()
+        for future in ahead:
+            yield from future.result()
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
