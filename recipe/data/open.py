@@ -93,10 +93,9 @@ def _open_prepared(data: DataConfig, shape: tuple[int, ...]) -> tuple[TokenDatas
 
 def _validation_shards(data: DataConfig) -> list[Shard]:
     if not data.val_data and not Path(data.dataset_name).is_dir():
-        where = find_shards(data.dataset_name, "train")[0].path.parent
         raise UserError(
             f"dataset_name {data.dataset_name} names files, and all of them are for training; name validation files in "
-            f"val_data, or give only the directory: --dataset_name {where}"
+            "val_data, or give only the directory"
         )
     return _shards(data, data.val_data or data.dataset_name, "val")
 
