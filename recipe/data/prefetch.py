@@ -60,11 +60,10 @@ class BatchLoader:
 
     def error(self, ahead: int = 0) -> UserError | None:
         """The error with which reading the next step, or that `ahead` steps later, has failed."""
-        errors = (f.exception() for f in self._step(ahead) if f.done() and not f.cancelled())
-        error = next((e for e in errors if e), None)
-        return (
-            error if error is None or isinstance(error, UserError) else UserError(f"the data cannot be read: {error!r}")
-        )
+        error = next((e for f in self._step(ahead) if f.done() and (e := f.exception())), None)
+        if error is None or isinstance(error, UserError):
+            return error
+        return UserError(f"the data cannot be read: {error!r}")
 
     def _step(self, ahead: int) -> list[Future]:
         n = self._batch.accumulation
