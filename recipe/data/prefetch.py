@@ -51,12 +51,10 @@ class BatchLoader:
     def ready(self, seconds: float, ahead: int = 0) -> bool:
         """Whether all micro-batches of the next step, or of the one `ahead` steps later, are ready within `seconds`.
         False after the last step."""
-        wanted = self._step(ahead)
-        if not all(f.done() for f in wanted) and seconds:
-            asked = time.perf_counter()
-            wait(wanted, timeout=seconds)
-            self._waited += time.perf_counter() - asked
-        return bool(wanted) and all(f.done() for f in wanted)
+        wanted, asked = self._step(ahead), time.perf_counter()
+        late = wait(wanted, timeout=seconds).not_done
+        self._waited += time.perf_counter() - asked
+        return bool(wanted) and not late
 
     def error(self, ahead: int = 0) -> UserError | None:
         """The error with which reading the next step, or that `ahead` steps later, has failed."""
