@@ -15,19 +15,15 @@ from recipe.data.dataset import TokenDataset, permutation
 class MixedDataset:
     """Datasets read as one: of each 1,000 windows of the run every dataset gives its count, in an order of their own.
 
-    A dataset's windows are taken one after the other, so that each keeps its own epochs and permutation.
+    A dataset's windows are taken one after the other, so that each keeps its own epochs and permutation. `parts` is
+    (name, share, dataset) of each data set; the shares add up to 1.
     """
 
     def __init__(self, sets: list[DataSet], datasets: list[TokenDataset], batch_size: int, seed: int):
         """`sets` and `datasets` belong together, in the mixture's order; `batch_size` is TokenDataset's."""
-        self._names, self._counts = [one.name for one in sets], tuple(one.count for one in sets)
+        self.parts = [(one.name, one.count / BLOCK, dataset) for one, dataset in zip(sets, datasets, strict=True)]
+        self._counts = tuple(one.count for one in sets)
         self._datasets, self._batch_size, self._seed = datasets, batch_size, seed
-
-    @property
-    def parts(self) -> list[tuple[str, float, TokenDataset]]:
-        """(name, share, dataset) of each data set; the shares add up to 1."""
-        shares = [count / BLOCK for count in self._counts]
-        return list(zip(self._names, shares, self._datasets, strict=True))
 
     def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
         """As TokenDataset's; waits for streams."""
