@@ -99,16 +99,14 @@ def _parser(shown: dict) -> argparse.ArgumentParser:
         add_help=False,
         argument_default=argparse.SUPPRESS,
     )
-    groups = {title: parser.add_argument_group(title) for title in PARTS}
     for title, part in PARTS.items():
+        group = parser.add_argument_group(title)
         for field in fields(part):
             if field.name in FIELDS:
                 default = f" (default: {shown[field.name]})" if shown.get(field.name, "") != "" else ""
                 nargs, const = ("?", "true") if isinstance(field.default, bool) else (None, None)
                 text = f"{field.metadata['help']}{default}".replace("%", "%%")
-                groups[title].add_argument(
-                    f"--{field.name}", help=text, metavar=metavar(field), nargs=nargs, const=const
-                )
+                group.add_argument(f"--{field.name}", help=text, metavar=metavar(field), nargs=nargs, const=const)
     return parser
 
 
