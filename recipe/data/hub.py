@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from recipe.config import DataConfig
 from recipe.data.documents import Column, Document
 from recipe.data.shards import Manifest
-from recipe.utils.errors import Unreachable, UserError
+from recipe.utils.errors import Unreachable, UserError, first_line
 from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -142,5 +142,5 @@ def _status_and_reason(error: Exception) -> tuple[int | None, str]:
     while beneath and status is None:
         status = getattr(getattr(beneath, "response", None), "status_code", None)
         beneath = beneath.__cause__ or beneath.__context__
-    text = redact((str(error).strip().splitlines() or [""])[0])[:200]  # redacted first: a cut secret is not recognized
+    text = redact(first_line(error))[:200]  # redacted first: a cut secret is not recognized
     return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"
