@@ -178,14 +178,9 @@ def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadM
             live = GPT2LMHeadModel(model.config)
         live.load_state_dict(weights, assign=True)
     live.eval()
-    # Blocks that were compiled by themselves would be compiled again for each shape of an evaluation.
-    compiled = [(m, m._compiled_call_impl) for m in live.modules() if m._compiled_call_impl is not None]
     try:
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        with torch.no_grad():
+        # Blocks that were compiled by themselves would be compiled again for each shape of an evaluation.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield live
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
         model.train()
