@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,20 +29,19 @@ class Device:
 
 # From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU with another name has no peak
 # rather than a guess: a laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold
-# with several sizes of memory stands here with one of them; "A100 40GB" is for plans alone. A chip of TPU v2 and v3 is
-# two devices, each with half of its memory; a chip of a later one is one device.
+# with several sizes of memory stands here with one of them; "A100 40GB" is for plans alone. One with an SXM socket
+# stands here without it. A chip of TPU v2 and v3 is two devices, each with half of its memory; a chip of a later one is
+# one device.
 DEVICES = {
     "B200": Device(2250e12, 180),
     "GH200": Device(989e12, 96),
     "H200": Device(989e12, 141),
     "H200 NVL": Device(835e12, 141),
     "H100": Device(989e12, 80),
-    "H100 SXM": Device(989e12, 80),
     "H100 PCIE": Device(756e12, 80),
     "H100 NVL": Device(835e12, 94),
     "A100": Device(312e12, 80),
     "A100 40GB": Device(312e12, 40),
-    "A100 SXM": Device(312e12, 80),
     "A100 PCIE": Device(312e12, 80),
     "A10": Device(125e12, 24),
     "A10G": Device(70e12, 24),
@@ -60,10 +59,8 @@ DEVICES = {
     "TPU V5P": Device(459e12, 95),
     "TPU V6E": Device(918e12, 32),
 }
-# Parts of a name beside the model: vendor, memory, socket generation.
-_VENDOR = re.compile(r"(NVIDIA|TESLA|GEFORCE) ")
-_MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
-_SOCKET = re.compile(r" SXM\d(?= |$)")
+# Parts of a name beside the model: vendor, memory, socket.
+_BESIDE = re.compile(r"(NVIDIA|TESLA|GEFORCE) | (\d+GB?|HBM\d\w?|SXM\d)(?= |$)")
 
 
 def known_name(name: str) -> str:
@@ -73,8 +70,8 @@ def known_name(name: str) -> str:
     slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
     """
     words = " ".join(name.upper().replace("-", " ").split())
-    found = _MEMORY.sub("", _SOCKET.sub(" SXM", _VENDOR.sub("", words)))
-    return found if found in DEVICES else ""
+    model = _BESIDE.sub("", words)
+    return model if model in DEVICES else ""
 
 
 def peak_flops(name: str) -> float | None:
@@ -155,30 +152,19 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: PyTorch's allocator raises its own type; cuBLAS, Triton and CUDA only a message."""
-    said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "alloc_failed" in said
-
-
 def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
     """Peak bytes of tensors on a CUDA device while `work` ran, including those from before; None where memory ran
     out."""
     reset_peak_memory(device)
-    fitted = True
     try:
         work()
         torch.cuda.synchronize(device)
-    except RuntimeError as error:  # its traceback holds the tensors: leave it before freeing anything
-        if not out_of_memory(error):
+    except RuntimeError as error:  # PyTorch's allocator raises its own type; cuBLAS, Triton and CUDA only a message
+        said = str(error).lower()
+        if "out of memory" not in said and "alloc_failed" not in said:
             raise
-        fitted = False
-    return torch.cuda.max_memory_allocated(device) if fitted else None
-
-
-def same_random_numbers(device: torch.device) -> AbstractContextManager:
-    """Context that restores the random state of the CPU and of `device` at its end."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        return None
+    return torch.cuda.max_memory_allocated(device)
 
 
 def resolve_precision(precision: str, *, cpu: bool) -> str:
@@ -235,12 +221,8 @@ def processor() -> str:
 def compile_graph(model: torch.nn.Module, mode: str) -> None:
     """Compiles in place, which keeps `_orig_mod.` out of the names, as one graph; with tuned kernels (max-autotune) or
     without."""
-    if mode == "max-autotune":
-        # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
-        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-        model.compile(dynamic=False, options=options | {"coordinate_descent_tuning": True})
-    else:
-        model.compile(dynamic=False)
+    # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
+    model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 
 def tune_cpu(local_world_size: int) -> None:

@@ -40,7 +40,7 @@ ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
 def mfu_of(device: str, count: int, parameters: int) -> tuple[float, str]:
     """The MFU to expect of `count` devices called `device`, and where it is from: the published run on that device
     whose model, then whose number of devices, is nearest; or an assumption."""
-    name = known_name(device).removesuffix(" SXM")
+    name = known_name(device)
     runs = [run for run in PUBLISHED if run.device == name]
     if not runs:
         return ASSUMED_MFU, f"an assumed {100 * ASSUMED_MFU:.0f} % MFU"

@@ -120,7 +120,7 @@ def _tried(config: Config, engine: Engine, sizes: list[int], budget: float) -> t
     """The first of `sizes` with which a step takes at most `budget` bytes on the device of each process, 0 where none
     does, and the peak bytes of that step here. The model is the process's own, unprepared, and deleted at the end."""
     logger.info("micro      trying how many sequences a device holds at once")
-    with hardware.same_random_numbers(engine.device):
+    with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
         model = build_model(config, load_init_from=False, **engine.model_options)
         engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         model.train()
