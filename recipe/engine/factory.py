@@ -2,9 +2,11 @@
 
 import os
 
+from accelerate.utils import is_torch_xla_available
+
 from recipe.engine.base import Engine
 from recipe.engine.device import set_up_allocator
-from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp, wants_xla
+from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp
 
 
 def open_engine(precision: str = "auto", planned: str = "") -> Engine:
@@ -21,7 +23,7 @@ def open_engine(precision: str = "auto", planned: str = "") -> Engine:
         from recipe.engine.deepspeed import ZeroEngine as engine
     elif wants_fsdp():
         from recipe.engine.fsdp import FsdpEngine as engine
-    elif wants_xla():
+    elif is_torch_xla_available():
         # Kaggle's images set this to "local", which libtpu takes for a host's name and waits for.
         if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
             del os.environ["TPU_PROCESS_ADDRESSES"]

@@ -8,6 +8,7 @@ import os
 from contextlib import nullcontext
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,14 +20,11 @@ from recipe.engine.launch import wants_cpu
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 
-# What a file may also ask for, by the variable that the launch makes of it, and what to do instead.
+# What a file may also ask for, by the variable that the launch makes of it, and why it is refused.
 _NOT_HERE = {
-    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "it is not supported"),
-    "FSDP_ACTIVATION_CHECKPOINTING": (
-        "fsdp_activation_checkpointing",
-        "the recipe's gradient_checkpointing decides that",
-    ),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "weights are sharded over all processes"),
+    "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params, but it is not supported",
+    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing, but gradient_checkpointing decides that",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config, but weights are sharded over all processes",
 }
 
 
@@ -110,9 +108,9 @@ def take_settings() -> bool:
     del os.environ["ACCELERATE_USE_FSDP"]
     if (version := os.environ.get("FSDP_VERSION")) != "2":
         raise UserError(f"the Accelerate file sets fsdp_version {version}; set fsdp_version: 2, as fsdp.yaml does")
-    for variable, (field, reason) in _NOT_HERE.items():
-        if os.environ.get(variable, "false").lower() == "true":
-            raise UserError(f"the Accelerate file sets {field}, but {reason}; remove it")
+    for variable, what in _NOT_HERE.items():
+        if parse_flag_from_env(variable):
+            raise UserError(f"the Accelerate file sets {what}; remove it")
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
     if reshard not in ("true", "false"):
         raise UserError(f"the Accelerate file sets fsdp_reshard_after_forward {reshard}; true and false are supported")

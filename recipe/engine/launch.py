@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 
 from recipe.engine import device as hardware
 from recipe.utils.errors import ExitCode, UserError
@@ -26,28 +26,19 @@ _LOST_PEER = re.compile(
 )
 
 
-def _is_on(name: str, default: str = "") -> bool:
-    return os.environ.get(name, default).lower() in ("1", "true", "yes")
-
-
 def wants_cpu() -> bool:
     """Whether to use the CPU even where there is a GPU."""
-    return _is_on("ACCELERATE_USE_CPU")
+    return parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def wants_deepspeed() -> bool:
     """Whether the launch asks Accelerate for DeepSpeed."""
-    return _is_on("ACCELERATE_USE_DEEPSPEED")
+    return parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
 
 
 def wants_fsdp() -> bool:
     """Whether the launch asks for FSDP."""
-    return _is_on("ACCELERATE_USE_FSDP")
-
-
-def wants_xla() -> bool:
-    """Whether Accelerate will use torch_xla, as it does by default where it is installed."""
-    return find_spec("torch_xla") is not None and _is_on("USE_TORCH_XLA", "1")
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def is_local_main_process() -> bool:
@@ -92,7 +83,7 @@ def fail(error: Exception) -> int:
 def check_launch() -> None:
     """Raises UserError for a launch whose environment shows that it would not train what was asked for."""
     tpu = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
-    if tpu and find_spec("torch_xla") is None and _is_on("USE_TORCH_XLA", "1"):
+    if tpu and find_spec("torch_xla") is None and parse_flag_from_env("USE_TORCH_XLA", True):
         raise UserError(
             f"{tpu[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
             "it to train without"

@@ -114,7 +114,7 @@ def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
     [
         ({"FSDP_VERSION": "1"}, "the Accelerate file sets fsdp_version 1; set fsdp_version: 2"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "sets fsdp_offload_params, but it is not supported; remove it"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "but the recipe's gradient_checkpointing decides that; remove it"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "but gradient_checkpointing decides that; remove it"),
         (
             {"FSDP_RESHARD_AFTER_FORWARD": "full_shard"},
             "after_forward full_shard; true and false are supported",
@@ -156,7 +156,7 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
     engine.XlaEngine = lambda precision: found.append(os.environ.get("TPU_PROCESS_ADDRESSES"))
     monkeypatch.setitem(sys.modules, "recipe.engine.xla", engine)
     monkeypatch.setattr(factory, "check_launch", lambda: None)
-    monkeypatch.setattr(factory, "wants_xla", lambda: True)
+    monkeypatch.setattr(factory, "is_torch_xla_available", lambda: True)
     for value in ("local", "10.0.0.1:8476"):
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
         factory.open_engine()
