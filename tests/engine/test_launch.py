@@ -133,7 +133,7 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, asked,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_batch_size": 64}, 'train_batch_size is 64, but the recipe sets it; remove it or set it to "auto"'),
+        ({"train_batch_size": 64}, "train_batch_size is not about sharding and belongs to the recipe; remove it"),
         ({"optimizer": {"type": "Adam"}}, "optimizer is not about sharding and belongs to the recipe; remove it"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; 1, 2 and 3 are supported"),
     ],
