@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import torch
+import torch.nn.functional as F
 
 from eval.hellaswag import count_correct, load_rows
 from eval.loglikelihood import LanguageModel
@@ -90,14 +91,10 @@ class Evaluator:
     def _validation_batch(self, data: TokenDataset, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (micro, T), int64, of a batch; rows beyond the last window have ignored targets, so that
         all batches have one shape."""
-        micro, length = self.batch.micro, self.config.data.sequence_length
-        rows = torch.zeros(micro, length, dtype=torch.int64)
-        targets = torch.full((micro, length), IGNORE_INDEX)
-        lo = number * micro
-        if lo < windows:
-            real = torch.from_numpy(data.validation_windows(lo, min(lo + micro, windows)))  # (rows, T + 1)
-            rows[: len(real)], targets[: len(real)] = real[:, :-1], real[:, 1:]
-        return rows, targets
+        lo, hi = (min(n * self.batch.micro, windows) for n in (number, number + 1))
+        real = torch.from_numpy(data.validation_windows(lo, hi))  # (rows, T + 1)
+        missing = (0, 0, 0, self.batch.micro - len(real))
+        return F.pad(real[:, :-1], missing), F.pad(real[:, 1:], missing, value=IGNORE_INDEX)
 
     def hellaswag(self) -> dict[str, float]:
         """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies, as columns of

@@ -12,7 +12,6 @@ difference on any engine. With dropout they do not agree: its masks depend on th
 import os
 from contextlib import nullcontext
 from datetime import timedelta
-from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
@@ -53,7 +52,7 @@ class Engine:
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     devices = 1
     optimizers: tuple[str, ...] | None = None  # which values of `optim` it can run; None: any
-    adamw_options = MappingProxyType({"fused": True})
+    adamw = "fused"  # which of torch's implementations of AdamW
     attention = checkpoint = None  # functions that replace the model's own where the device has better ones
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
     method = "DDP"  # how processes share the work, in words
@@ -124,7 +123,7 @@ class Engine:
         half = self.precision == "bf16" and self.device.type != "cpu"  # a CPU's small products in bf16 are slow
         dtype = torch.bfloat16 if half else torch.float32
         muon = {"dtype": dtype, "rank": self.processes.rank, "world_size": self.processes.world_size}
-        return {"muon": muon, **self.adamw_options}
+        return {"muon": muon, self.adamw: True}
 
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),

@@ -181,7 +181,6 @@ class Agreement:
         if self._sent is not None:
             self._sent.wait()
         stop, late = self._flags.tolist()
-        self._flags, self._sent = torch.tensor([0, 1], dtype=torch.int32), None
         if stop or (self._hosts is None and self._signal.requested):
             raise Interrupted
         return bool(late)

@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -54,7 +53,7 @@ class XlaEngine(Engine):
 
     supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
     optimizers = ("adamw", "muon")  # whose state `prepare` creates
-    adamw_options = MappingProxyType({"capturable": True})  # keeps the step count in tensors
+    adamw = "capturable"  # keeps the step count in tensors
     no_compile = "XLA itself compiles whole steps"
 
     def __init__(self, precision: str):
@@ -113,9 +112,7 @@ class XlaEngine(Engine):
 
     def place(self, model: torch.nn.Module, *, compile: str) -> None:
         """As Engine's, replicated over the devices; XLA compiles every step anyway."""
-        parameters = sum(1 for _ in model.parameters())
         model.to(self.device)
-        assert sum(1 for _ in model.parameters()) == parameters, "moving to the device broke a tie"
         self._replicate(model.parameters())
 
     def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
