@@ -41,29 +41,17 @@ _OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "
 
 @dataclass(frozen=True)
 class Components:
-    """What `train` drives.
+    """What `train` drives."""
 
-    Attributes:
-        engine: device, processes, precision.
-        model: the prepared model.
-        optimizer: prepared.
-        batches: this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device.
-        metrics: loss, throughput, metrics.jsonl, progress bar, tracker.
-        evaluator: validation loss, HellaSwag and a sample of the live model.
-        checkpoints: saves the state of all of these.
-        uploads: brings checkpoints to the Hub in the background.
-        first_step: optimizer steps done before.
-    """
-
-    engine: Engine
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    batches: BatchLoader
-    metrics: Metrics
-    evaluator: Evaluator
-    checkpoints: CheckpointManager
-    uploads: Uploads
-    first_step: int
+    engine: Engine  # device, processes, precision
+    model: torch.nn.Module  # prepared
+    optimizer: torch.optim.Optimizer  # prepared
+    batches: BatchLoader  # this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device
+    metrics: Metrics  # loss, throughput, metrics.jsonl, progress bar, tracker
+    evaluator: Evaluator  # validation loss, HellaSwag and a sample of the live model
+    checkpoints: CheckpointManager  # saves the state of all of these
+    uploads: Uploads  # brings checkpoints to the Hub in the background
+    first_step: int  # optimizer steps done before
 
     def check_data_errors(self, saved: bool) -> None:
         """Raises UserError, on all processes, where one process could not read its data, which stopped the run. A
@@ -232,7 +220,9 @@ def check_same_launch(config: Config, engine: Engine) -> None:
         )
     here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
     here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
-    here |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": _digest_of_code()}
+    code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
+    digest = hashlib.sha256(code).hexdigest()[:8]
+    here |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": digest}
     main = engine.processes.broadcast_object(here)
     differing = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in here.items() if v != main.get(k)]
     with engine.processes.shared_error("the configuration is not the same"):
@@ -241,10 +231,3 @@ def check_same_launch(config: Config, engine: Engine) -> None:
                 f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the "
                 "same code on every node"
             )
-
-
-def _digest_of_code() -> str:
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "recipe").rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]

@@ -40,25 +40,22 @@ class Engine:
         stop: the signals that this process has received.
         agreement: what the processes decide between two steps.
         device: this process's device.
-        devices: how many this process drives: 1, except for the TPU cores behind one process.
         precision: resolved: fp32, tf32, bf16 or fp16.
         memory: bytes of the device's own memory; None where it has none or it is not known.
-        peak_flops: peak of this process's devices together in FLOP/s; None where it is not known.
-        pad_vocab_to: the rows of the head's product are rounded up to a multiple of this.
-        idle_gpus: GPUs of this node that the launch does not use.
         max_grad_norm, spike_filter: what `clip_gradients` clips to, and which steps are skipped; set by `prepare`.
     """
 
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    devices = 1
+    devices = 1  # how many this process drives: more are the TPU cores behind one process
     optimizers: tuple[str, ...] | None = None  # which values of `optim` it can run; None: any
     adamw = "fused"  # which of torch's implementations of AdamW
     attention = checkpoint = None  # functions that replace the model's own where the device has better ones
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
     method = "DDP"  # how processes share the work, in words
-    sharding = ""  # for the memory estimate: zero1, zero2, zero3, fsdp, or empty
-    peak_flops: float | None = None
-    pad_vocab_to, idle_gpus = 1, 0
+    sharding = ""  # for the memory estimate: zero1, zero2, zero3, fsdp, fsdp_gathered, or empty
+    peak_flops: float | None = None  # of this process's devices together in FLOP/s; None where it is not known
+    pad_vocab_to = 1  # the rows of the head's product are rounded up to a multiple of this
+    idle_gpus = 0  # GPUs of this node that the launch does not use
     sum_dtype = torch.float64  # for sums over many steps
     eval_multiples = (1, 1, 1)  # an evaluation's sequences, positions and scored tokens are padded to these
 
