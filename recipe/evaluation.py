@@ -167,10 +167,8 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
     """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
     collective call."""
-    weights = engine.full_state_dict(model)
-    if weights is None:
-        live = model
-    else:
+    live = model
+    if (weights := engine.full_state_dict(model)) is not None:
         with torch.device("meta"):  # no second copy: the gathered tensors become the parameters
             live = GPT2LMHeadModel(model.config)
         live.load_state_dict(weights, assign=True)

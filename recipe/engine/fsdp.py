@@ -39,8 +39,9 @@ class FsdpEngine(Engine):
     method = "FSDP"
 
     def __init__(self, precision: str):
-        self.sharding = "fsdp" if take_settings() else "fsdp_gathered"
-        super().__init__(supported_precision(hardware.resolve_precision(precision, cpu=wants_cpu())))
+        resolved = hardware.resolve_precision(precision, cpu=wants_cpu())
+        self.sharding = take_settings(resolved)
+        super().__init__(resolved)
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """As Engine's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since weights
@@ -84,16 +85,6 @@ class FsdpEngine(Engine):
         return {name: p.full_tensor() for name, p in _shards(model).items()}
 
 
-def supported_precision(resolved: str) -> str:
-    """Returns `resolved` unchanged. Raises UserError for fp16."""
-    if resolved == "fp16":
-        raise UserError(
-            "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
-            "or choose --precision fp32"
-        )
-    return resolved
-
-
 def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
     """This process's part of each parameter, by name. A forward pass without a backward may leave whole ones."""
     for module in model.modules():
@@ -102,9 +93,10 @@ def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-def take_settings() -> bool:
-    """Takes the launch's settings of FSDP out of the environment, and returns whether blocks are freed between forward
-    and backward. Raises UserError where the file asks for what is not supported."""
+def take_settings(precision: str) -> str:
+    """Takes the launch's settings of FSDP out of the environment, and returns the engine's `sharding`: fsdp where
+    blocks are freed between forward and backward, else fsdp_gathered. Raises UserError where the file asks for what is
+    not supported, and for the (resolved) precision fp16."""
     del os.environ["ACCELERATE_USE_FSDP"]
     if (version := os.environ.get("FSDP_VERSION")) != "2":
         raise UserError(f"the Accelerate file sets fsdp_version {version}; set fsdp_version: 2, as fsdp.yaml does")
@@ -114,4 +106,9 @@ def take_settings() -> bool:
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
     if reshard not in ("true", "false"):
         raise UserError(f"the Accelerate file sets fsdp_reshard_after_forward {reshard}; true and false are supported")
-    return reshard == "true"
+    if precision == "fp16":
+        raise UserError(
+            "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
+            "or choose --precision fp32"
+        )
+    return "fsdp" if reshard == "true" else "fsdp_gathered"

@@ -9,7 +9,7 @@ import torch
 from recipe.config import ROOT
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
-from recipe.engine.fsdp import supported_precision, take_settings
+from recipe.engine.fsdp import take_settings
 from recipe.engine.launch import wants_deepspeed, wants_fsdp
 from recipe.utils.processes import Processes
 
@@ -38,8 +38,7 @@ class PlannedEngine(Engine):
 
     def _plan_sharding(self) -> None:
         if wants_fsdp():
-            supported_precision(self.precision)
-            self.method, self.sharding = "FSDP", "fsdp" if take_settings() else "fsdp_gathered"
+            self.method, self.sharding = "FSDP", take_settings(self.precision)
         elif wants_deepspeed():
             file = ROOT / Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
             stage = json.loads(file.read_text())["zero_optimization"]["stage"]
