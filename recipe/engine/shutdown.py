@@ -47,7 +47,6 @@ class StopSignal:
         self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
         self._last_boundary = self._longest_step = 0.0  # 0: there was none
         self._long_work: list[object] = []
-        self._leaving = False
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -85,7 +84,7 @@ class StopSignal:
 
     def leave(self) -> None:
         """Notes that the loop has ended: no boundary will come any more."""
-        self._leaving = True
+        self._long_work.append(None)  # what comes now may take as long as it needs
 
     def _in_main_thread(self, number: int, _frame) -> None:
         if not self._last_boundary:
@@ -128,7 +127,7 @@ class StopSignal:
             logger.warning(
                 "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
             )
-        elif not self._leaving and not self._long_work:
+        elif not self._long_work:
             patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
             if now - max(self._last_boundary, self._heard) > patience:
                 if begun:
