@@ -23,7 +23,6 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
 from recipe.engine.launch import max_restarts
 from recipe.evaluation import Evaluator
-from recipe.hub.upload import Uploads
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.monitor.metrics import Metrics, read_metrics
@@ -50,7 +49,6 @@ class Components:
     metrics: Metrics  # loss, throughput, metrics.jsonl, progress bar, tracker
     evaluator: Evaluator  # validation loss, HellaSwag and a sample of the live model
     checkpoints: CheckpointManager  # saves the state of all of these
-    uploads: Uploads  # brings checkpoints to the Hub in the background
     first_step: int  # optimizer steps done before
 
     def check_data_errors(self, saved: bool) -> None:
@@ -64,7 +62,7 @@ class Components:
 
 @contextmanager
 def open_components(
-    config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None, uploads: Uploads
+    config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
     """Builds everything from the configuration, or restores it from `checkpoint`. A collective call. Raises
     UserError."""
@@ -103,7 +101,6 @@ def open_components(
             metrics=metrics,
             evaluator=Evaluator(config, batch, engine, raw_model, val_data, metrics),
             checkpoints=checkpoints,
-            uploads=uploads,
             first_step=step,
         )
 

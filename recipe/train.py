@@ -30,7 +30,7 @@ from recipe.engine.factory import open_engine
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.shutdown import Interrupted
 from recipe.estimate.micro_batch import micro_batch
-from recipe.hub.upload import open_uploads
+from recipe.hub.upload import Uploads, open_uploads
 from recipe.monitor.summary import Result, announce, summarize
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
@@ -71,8 +71,8 @@ def run(config: Config, engine: Engine) -> ExitCode:
     with open_run_directory(config, engine.processes) as checkpoint:
         uploads, code = open_uploads(config, engine.processes), ExitCode.DONE
         if not is_complete(config, engine.processes, checkpoint):
-            with open_components(config, batch, engine, checkpoint, uploads) as parts:
-                result = train(config, batch, parts)
+            with open_components(config, batch, engine, checkpoint) as parts:
+                result = train(config, batch, parts, uploads)
             code = summarize(config, result)
         if code == ExitCode.DONE:
             engine.stop.at_boundary()  # from now on Ctrl-C leaves the uploads for later
@@ -95,7 +95,7 @@ def optimizer_step(
     return grad_norm, skip
 
 
-def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
+def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads) -> Result:
     """Trains to max_steps, or until all processes have agreed to stop."""
     engine, model, optimizer, metrics = parts.engine, parts.model, parts.optimizer, parts.metrics
     step, stopping = parts.first_step, False
@@ -121,7 +121,7 @@ def train(config: Config, batch: BatchPlan, parts: Components) -> Result:
             if due.sample:
                 record |= parts.evaluator.sample(step)
             metrics.write(step, record)
-            parts.uploads.start()  # a checkpoint goes to the Hub with its evaluations
+            uploads.start()  # a checkpoint goes to the Hub with its evaluations
             if due.last:
                 break
             engine.agreement.wait_for_batches(parts.batches)  # no process starts a step that another cannot finish
