@@ -218,18 +218,13 @@ class _Internals:
         self.engine, self.optimizer, self.api = engine, engine.optimizer, deepspeed.utils
         self.stage = engine.zero_optimization_stage()
 
-    @property
-    def partitions(self) -> list[torch.Tensor]:
-        """This process's flat fp32 weights, one tensor a parameter group: the keys of the optimizer state."""
-        if self.stage == 3:
-            return self.optimizer.fp32_partitioned_groups_flat
-        return self.optimizer.single_partition_of_fp32_groups
-
     def make_state(self, steps: int) -> None:
         """Optimizer state of zeros, as after `steps` steps."""
-        optimizer = self.optimizer.optimizer
+        zero, optimizer = self.optimizer, self.optimizer.optimizer
+        # This process's flat fp32 weights, one tensor a parameter group: the keys of the optimizer state.
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         muon = [flat for group in optimizer.param_groups if group.get("muon") for flat in group["params"]]
-        for flat in self.partitions:
+        for flat in flats:
             keys = MUON if any(flat is one for one in muon) else MOMENTS
             optimizer.state[flat] = {key: torch.zeros_like(flat) for key in keys}
             if keys == MOMENTS:

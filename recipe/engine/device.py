@@ -93,13 +93,6 @@ def named_devices(text: str) -> tuple[int, str]:
     raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
 
 
-def has_unusable_gpu() -> bool:
-    """Whether this node has an Nvidia GPU, and PyTorch a CUDA build, that do not work together."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    there = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
-    return there and not hidden and not torch.cuda.is_available()
-
-
 def check_kernels(device: torch.device) -> None:
     """Raises UserError where this build of PyTorch has no code for the GPU."""
     try:

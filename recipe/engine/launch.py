@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 
-from recipe.engine import device as hardware
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.redaction import redact
 
@@ -88,7 +88,9 @@ def check_launch() -> None:
             f"{tpu[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
             "it to train without"
         )
-    if hardware.has_unusable_gpu() and not wants_cpu():
+    has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if has_gpu and not hidden and not torch.cuda.is_available() and not wants_cpu():
         raise UserError(
             f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
