@@ -25,7 +25,7 @@ from recipe.engine.launch import max_restarts
 from recipe.evaluation import Evaluator
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.monitor.metrics import Metrics, read_metrics
+from recipe.monitor.metrics import Metrics, val_losses
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.processes import Processes
@@ -182,8 +182,7 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
     call."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
-    lines = read_metrics(Path(config.run.output_dir) / "metrics.jsonl")
-    evaluated = bool(lines) and lines[-1]["step"] == checkpoint.step and lines[-1].get("val_loss") is not None
+    evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(evaluated)
     if complete:
         logger.info(_COMPLETE, checkpoint.path)
