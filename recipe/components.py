@@ -92,7 +92,7 @@ def open_components(
         others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": engine}
         others["spike_filter"] = engine.spike_filter
         checkpoints = CheckpointManager(config, engine, (raw_model, optimizer), metrics, others, checkpoint)
-        closing.enter_context(checkpoints)
+        closing.callback(checkpoints.join)
         yield Components(
             engine=engine,
             model=model,

@@ -38,8 +38,7 @@ _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a
 
 
 class CheckpointManager:
-    """Saves one checkpoint at a time, and prunes the older ones. A context manager: at its end the save under way is
-    finished.
+    """Saves one checkpoint at a time, and prunes the older ones.
 
     Training waits only for the copy of the tensors, and for the previous save. A save that fails does not end the run:
     it is logged, and every line shows a warning until a later save succeeds. Before a checkpoint is committed, the
@@ -74,12 +73,6 @@ class CheckpointManager:
                 "about": about(config, engine, self._saved_step, resumed.state["about"] if resumed else []),
                 "tokenizer": {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
             }
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.join()
 
     def save(self, step: int, record: dict) -> None:
         """Begins to write a checkpoint of this step, unless there is one. `record` is what was measured at this step,

@@ -51,8 +51,8 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     run = Run(tmp_path)
-    with run.manager:
-        yield run
+    yield run
+    run.manager.join()
 
 
 def test_a_checkpoint_holds_the_state_of_every_component(run):
