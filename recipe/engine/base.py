@@ -41,7 +41,6 @@ class Engine:
         agreement: what the processes decide between two steps.
         device: this process's device.
         precision: resolved: fp32, tf32, bf16 or fp16.
-        memory: bytes of the device's own memory; None where it has none or it is not known.
         max_grad_norm, spike_filter: what `clip_gradients` clips to, and which steps are skipped; set by `prepare`.
     """
 
@@ -53,6 +52,7 @@ class Engine:
     no_compile = note = ""  # why torch.compile is ignored; what else to tell the user
     method = "DDP"  # how processes share the work, in words
     sharding = ""  # for the memory estimate: zero1, zero2, zero3, fsdp, fsdp_gathered, or empty
+    memory: int | None = None  # bytes of the device's own memory; None where it has none or it is not known
     peak_flops: float | None = None  # of this process's devices together in FLOP/s; None where it is not known
     pad_vocab_to = 1  # the rows of the head's product are rounded up to a multiple of this
     idle_gpus = 0  # GPUs of this node that the launch does not use
@@ -82,7 +82,6 @@ class Engine:
         self._set_up_device()
 
     def _set_up_device(self) -> None:
-        self.memory = hardware.memory(self.device)
         self.device_name = self.device.type.upper()
         if self.device.type in ("mps", "xla"):
             self.sum_dtype = torch.float32
@@ -90,6 +89,7 @@ class Engine:
             torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         if self.device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(self.device)
+            self.memory = torch.cuda.get_device_properties(self.device).total_memory
             self.peak_flops = hardware.peak_flops(self.device_name)
             self.pad_vocab_to = 128  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
             self.idle_gpus = max(0, torch.cuda.device_count() - self.processes.local_world_size)

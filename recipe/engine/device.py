@@ -133,13 +133,8 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def memory(device: torch.device) -> int | None:
-    """Bytes of the device's own memory; None where it has none or PyTorch does not know."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of `memory` not in use by other processes, this one's CUDA context or its tensors."""
+    """Bytes of a CUDA device's memory not in use by other processes, this one's CUDA context or its tensors."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -9,6 +9,7 @@ import os
 import sys
 
 from recipe.engine import device
+from recipe.engine.base import Engine
 from recipe.model import loss
 from recipe.train import main
 from tests.estimate.memory_probe import profiled
@@ -25,9 +26,13 @@ def peak_while(_, work) -> int:
     return peak
 
 
-device.memory = lambda _: BYTES[int(os.environ.get("RANK", 0))]
+def memory(_) -> int:
+    return BYTES[int(os.environ.get("RANK", 0))]
+
+
+Engine.memory = property(memory, lambda engine, found: None)
 if PARAMETERS:
-    device.free_memory, device.peak_while = device.memory, peak_while
+    device.free_memory, device.peak_while = memory, peak_while
 
 if __name__ == "__main__":
     sys.exit(main())
