@@ -201,7 +201,7 @@ class Engine:
     def should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """1.0 where `spike_filter` skips the step, else 0.0, () on the device; `loss` is the step's mean here.
         A collective call."""
-        mean_loss = self.processes.mean(loss) if self.spike_filter.needs_loss else None
+        mean_loss = self.processes.mean(loss) if "loss" in self.spike_filter.limits else None
         return self.spike_filter.should_skip(grad_norm, mean_loss)
 
     def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:

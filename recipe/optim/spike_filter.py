@@ -31,20 +31,15 @@ class SpikeFilter:
         self._counts = torch.zeros(3, dtype=torch.float32, device=device)
         self._windows = {name: torch.full((_WINDOW,), math.nan, device=device) for name in self.limits}
 
-    @property
-    def needs_loss(self) -> bool:
-        """Whether `should_skip` needs the mean loss of all processes."""
-        return "loss" in self.limits
-
     def should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor | None = None) -> torch.Tensor:
         """1.0 if the step is to be skipped, else 0.0: (), float32, on the device. `loss` is the mean over all
-        processes; it is ignored unless `needs_loss`."""
+        processes; it is needed only where `limits` has one on it."""
+        values = {"loss": loss, "grad": grad_norm}
         skip = ~torch.isfinite(grad_norm)
-        if "loss" in self.limits:
-            assert loss is not None
-            skip = skip | (self._z_score("loss", loss.detach().float()) > self.limits["loss"])
-        if "grad" in self.limits:
-            skip = skip | (self._z_score("grad", grad_norm.detach().float()) > self.limits["grad"])
+        for name, limit in self.limits.items():
+            value = values[name]
+            assert value is not None
+            skip = skip | (self._z_score(name, value.detach().float()) > limit)
         skip = skip.to(self._counts.device, torch.float32).view(())
         skipped, in_a_row, longest = self._counts.unbind()
         in_a_row = (in_a_row + 1) * skip

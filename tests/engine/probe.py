@@ -67,7 +67,7 @@ result = {
     "names": [len(restored), len(found)],
 }
 spike_filter = engine.spike_filter
-always = SimpleNamespace(needs_loss=False, should_skip=lambda norm, loss: torch.ones((), device=engine.device))
+always = SimpleNamespace(limits={}, should_skip=lambda norm, loss: torch.ones((), device=engine.device))
 
 
 def step(factor: float = 1.0, filter=spike_filter) -> float:

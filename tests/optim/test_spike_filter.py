@@ -76,7 +76,7 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
     model = torch.nn.Linear(4, 4)
     raw = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    spikes = SimpleNamespace(needs_loss=False)
+    spikes = SimpleNamespace(limits={})
 
     engine = Engine.__new__(Engine)
     engine.device, engine.max_grad_norm, engine.spike_filter = CPU, 1.0, spikes

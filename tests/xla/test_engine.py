@@ -62,7 +62,7 @@ def test_a_skipped_step_changes_nothing_and_compiles_nothing(engine, compilation
     def judge(norm, loss):
         return torch.tensor([skips[len(weights)], 2.0]).to(norm.device)[0]  # alone, 0 and 1 become part of the program
 
-    chosen = SimpleNamespace(needs_loss=False, should_skip=judge)
+    chosen = SimpleNamespace(limits={}, should_skip=judge)
 
     def each(step):
         weights.append(module.weight.detach().cpu().clone())
