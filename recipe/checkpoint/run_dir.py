@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -57,7 +57,8 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, N
             _check_free(path)
             _acquire(lock, path)
             if fresh and any(other.name not in (LOCK, OWNER) for other in path.iterdir()):
-                old = _first_free(path.with_name(f"{path.name}.old-{n}") for n in count(1))
+                numbered = (path.with_name(f"{path.name}.old-{n}") for n in count(1))
+                old = next(other for other in numbered if not os.path.lexists(other))  # not even a broken link
                 path.rename(old)
                 _release(lock, old)
                 _acquire(lock, path)
@@ -70,11 +71,6 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, N
                 _release(lock, path)
         with suppress(OSError):  # not empty, as it should be
             path.rmdir()
-
-
-def _first_free(paths: Iterable[Path]) -> Path:
-    """The first path at which there is nothing, not even a broken link."""
-    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _check_free(run_dir: Path) -> None:
@@ -110,10 +106,19 @@ def _release(lock: BaseFileLock, run_dir: Path) -> None:
 
 def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
     """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
-    none, and whether it is rewound (see Checkpoint). Raises as `newest_whole` does, and OSError."""
+    none, and whether it is rewound (see Checkpoint). It is the newest or, if max_steps has grown since wsd lowered the
+    learning rate, the last one before that. Raises as `newest_whole` does, and OSError."""
     newest = newest_whole(run_dir)
-    chosen = newest and _before_decay(newest, config)
-    return chosen, chosen != newest
+    if newest is None or config["lr_scheduler_type"] != "wsd":
+        return newest, False
+    plan = _optimizer(json.loads((newest / "trainer_state.json").read_text())["config"])
+    if not 0 < plan.decay_start < step_of(newest) or config["max_steps"] <= plan.max_steps:
+        return newest, False
+    start = checkpoint_path(run_dir, plan.decay_start)
+    if problems := verify(start):
+        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", start, problems[0])
+        return newest, False
+    return start, True
 
 
 # Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
@@ -161,45 +166,25 @@ def _optimizer(config: dict) -> OptimizerConfig:
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
-def _before_decay(newest: Path, config: dict) -> Path:
-    """The checkpoint from which a run with `config` (a flat dict) continues: `newest` or, if max_steps has grown since
-    wsd lowered the learning rate, the last one before that."""
-    if config["lr_scheduler_type"] != "wsd":
-        return newest
-    plan = _optimizer(json.loads((newest / "trainer_state.json").read_text())["config"])
-    if not 0 < plan.decay_start < step_of(newest) or config["max_steps"] <= plan.max_steps:
-        return newest
-    start = checkpoint_path(newest.parent, plan.decay_start)
-    if problems := verify(start):
-        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", start, problems[0])
-        return newest
-    return start
-
-
-_ASIDE = ".decayed"  # what is being set aside, until all of it is there
-
-
 def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
     """Moves what is newer than `checkpoint`, if that is rewound, into the next free `decayed_<newest step>`, with a
-    copy of metrics.jsonl: a run directory of its own. Finishes what a process that was killed had begun. Raises
-    UserError.
+    copy of metrics.jsonl: a run directory of its own. Raises UserError.
 
-    The newest is moved last: if this process is killed before, the next one finds the same newest, and rewinds too.
+    The newest is moved last: if this process is killed before, the next one finds the same newest, and goes on.
     """
-    aside, log = run_dir / _ASIDE, run_dir / "metrics.jsonl"
+    if not checkpoint.rewound:
+        return
+    newer = [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]
+    name, log = f"decayed_{step_of(newer[-1]):08d}", run_dir / "metrics.jsonl"
+    numbered = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
+    aside = next(path for path in numbered if not (path / newer[-1].name).exists())  # one without it is unfinished
     with writing(run_dir, f"mend that, or copy {checkpoint.path.name} into a new output_dir and continue there"):
-        if checkpoint.rewound:
-            protect(checkpoint.path)
-            aside.mkdir(exist_ok=True)
-            if log.exists() and not checkpoints(aside):  # all of its lines are there still
-                replace_file(aside / log.name, log.read_bytes())
-            for path in checkpoints(run_dir):
-                if step_of(path) > checkpoint.step:
-                    path.rename(aside / path.name)
-            fsync_directory(aside)
-            fsync_directory(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
-        if moved := checkpoints(aside):
-            name = f"decayed_{step_of(moved[-1]):08d}"
-            free = _first_free(run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
-            aside.rename(free)
-            logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", free)
+        protect(checkpoint.path)
+        aside.mkdir(exist_ok=True)
+        if log.exists():
+            replace_file(aside / log.name, log.read_bytes())
+        for path in newer:
+            path.rename(aside / path.name)
+        fsync_directory(aside)
+        fsync_directory(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
+    logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", aside)
