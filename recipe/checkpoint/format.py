@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from recipe.config import Config
 from recipe.utils.errors import UserError, reading
-from recipe.utils.files import fsync_directory, sha256_of, write_file
+from recipe.utils.files import fsync, sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,6 @@ _NAME = re.compile(r"step_(\d{8,})")
 _SAVING, _DELETING = ".saving-", ".deleting-"
 _KEEP = ".keep"  # marks a checkpoint that a plan of its run has named, even an earlier plan: never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
-
-
-class NotFiniteError(ValueError):
-    """A tensor holds inf or NaN: no training can continue from it. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -60,45 +56,39 @@ class Checkpoint:
     rewound: bool = False
 
 
-def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, files: dict[str, bytes]) -> Path:
-    """Commits a checkpoint to its `path`, a directory of `run_dir`, and returns that path.
+def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
+    """Commits a checkpoint to its `path` in the run's directory.
 
     Call it on one process, with tensors that do not change meanwhile. `files` is what transformers needs beside the
     weights, config and tokenizer: {file name: content}. Whatever is raised, such as OSError, SafetensorError or
-    NotFiniteError, leaves earlier checkpoints as they are and nothing of this one.
+    UserError where a tensor is not finite, leaves earlier checkpoints as they are and nothing of this one.
     """
     final = checkpoint.path
-    temporary = run_dir / f"{_SAVING}{final.name}"
+    temporary = final.with_name(f"{_SAVING}{final.name}")
     for name, tensor in (*checkpoint.weights.items(), *checkpoint.optimizer_state.items()):
         if not tensor.isfinite().all():
-            raise NotFiniteError(f"{name} holds inf or NaN")
-    sweep(run_dir)
+            way_out = "lower learning_rate and continue from an earlier checkpoint: the best one is kept"
+            raise UserError(f"{name} holds inf or NaN; {way_out}")
+    sweep(final.parent)
     try:
         temporary.mkdir()
         state = json.dumps(checkpoint.state | {"step": checkpoint.step}, indent=2).encode()
         for name, content in (files | {"trainer_state.json": state}).items():
-            write_file(temporary / name, content)
-        _write_tensors(temporary / "model.safetensors", checkpoint.weights, {"format": "pt"})
-        _write_tensors(temporary / "optimizer.safetensors", checkpoint.optimizer_state)
+            (temporary / name).write_bytes(content)
+        save_file(checkpoint.weights, temporary / "model.safetensors", {"format": "pt"})
+        save_file(checkpoint.optimizer_state, temporary / "optimizer.safetensors")
         written = sorted(temporary.iterdir())
         manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in written}
-        write_file(temporary / "manifest.json", json.dumps({"files": manifest}, indent=2).encode())
-        fsync_directory(temporary)
+        (temporary / "manifest.json").write_text(json.dumps({"files": manifest}, indent=2))
+        for path in (*temporary.iterdir(), temporary):
+            fsync(path)
         if final.exists():  # damaged, and skipped at the resume: the same step, saved again
             final.rename(final.with_name(f"{_DELETING}{final.name}"))
         temporary.rename(final)
-        fsync_directory(run_dir)
+        fsync(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return final
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file, and waits until it is on the disk."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float]) -> None:
@@ -201,9 +191,7 @@ def verify(path: Path) -> list[str]:
     try:
         listed = json.loads((path / "manifest.json").read_bytes())["files"]
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except FileNotFoundError:  # deleted since
-        return ["manifest.json is missing"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return [f"manifest.json is not a manifest ({type(error).__name__})"]
     if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
         return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]

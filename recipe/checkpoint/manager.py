@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipe.checkpoint.format import (
-    Checkpoint,
-    NotFiniteError,
-    checkpoint_path,
-    checkpoints,
-    prune,
-    save_checkpoint,
-)
+from recipe.checkpoint.format import Checkpoint, checkpoint_path, checkpoints, prune, save_checkpoint
 from recipe.checkpoint.provenance import about
 from recipe.config import Config
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
@@ -122,7 +115,7 @@ class CheckpointManager:
         try:
             with self._engine.stop.patient():  # a signal waits for it, even where the step hangs
                 self._metrics.sync()
-                save_checkpoint(self._run_dir, checkpoint, self._files)
+                save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on
             self._report_failure(checkpoint.step, error)
             return
@@ -141,9 +134,7 @@ class CheckpointManager:
     def _report_failure(self, step: int, error: Exception) -> None:
         self._failed = True
         self._metrics.warning = f"step {step} not saved"
-        reason = getattr(error, "strerror", None) or repr(error)
-        if isinstance(error, NotFiniteError):
-            reason = f"{error}; lower learning_rate and continue from an earlier checkpoint: the best one is kept"
+        reason = error if isinstance(error, UserError) else getattr(error, "strerror", None) or repr(error)
         found = checkpoints(self._run_dir)
         newest = f"{found[-1].name} is the newest" if found else "there is no"
         logger.warning("step %d: NOT SAVED: %s", step, reason)

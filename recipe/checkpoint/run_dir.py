@@ -28,7 +28,7 @@ from recipe.config import OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
 from recipe.utils.errors import UserError, writing
-from recipe.utils.files import fsync_directory, replace_file
+from recipe.utils.files import fsync, replace_file
 from recipe.utils.units import some
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,6 @@ def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
             replace_file(aside / log.name, log.read_bytes())
         for path in newer:
             path.rename(aside / path.name)
-        fsync_directory(aside)
-        fsync_directory(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
+        fsync(aside)
+        fsync(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
     logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", aside)

@@ -19,7 +19,7 @@ import numpy as np
 from recipe.config.catalog import unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.utils.errors import UserError, reading, writing
-from recipe.utils.files import fsync_directory, replace_file, sha256_of
+from recipe.utils.files import fsync, replace_file, sha256_of
 
 MAGIC = 20240520
 VERSION = 1
@@ -117,7 +117,7 @@ class OpenShard:
             os.fsync(self._file.fileno())
         sha256 = sha256_of(self.part)
         os.replace(self.part, path)
-        fsync_directory(path.parent)
+        fsync(path.parent)
         return sha256
 
     def __exit__(self, *_) -> None:

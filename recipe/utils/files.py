@@ -5,29 +5,22 @@ import os
 from pathlib import Path
 
 
-def write_file(path: Path, data: bytes, *, flush: bool = True) -> None:
-    """Writes a new file and, with `flush`, waits until it is on the disk. Raises OSError, also where the name exists,
-    even as a link."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        if flush:
-            os.fsync(file.fileno())
-
-
 def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
     """Replaces a file, or a link, as a whole: a reader finds the old content or the new, with `flush` even after a
     power failure. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
-    write_file(temporary, data, flush=flush)
+    with temporary.open("xb") as file:
+        file.write(data)
+    if flush:
+        fsync(temporary)
     temporary.replace(path)
     if flush:
-        fsync_directory(path.parent)
+        fsync(path.parent)
 
 
-def fsync_directory(path: Path) -> None:
-    """Flushes the names in a directory to the disk: what was created, renamed or deleted there."""
+def fsync(path: Path) -> None:
+    """Flushes a file to the disk, or the names in a directory: what was created, renamed or deleted there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

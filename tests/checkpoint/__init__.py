@@ -14,4 +14,5 @@ def save(run_dir: Path, step: int, **state) -> Path:
     moments = {"exp_avg.a.weight": torch.ones(2, 3), "exp_avg_sq.a.weight": torch.ones(2, 3)}
     state = {"config": {"n_layer": 2, "learning_rate": 1e-3}, "data": {}} | state
     checkpoint = Checkpoint(checkpoint_path(run_dir, step), step, weights, moments, state)
-    return save_checkpoint(run_dir, checkpoint, {"config.json": b"{}"})
+    save_checkpoint(checkpoint, {"config.json": b"{}"})
+    return checkpoint.path
