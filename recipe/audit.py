@@ -95,24 +95,9 @@ def _stop(trainer: subprocess.Popen) -> None:
             return
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How a replay differs from the run.
-
-    Attributes:
-        step: the first logged step whose loss or gradient norm differs by more than the tolerance, if one does.
-        tensor: the one that differs most, "" where all are equal to the bit.
-        amount: by how much: its distance from the run's, as a share of how far the run moved it (the optimizer's
-            state: of its norm).
-    """
-
-    step: int | None
-    tensor: str
-    amount: float
-
-
-def compare(interval: Interval, replayed: Checkpoint, tolerance: float) -> Difference:
-    """Compares the run's losses, weights and optimizer state with the replay's."""
+def different_tensor(interval: Interval, replayed: Checkpoint) -> tuple[str, float]:
+    """The weight or optimizer state that differs most from the run's, "" where all are equal to the bit, and its
+    distance from the run's, as a share of how far the run moved it (the optimizer's state: of its norm)."""
     recorded = load_checkpoint(interval.end)
     before = load_checkpoint(interval.start).weights if interval.start else {}
     amounts = {}
@@ -123,12 +108,12 @@ def compare(interval: Interval, replayed: Checkpoint, tolerance: float) -> Diffe
             elif not torch.equal(ours[name], theirs[name]):
                 way = ours[name] - before[name] if name in before else ours[name]
                 amounts[name] = float((theirs[name] - ours[name]).norm() / way.norm().clamp(min=1e-30))
-    tensor = max(amounts, key=lambda name: amounts[name], default="")
-    step = _first_difference(interval, replayed.path.parent, tolerance)
-    return Difference(step, tensor, amounts.get(tensor, 0.0))
+    return max(amounts.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def _first_difference(interval: Interval, directory: Path, tolerance: float) -> int | None:
+def different_step(interval: Interval, directory: Path, tolerance: float) -> int | None:
+    """The first logged step whose loss or gradient norm differs by more than the tolerance from that of the replay in
+    `directory`, if one does."""
     first, last = step_of(interval.start) if interval.start else 0, step_of(interval.end)
     replayed = {line["step"]: line for line in read_metrics(directory / "metrics.jsonl")}
     for line in read_metrics(interval.end.parent / "metrics.jsonl"):
@@ -147,13 +132,14 @@ def audit(interval: Interval, replayed: Checkpoint, tolerance: float | None) -> 
         f"{name} {ran[name]!r} in the run, {here[name]!r} here" for name in CIRCUMSTANCES if ran[name] != here[name]
     ]
     allowed = (TOLERANCE if changed else 0.0) if tolerance is None else tolerance
-    found = compare(interval, replayed, allowed)
-    if not found.tensor and found.step is None:
+    tensor, amount = different_tensor(interval, replayed)
+    step = different_step(interval, replayed.path.parent, allowed)
+    if not tensor and step is None:
         return True, "equal to the bit"
-    where = f"{found.tensor or 'no tensor'} differs most, by {found.amount:.1e} of its way"
-    if found.step is None and found.amount <= allowed:
+    where = f"{tensor or 'no tensor'} differs most, by {amount:.1e} of its way"
+    if step is None and amount <= allowed:
         return True, f"equal within {allowed:g} ({where}; {'; '.join(changed) or 'as asked'})"
-    since = f"losses differ from step {found.step:,} on" if found.step is not None else "the logged losses are equal"
+    since = f"losses differ from step {step:,} on" if step is not None else "the logged losses are equal"
     return False, f"different: {since}; {'; '.join([where, *changed])}"
 
 

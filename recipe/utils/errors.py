@@ -26,9 +26,9 @@ class ExitCode(IntEnum):
 
 
 @contextmanager
-def reading(path: Path, way_out: str, done: str = "read") -> Generator[None, None, None]:
-    """Context in which a file is read, and nothing else is done: whatever a library raises there becomes a UserError
-    that names the file and the way out."""
+def reading(path: Path | str, way_out: str, done: str = "read") -> Generator[None, None, None]:
+    """Context in which a file, or what has another name, is read, and nothing else is done: whatever a library raises
+    there becomes a UserError that names it and the way out."""
     try:
         yield
     except UserError:
