@@ -6,6 +6,7 @@ from recipe.config.fields import (
     BLOCK,
     FIELDS,
     ROOT,
+    SIZES,
     Config,
     DataConfig,
     DataSet,

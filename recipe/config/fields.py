@@ -73,6 +73,8 @@ class DataConfig:
     mixture: tuple["DataSet", ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
 
 
+# The fields that decide the shapes of a model's tensors, under the names that transformers gives them.
+SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
 # What a recipe says, besides dataset_name, about its own data set, and about no other.
 OF_ONE_DATA_SET = (
     *("val_data", "train_text", "dataset_config", "dataset_split", "dataset_revision", "dataset_source"),

@@ -1,11 +1,10 @@
 """Builds the model that a configuration describes, with its first weights."""
 
-import dataclasses
 from functools import partial
 
 from transformers import GPT2Config
 
-from recipe.config import Config, ModelConfig
+from recipe.config import SIZES, Config, ModelConfig
 from recipe.data.tokenizer import open_tokenizer
 from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
 from recipe.model.loss import next_token_loss
@@ -28,11 +27,7 @@ def build_model(
     model = config.model
     end_of_text = open_tokenizer(config.data.tokenizer).end_of_text
     wanted = GPT2Config(
-        n_layer=model.n_layer,
-        n_head=model.n_head,
-        n_embd=model.n_embd,
-        n_positions=model.n_positions,
-        vocab_size=model.vocab_size,
+        **{name: getattr(model, name) for name in SIZES},
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         resid_pdrop=model.dropout,
@@ -65,13 +60,9 @@ def check_init_from(model: ModelConfig) -> None:
     _check_config(model, directory)
 
 
-def _sizes(model: ModelConfig) -> dict[str, int]:
-    return {k: v for k, v in dataclasses.asdict(model).items() if k.startswith("n_") or k == "vocab_size"}
-
-
 def _check_config(model: ModelConfig, directory: str) -> None:
     theirs = read_config(directory)
-    found = {k: getattr(theirs, k) for k in _sizes(model)}
+    found = {k: getattr(theirs, k) for k in SIZES}
     if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in found.items() if v != getattr(model, k)]:
         raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
     check_supported(theirs)
