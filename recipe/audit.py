@@ -13,7 +13,6 @@ equal to the bit, elsewhere within a tolerance (docs/fault-tolerance.md). Exit c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shlex
@@ -30,7 +29,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from recipe.checkpoint.format import Checkpoint, checkpoint_path, checkpoints, load_checkpoint, step_of, verify
+from recipe.checkpoint.format import Checkpoint, checkpoints, load_checkpoint, state_of, step_of, verify
 from recipe.config import FIELDS, ROOT
 from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
@@ -61,7 +60,7 @@ class Interval:
 def replay(interval: Interval, directory: Path, launch: str, flags: str) -> Checkpoint:
     """Trains from the interval's start to its end in `directory`, as the run was configured at its end except for
     `flags`, and returns the checkpoint. Raises UserError where the trainer ends before."""
-    recorded = json.loads((interval.end / "trainer_state.json").read_text())
+    recorded = state_of(interval.end)
     config = {name: value for name, value in recorded["config"].items() if name in FIELDS and name not in NOT_REPLAYED}
     config |= {"save_steps": recorded["step"], "eval_tokens": config["sequence_length"]}
     config["output_dir"] = str(directory / "run")
@@ -69,7 +68,7 @@ def replay(interval: Interval, directory: Path, launch: str, flags: str) -> Chec
     recipe.write_text(yaml.safe_dump(config))
     if interval.start:
         shutil.copytree(interval.start, directory / "run" / interval.start.name)
-    reached = checkpoint_path(directory / "run", recorded["step"])
+    reached = directory / "run" / interval.end.name
     program = [*(shlex.split(launch) or [sys.executable]), str(ROOT / "recipe/train.py")]
     command = [*program, "--config", str(recipe), *shlex.split(flags)]
     with open(directory / "log", "w") as log:
@@ -95,11 +94,11 @@ def _stop(trainer: subprocess.Popen) -> None:
             return
 
 
-def different_tensor(interval: Interval, replayed: Checkpoint) -> tuple[str, float]:
+def different_tensor(recorded: Checkpoint, replayed: Checkpoint, start: Path | None) -> tuple[str, float]:
     """The weight or optimizer state that differs most from the run's, "" where all are equal to the bit, and its
-    distance from the run's, as a share of how far the run moved it (the optimizer's state: of its norm)."""
-    recorded = load_checkpoint(interval.end)
-    before = load_checkpoint(interval.start).weights if interval.start else {}
+    distance from the run's, as a share of how far the run moved it since `start` (the optimizer's state: of its
+    norm)."""
+    before = load_checkpoint(start).weights if start else {}
     amounts = {}
     for ours, theirs in ((recorded.weights, replayed.weights), (recorded.optimizer_state, replayed.optimizer_state)):
         for name in ours.keys() | theirs.keys():
@@ -126,13 +125,13 @@ def different_step(interval: Interval, directory: Path, tolerance: float) -> int
 
 def audit(interval: Interval, replayed: Checkpoint, tolerance: float | None) -> tuple[bool, str]:
     """Whether the interval's end is what came out of its start, and a sentence about it."""
-    ran = json.loads((interval.end / "trainer_state.json").read_text())["about"][-1]
-    here = replayed.state["about"][-1]
+    recorded = load_checkpoint(interval.end)
+    ran, here = recorded.state["about"][-1], replayed.state["about"][-1]
     changed = [
         f"{name} {ran[name]!r} in the run, {here[name]!r} here" for name in CIRCUMSTANCES if ran[name] != here[name]
     ]
     allowed = (TOLERANCE if changed else 0.0) if tolerance is None else tolerance
-    tensor, amount = different_tensor(interval, replayed)
+    tensor, amount = different_tensor(recorded, replayed, interval.start)
     step = different_step(interval, replayed.path.parent, allowed)
     if not tensor and step is None:
         return True, "equal to the bit"

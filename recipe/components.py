@@ -1,7 +1,6 @@
 """What the loop drives: built, restored from a checkpoint, and closed."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint, load_checkpoint
+from recipe.checkpoint.format import Checkpoint, load_checkpoint, state_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, BatchPlan, Config, data_sets
@@ -144,7 +143,7 @@ def _check_run_directory(config: Config) -> None:
     chosen, rewound = (None, False) if new else continue_from(run_dir, flat)
     if chosen is None:
         return
-    state = json.loads((chosen / "trainer_state.json").read_text())
+    state = state_of(chosen)
     check_same_run(state, flat, open_tokenizer(config.data.tokenizer), run_dir)
     if state["step"] < config.optimizer.max_steps:
         before = ", before the decay; what is newer is set aside" if rewound else ""

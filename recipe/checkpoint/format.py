@@ -146,6 +146,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def state_of(checkpoint: Path) -> dict:
+    """The trainer_state.json of a checkpoint. Raises OSError, and ValueError for a damaged one."""
+    return json.loads((checkpoint / "trainer_state.json").read_text())
+
+
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
     """The files of a whole checkpoint that `from_pretrained` reads, or all of its files with `state`; never files that
     were added later."""

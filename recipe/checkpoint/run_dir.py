@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from recipe.checkpoint.format import (
     checkpoints,
     newest_whole,
     protect,
+    state_of,
     step_of,
     sweep,
     verify,
@@ -111,7 +111,7 @@ def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
     newest = newest_whole(run_dir)
     if newest is None or config["lr_scheduler_type"] != "wsd":
         return newest, False
-    plan = _optimizer(json.loads((newest / "trainer_state.json").read_text())["config"])
+    plan = _optimizer(state_of(newest)["config"])
     if not 0 < plan.decay_start < step_of(newest) or config["max_steps"] <= plan.max_steps:
         return newest, False
     start = checkpoint_path(run_dir, plan.decay_start)

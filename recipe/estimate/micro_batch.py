@@ -8,14 +8,13 @@ deleted, and the random numbers continue as if there had been none.
 
 import dataclasses
 import gc
-import json
 import logging
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import checkpoints
+from recipe.checkpoint.format import checkpoints, state_of
 from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
@@ -158,7 +157,7 @@ def _of_checkpoint(config: Config, engine: Engine) -> tuple[int, bool] | None:
     now = config.flat()
     found = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
     try:
-        state = json.loads((found[-1] / "trainer_state.json").read_text())
+        state = state_of(found[-1])
         before = state["config"]
         same = state["engine"] == engine.name and all(now[k] in (before[k], "auto") for k in _SAME)
         return (int(before["micro_batch_size"]), before["gradient_checkpointing"]) if same else None

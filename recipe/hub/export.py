@@ -10,7 +10,6 @@ files, unless they are there already; it replaces a README.md that differs (its 
 """
 
 import argparse
-import json
 import logging
 import math
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 
-from recipe.checkpoint.format import checkpoints, files_of, newest_whole, step_of, verify
+from recipe.checkpoint.format import checkpoints, files_of, newest_whole, state_of, step_of, verify
 from recipe.config import check_repo_name
 from recipe.engine.launch import fail
 from recipe.hub.access import check_access
@@ -87,7 +86,7 @@ def push(args: argparse.Namespace) -> ExitCode:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE is set; unset it where the Hub can be reached, and push there")
     final = choose(args.run, args.best)
-    config = json.loads((final / "trainer_state.json").read_text()).get("config", {})
+    config = state_of(final).get("config", {})
     private = args.private or bool(config.get("hub_private_repo"))
     license = "" if args.no_card else args.license or config.get("hub_license", "")
     state = args.state or config.get("push_to_hub") == "state"

@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
+from recipe.checkpoint.format import state_of
 from recipe.config import SIZES, ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
@@ -37,7 +38,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     run's hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError for
     a results.json that eval/ did not write, OSError, and ValueError for other damaged files.
     """
-    state = redacted(json.loads((checkpoint / "trainer_state.json").read_text()))
+    state = redacted(state_of(checkpoint))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
     lines = [n for n in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if n["step"] <= step]
     line = next((line for line in reversed(lines) if line["step"] == step), {})

@@ -23,7 +23,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
-from recipe.checkpoint.format import checkpoint_path, checkpoints, files_of, step_of, verify
+from recipe.checkpoint.format import checkpoint_path, checkpoints, files_of, state_of, step_of, verify
 from recipe.config import Config
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
@@ -43,11 +43,6 @@ ATTEMPTS = 6  # failures allowed while `wait` runs: with PAUSE, longer than the 
 def branch_of(step: int) -> str:
     """The name of a checkpoint's branch."""
     return f"step-{step:06d}"
-
-
-def recorded_step(checkpoint: Path) -> int:
-    """The step recorded in a checkpoint, whatever its directory's name."""
-    return json.loads((checkpoint / "trainer_state.json").read_text())["step"]
 
 
 @dataclass
@@ -94,7 +89,7 @@ class Uploads:
         steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
         final = {}
         if self.final and (self.final / "trainer_state.json").is_file():
-            steps[recorded_step(self.final)] = self.final
+            steps[state_of(self.final)["step"]] = self.final  # whatever its directory's name
             final = {MAIN: self.final}
         return {branch_of(step): path for step, path in sorted(steps.items())} | final
 
@@ -117,7 +112,7 @@ class Uploads:
     def _commit(self, api: HfApi, branch: str, checkpoint: Path) -> None:
         # Not upload_folder: the card is generated here, and other files beside the model are not uploaded.
         files = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=self.state)]
-        step = recorded_step(checkpoint)
+        step = state_of(checkpoint)["step"]
         if self.state:
             lines = [line for line in read_metrics(checkpoint.resolve().parent / METRICS) if line["step"] <= step]
             text = "".join(json.dumps(line) + "\n" for line in lines)
