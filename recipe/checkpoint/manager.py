@@ -56,7 +56,6 @@ class CheckpointManager:
         self._saved_step = resumed.step if resumed else 0
         self._thread: threading.Thread | None = None
         self._failed = False  # the last save
-        self._committed: int | None = None  # the newest step
         if engine.processes.is_main:
             tokenizer = open_tokenizer(config.data.tokenizer)
             self._files = _model_files(self._model, tokenizer)
@@ -101,8 +100,8 @@ class CheckpointManager:
         collective call."""
         self._engine.stop.leave()
         self.wait()
-        if self._committed is not None:
-            self._prune(self._committed)
+        if self._engine.processes.is_main and not self._failed:
+            self._prune(self._saved_step)
         return self._engine.processes.broadcast_object(not self._failed)
 
     def join(self) -> None:
@@ -119,7 +118,7 @@ class CheckpointManager:
         except Exception as error:  # whatever the error, the run goes on
             self._report_failure(checkpoint.step, error)
             return
-        self._failed, self._metrics.warning, self._committed = False, "", checkpoint.step
+        self._failed, self._metrics.warning = False, ""
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
         how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
         logger.info("step %d: saved %s, %s", checkpoint.step, checkpoint.path, how_long)
@@ -127,7 +126,7 @@ class CheckpointManager:
 
     def _prune(self, newest: int) -> None:
         try:
-            prune(self._run_dir, newest, self._config, dict(self._metrics.val_losses))
+            prune(self._run_dir, newest, self._config, self._metrics.val_losses)
         except (OSError, UserError) as error:  # the latter where metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

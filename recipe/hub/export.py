@@ -56,12 +56,11 @@ def choose(run: Path, best: bool) -> Path:
         if problems := verify(run.resolve()):  # `run` may be a link
             raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
         return run
-    if not checkpoints(run):
-        raise UserError(f"{run}: no checkpoint there; name a run directory, such as runs/shakespeare")
     checkpoint = best_whole(run) if best else newest_whole(run)
     if checkpoint is None:
-        wanted = ", evaluated at its step (eval_steps); omit --best to take the newest" if best else ""
-        raise UserError(f"{run}: no checkpoint there is whole{wanted}")
+        evaluated = " is whole and was evaluated at its step (eval_steps); omit --best to take the newest"
+        way_out = evaluated if best else "; name a run directory, such as runs/shakespeare"
+        raise UserError(f"{run}: no checkpoint there{way_out}")
     return checkpoint
 
 

@@ -189,8 +189,7 @@ class RunningLoss:
     def read(self, mean: Mean) -> float:
         """The mean since the last reading, NaN if there was no step; collective, and waits for the device."""
         state = self.state_dict(mean)
-        self._sum.zero_()
-        self._count.zero_()
+        self.load_state_dict({"sum": 0.0, "count": 0})
         return state["sum"] / state["count"] if state["count"] else math.nan
 
     def state_dict(self, mean: Mean) -> dict:
