@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
@@ -73,7 +72,7 @@ class CheckpointManager:
             return
         self._saved_step = step
         state = {
-            "record": copy.deepcopy(record),
+            "record": dict(record),
             "tokens": step * self._config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self._optimizer),
         } | {name: component.state_dict() for name, component in self._components.items()}
@@ -116,7 +115,12 @@ class CheckpointManager:
                 self._metrics.sync()
                 save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on
-            self._report_failure(checkpoint.step, error)
+            self._failed, self._metrics.warning = True, f"step {checkpoint.step} not saved"
+            reason = error if isinstance(error, UserError) else getattr(error, "strerror", None) or repr(error)
+            found = checkpoints(self._run_dir)
+            newest = f"{found[-1].name} is the newest" if found else "there is no"
+            continues = f"training continues; {newest} checkpoint in {self._run_dir}"
+            logger.warning("step %d: NOT SAVED: %s; %s", checkpoint.step, reason, continues)
             return
         self._failed, self._metrics.warning = False, ""
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
@@ -129,15 +133,6 @@ class CheckpointManager:
             prune(self._run_dir, newest, self._config, self._metrics.val_losses)
         except (OSError, UserError) as error:  # the latter where metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
-
-    def _report_failure(self, step: int, error: Exception) -> None:
-        self._failed = True
-        self._metrics.warning = f"step {step} not saved"
-        reason = error if isinstance(error, UserError) else getattr(error, "strerror", None) or repr(error)
-        found = checkpoints(self._run_dir)
-        newest = f"{found[-1].name} is the newest" if found else "there is no"
-        logger.warning("step %d: NOT SAVED: %s", step, reason)
-        logger.warning("WARNING    training continues; %s checkpoint in %s", newest, self._run_dir)
 
 
 def _model_files(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer) -> dict[str, bytes]:
