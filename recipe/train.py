@@ -31,7 +31,7 @@ from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.shutdown import Interrupted
 from recipe.estimate.micro_batch import micro_batch
 from recipe.hub.upload import Uploads, open_uploads
-from recipe.monitor.summary import Result, announce, summarize
+from recipe.monitor.summary import announce, summarize
 from recipe.monitor.trackers import check_tracker
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import ExitCode, UserError
@@ -72,8 +72,8 @@ def run(config: Config, engine: Engine) -> ExitCode:
         uploads, code = open_uploads(config, engine.processes), ExitCode.DONE
         if not is_complete(config, engine.processes, checkpoint):
             with open_components(config, batch, engine, checkpoint) as parts:
-                result = train(config, batch, parts, uploads)
-            code = summarize(config, result)
+                val_loss, saved = train(config, batch, parts, uploads)
+            code = summarize(config, parts.metrics, val_loss, saved)
         if code == ExitCode.DONE:
             engine.stop.at_boundary()  # from now on Ctrl-C leaves the uploads for later
             code = uploads.wait(stopped=lambda: engine.stop.requested)
@@ -95,8 +95,9 @@ def optimizer_step(
     return grad_norm, skip
 
 
-def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads) -> Result:
-    """Trains to max_steps, or until all processes have agreed to stop."""
+def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads) -> tuple[float | None, bool]:
+    """Trains to max_steps, or until all processes have agreed to stop. Returns the last validation loss in nats per
+    token, None where the run was stopped, and whether the last checkpoint was written."""
     engine, model, optimizer, metrics = parts.engine, parts.model, parts.optimizer, parts.metrics
     step, stopping = parts.first_step, False
     model.train()
@@ -149,7 +150,7 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
     saved = parts.checkpoints.finish()
     parts.check_data_errors(saved)
     val_loss = None if stopping else record["val_loss"]
-    return Result(val_loss, saved, metrics.seconds, metrics.pauses)
+    return val_loss, saved
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import logging
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from recipe.config import BLOCK, ROOT, BatchPlan, Config, data_sets
@@ -18,28 +17,11 @@ from recipe.estimate.memory import (
     parameter_count,
 )
 from recipe.estimate.micro_batch import engine_kind
-from recipe.monitor.metrics import val_losses
+from recipe.monitor.metrics import Metrics
 from recipe.utils.errors import ExitCode
 from recipe.utils.units import duration, gb, plural, si
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of the training loop.
-
-    Attributes:
-        val_loss: the last validation loss in nats per token, None if a signal stopped the run early.
-        saved: whether the last checkpoint was written.
-        seconds, pauses: spent on training, and on validation, saving and the like; over the whole run, earlier
-            processes included.
-    """
-
-    val_loss: float | None
-    saved: bool
-    seconds: float
-    pauses: float
 
 
 def announce(config: Config, batch: BatchPlan, engine: Engine, found: str) -> None:
@@ -117,35 +99,36 @@ def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
     return f"time       about {duration(flops / (peak * mfu))} {basis}"
 
 
-def summarize(config: Config, result: Result) -> ExitCode:
-    """Logs how the run ended, with commands to copy, and returns the matching exit code."""
+def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: bool) -> ExitCode:
+    """Logs how the run ended, with commands to copy, and returns the matching exit code. `val_loss` and `saved` are
+    what `train` returns."""
     run_dir = Path(config.run.output_dir)
-    if not result.saved:
+    if not saved:
         logger.warning(
             "NOT SAVED  the last checkpoint could not be written into %s; the same command, without --fresh, continues "
             "from the checkpoint before it",
             run_dir,
         )
         return ExitCode.NOT_SAVED
-    if result.val_loss is None:
+    if val_loss is None:
         logger.info("stopped    before the end; the same command, without --fresh, continues from the last checkpoint")
         return ExitCode.RUN_AGAIN
-    for line in outcome(config, result, val_losses(run_dir)):
+    for line in outcome(config, metrics, val_loss):
         logger.info(line)
     return ExitCode.DONE
 
 
-def outcome(config: Config, result: Result, losses: dict[int, float]) -> Iterator[str]:
-    """The lines of the closing panel; `losses` is {step: validation loss} of the run."""
-    steps, run_dir = config.optimizer.max_steps, Path(config.run.output_dir)
+def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
+    """The lines of the closing panel; `val_loss` is that of the last step."""
+    steps, run_dir, losses = config.optimizer.max_steps, Path(config.run.output_dir), metrics.val_losses
     tokens = steps * config.optimizer.total_batch_tokens
-    yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {result.val_loss:.4f}"
+    yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {val_loss:.4f}"
     best = min(losses, key=lambda step: losses[step], default=steps)
     if best < steps:
         yield f"best       validation loss {losses[best]:.4f} at step {best:,}"
-    pauses = f"; {duration(result.pauses)} more for validation, saving and the like" if result.pauses >= 1 else ""
-    rate = tokens / max(result.seconds, 1e-9)
-    yield f"took       {duration(result.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
+    pauses = f"; {duration(metrics.pauses)} more for validation, saving and the like" if metrics.pauses >= 1 else ""
+    rate = tokens / max(metrics.seconds, 1e-9)
+    yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
     yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(run_dir / f'step_{steps:08d}')!r})"
     here = Path.cwd() == ROOT

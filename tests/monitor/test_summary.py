@@ -1,6 +1,7 @@
 """The opening and the closing panel of a run."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,14 +90,15 @@ def test_what_does_not_fit_says_what_helps():
 
 def test_the_closing_panel(whole_run, monkeypatch, tmp_path):
     config = parse_config(["--config=gpt2", "--max_steps=19073", "--output_dir=a run"])
-    result = summary.Result(3.2, True, seconds=5720.0, pauses=280.0)
-    assert list(summary.outcome(config, result, {250: 3.1234, 19073: 3.2}))[:3] == [
+    metrics = SimpleNamespace(seconds=5720.0, pauses=280.0, val_losses={250: 3.1234, 19073: 3.2})
+    assert list(summary.outcome(config, metrics, 3.2))[:3] == [
         "done       10 B tokens in 19,073 steps; validation loss 3.2000",
         "best       validation loss 3.1234 at step 250",
         "took       1 h 35 min of training, 1,748,207 tokens/s; 4 min 40 s more for validation, saving and the like",
     ]
     monkeypatch.chdir(tmp_path)
-    report = list(summary.outcome(config, result, {19073: 3.2}))[-2]  # with no line about the best
+    metrics.val_losses = {19073: 3.2}
+    report = list(summary.outcome(config, metrics, 3.2))[-2]  # with no line about the best
     assert report == f"  make -C {ROOT} report RUN={shlex.quote(str(tmp_path / 'a run'))}"
     run, _, output = whole_run
     assert output.splitlines()[-4:] == [
