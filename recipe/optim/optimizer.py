@@ -8,8 +8,8 @@ from recipe.config import OptimizerConfig
 from recipe.optim.muon import Muon
 from recipe.optim.schedule import MUON_MOMENTUM
 
-# Optimizer state, a tensor each of a parameter's shape: AdamW's, as torch names them, and Muon's.
 EPSILON = 1e-8  # of AdamW
+# Optimizer state, a tensor each of a parameter's shape: AdamW's, as torch names them, and Muon's.
 MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 

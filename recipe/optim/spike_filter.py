@@ -24,7 +24,6 @@ class SpikeFilter:
     """
 
     def __init__(self, device: torch.device, config: OptimizerConfig):
-        self.config = config
         limits = {"loss": config.skip_loss_z, "grad": config.skip_grad_z}
         self.limits = {name: limit for name, limit in limits.items() if limit}
         # steps skipped in total, in a row up to now, and the longest row since the last `check`
