@@ -199,7 +199,11 @@ def compare(runs: Runs) -> dict:
         curves[f"Muon, {length:g} of the tokens"], ends[length] = found, mean_end(found)
         share = share_of_tokens(ends, loss)
         length = neighbor(length, LENGTHS, -1 if ends[length] <= loss else 1)
-    return {"size": runs.name, "steps": runs.size.steps, "best": best, "curves": curves, "share_of_tokens": share}
+    result = {"size": runs.name, "steps": runs.size.steps, "best": best, "curves": curves, "share_of_tokens": share}
+    if len(runs.size.seeds) > 1:  # the standard deviation of a run's last loss over the seeds
+        variances = [statistics.variance(curve[-1][1] for curve in found) for found in curves.values()]
+        result["seed_noise"] = statistics.mean(variances) ** 0.5
+    return result
 
 
 def lines(r: dict) -> list[str]:
@@ -209,7 +213,8 @@ def lines(r: dict) -> list[str]:
     for name, found in r["curves"].items():
         out.append(f"{size}: {name}: {' and '.join(f'{curve[-1][1]:.3f}' for curve in found)}")
     at = f"{share:.2f}" if share else "none of these shares"
-    return [*out, f"{size}: Muon has AdamW's loss at {at} of its tokens"]
+    noise = f"; a seed moves a loss by {r['seed_noise']:.3f}" if "seed_noise" in r else ""
+    return [*out, f"{size}: Muon has AdamW's loss at {at} of its tokens{noise}"]
 
 
 def picture(results: dict, path: Path) -> None:
