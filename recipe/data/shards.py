@@ -131,7 +131,7 @@ class Manifest:
     """What a directory of prepared shards holds, from which text, and where an interrupted preparation continues.
 
     `shards` are in the order in which they were finished: {file, split, tokens, sha256, next}; `next` is the position
-    in the text after that shard (prepare/producer.py).
+    in the text after that shard (producer.py).
     """
 
     source: dict
