@@ -15,7 +15,7 @@ REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
 NEAR = 0.05
 # Texts with a published loss, by repository on the Hub or a file's SHA-256. The repositories are those of
-# recipe/config/catalog.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
+# recipe/config/fields.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
 DATASETS = {
     "huggingfacefw/fineweb-edu": "FineWeb-Edu",
     "kjj0/finewebedu10b-gpt2": "FineWeb-Edu",
