@@ -60,7 +60,7 @@ DEVICES = {
     "TPU V6E": Device(918e12, 32),
 }
 # Parts of a name beside the model: vendor, memory, socket.
-_BESIDE = re.compile(r"(NVIDIA|TESLA|GEFORCE) | (\d+GB?|HBM\d\w?|SXM\d)(?= |$)")
+_BESIDE = re.compile(r"(NVIDIA|TESLA|GEFORCE) | (\d+GB?|HBM\d\w?|SXM\d?)(?= |$)")
 
 
 def known_name(name: str) -> str:
@@ -87,7 +87,7 @@ def named_devices(text: str) -> tuple[int, str]:
     if not count and (tpus := re.fullmatch(r"(v\d\w?)-([1-9]\d*)", name.lower().replace("litepod", "e"))):
         name, cores = tpus[1], int(tpus[2])
         count = max(1, cores // 2) if name in ("v4", "v5p") else cores  # their chips have two cores, but are one device
-    for known in (name.upper(), f"RTX {name}", f"TPU {name.upper()}"):
+    for known in (name.upper(), f"RTX {name}", f"TPU {name.upper()}", known_name(name)):
         if known in DEVICES:
             return int(count or 1), known
     raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")

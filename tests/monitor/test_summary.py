@@ -36,6 +36,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     # 154 K tokens/s, as for the run of 10 B tokens that took 18 hours
     assert panel("v3-8", *run)["time"].startswith("about 17 h 49 min at 26.8 % MFU, published by a Kaggle notebook")
     eight = panel("8xh100", "--config=gpt2")
+    assert eight == panel("8 x NVIDIA H100 80GB HBM3", "--config=gpt2") == panel("8xh100-sxm", "--config=gpt2")
     assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
     assert eight["memory"].endswith("GB a device (estimate) of 80.0 GB")
     # 855,166,464 FLOP x 19,073 x 524,288 / (0.329 x 8 x 989e12) = 3,285 s; the journal's run took 59.5 min in all
