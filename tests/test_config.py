@@ -114,6 +114,7 @@ def test_each_limit_is_of_a_field_and_kept():
     ("text", "message"),
     [
         ("max_steps: 1.5", "mine.yaml: max_steps is '1.5'; it must be INTEGER"),
+        ("max_steps: 0", "mine.yaml: max_steps is 0; it must be at least 1"),
         ("micro_batch_size: automatic", "micro_batch_size is 'automatic'; it must be INTEGER|auto"),
         ("streaming: maybe", "streaming is 'maybe'; it must be true|false"),
         ("precision: fp8", "precision is 'fp8'; it must be auto|fp32|tf32|bf16|fp16"),

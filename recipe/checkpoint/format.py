@@ -67,7 +67,7 @@ def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
     temporary = final.with_name(f"{_SAVING}{final.name}")
     for name, tensor in (*checkpoint.weights.items(), *checkpoint.optimizer_state.items()):
         if not tensor.isfinite().all():
-            way_out = "lower learning_rate and continue from an earlier checkpoint: the best one is kept"
+            way_out = "lower learning_rate and continue from an earlier checkpoint, of which the best is kept"
             raise UserError(f"{name} holds inf or NaN; {way_out}")
     sweep(final.parent)
     try:
@@ -197,7 +197,7 @@ def verify(path: Path) -> list[str]:
         listed = json.loads((path / "manifest.json").read_bytes())["files"]
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return [f"manifest.json is not a manifest ({type(error).__name__})"]
+        return [f"manifest.json is missing or damaged ({type(error).__name__})"]
     if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
         return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]

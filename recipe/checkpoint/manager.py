@@ -118,9 +118,9 @@ class CheckpointManager:
             self._failed, self._metrics.warning = True, f"step {checkpoint.step} not saved"
             reason = error if isinstance(error, UserError) else getattr(error, "strerror", None) or repr(error)
             found = checkpoints(self._run_dir)
-            newest = f"{found[-1].name} is the newest" if found else "there is no"
-            continues = f"training continues; {newest} checkpoint in {self._run_dir}"
-            logger.warning("step %d: NOT SAVED: %s; %s", checkpoint.step, reason, continues)
+            newest = f"{found[-1].name} is the newest" if found else "there is no other"
+            continues = f"Training continues; {newest} checkpoint in {self._run_dir}"
+            logger.warning("step %d: NOT SAVED: %s. %s", checkpoint.step, reason, continues)
             return
         self._failed, self._metrics.warning = False, ""
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
