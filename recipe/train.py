@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         check_tracker(config.run.report_to)
-        engine = open_engine(config.run.precision, config.run.plan_device)
+        engine = open_engine(config.run.precision, config.run.plan_device, deterministic=config.run.deterministic)
         set_up_logging(main=engine.processes.is_main)
         code = run(config, engine)
         engine.close()

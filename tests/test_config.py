@@ -43,13 +43,19 @@ def test_the_fields():
         max_steps total_batch_tokens micro_batch_size optim learning_rate lr_scheduler_type decay_fraction
         min_lr_fraction warmup_steps weight_decay adam_beta1 adam_beta2 muon_learning_rate muon_weight_decay
         max_grad_norm skip_loss_z skip_grad_z
-        config run_name output_dir seed precision torch_compile torch_compile_mode gradient_checkpointing
+        config run_name output_dir seed precision deterministic torch_compile torch_compile_mode gradient_checkpointing
         loss_chunk_size fused_loss logging_steps eval_steps eval_tokens save_steps save_total_limit milestone_steps
         push_to_hub hub_model_id hub_private_repo hub_license sample_steps hellaswag_steps hellaswag_limit report_to
         fresh max_hours dry_run""",
     )
     assert list(FIELDS) == names
-    assert len(FIELDS) <= 65
+    assert len(FIELDS) <= 66
+
+
+def test_a_run_that_others_can_audit_is_deterministic_unless_its_user_says_no(recipe):
+    of = lambda *words: parse_config([*words, "--hub_model_id=an-org/a-name"]).run.deterministic  # noqa: E731
+    assert [of("--push_to_hub=true"), of("--push_to_hub=state")] == [False, True]
+    assert of("--push_to_hub=state", "--deterministic=false") is False
 
 
 def test_yaml_then_command_line(recipe):

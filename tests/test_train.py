@@ -191,6 +191,19 @@ def test_bf16_gradient_checkpointing_and_chunks_follow_the_fp32_curve(shards, tm
     assert not torch.equal(weight, weight.bfloat16().float())  # master weights have bits that bf16 lacks
 
 
+def test_a_compiled_run_is_the_same_to_the_bit_twice_and_resumed(shards, tmp_path):
+    """With two threads, which add to the same rows of the embedding's gradient."""
+    settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": 0, "dataset_name": shards}
+    settings = TINY | settings | {"n_layer": 1, "total_batch_tokens": 512, "micro_batch_size": 32}
+    for name in ("run", "again", "again"):
+        result = run_train(*flags(**settings, output_dir=tmp_path / name), env={"OMP_NUM_THREADS": "2"})
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert_equal_tensors(*(tmp_path / run / "step_00000008" for run in ("run", name)))
+        shutil.rmtree(tmp_path / "again" / "step_00000008", ignore_errors=True)
+    assert "from step 4" in result.stdout
+    assert losses(by_step(tmp_path / "again")) == losses(by_step(tmp_path / "run"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient_checkpointing", ["false", "true"])  # the whole model, each block by itself
 def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path, gradient_checkpointing):

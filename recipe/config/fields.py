@@ -159,6 +159,10 @@ class RunConfig:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = setting(
         "auto", "arithmetic of a step (weights and optimizer state stay fp32); auto: the best that the device has"
     )
+    deterministic: bool = setting(
+        False,
+        "two runs on one GPU are equal to the bit, at some cost; on a CPU they always are (push_to_hub state: true)",
+    )
     torch_compile: bool = setting(False, "torch.compile the model")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = setting(
         "default", "compile the whole model; one block, used for all (quick); or the whole, every kernel tuned (slow)"

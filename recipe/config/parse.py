@@ -44,6 +44,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
     values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
+    values.setdefault("deterministic", values.get("push_to_hub") == "state")  # or others could not audit it so exactly
+
     def of(part: type[ModelConfig | DataConfig | OptimizerConfig | RunConfig]) -> dict:
         return {field.name: values[field.name] for field in fields(part) if field.name in values}
 

@@ -95,6 +95,7 @@ class Engine:
             self.idle_gpus = max(0, torch.cuda.device_count() - self.processes.local_world_size)
             self.eval_multiples = (1, 64, 1)  # few lengths: cuDNN plans attention with a mask for each of them
         if self.device.type == "cpu":
+            hardware.use_deterministic_algorithms()
             hardware.tune_cpu(local_world_size=self.processes.local_world_size)
             self.device_name = f"CPU ({plural(torch.get_num_threads(), 'thread')} a process)"
             self.attention = block_attention if self.precision == "bf16" else None

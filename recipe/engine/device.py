@@ -117,6 +117,18 @@ def set_up_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def use_deterministic_algorithms() -> None:
+    """Makes two runs of the same program equal to the bit, compiled too; call it before CUDA starts.
+
+    On a GPU attention then does without cuDNN, and Inductor tunes no kernels. On a CPU it costs nothing: what else
+    differs there is the embedding's gradient, which compiled code would add up atomically.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # It would only help to find bugs, and takes time. (An attribute of the module's class.)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: the most that the allocator of a CUDA device has held since the last `reset_peak_memory`; elsewhere the
     process's largest resident set, which cannot be reset."""
@@ -209,6 +221,10 @@ def processor() -> str:
 def compile_graph(model: torch.nn.Module, mode: str) -> None:
     """Compiles in place, which keeps `_orig_mod.` out of the names, as one graph; with tuned kernels (max-autotune) or
     without."""
+    if torch.are_deterministic_algorithms_enabled():
+        import torch._inductor.config as inductor
+
+        inductor.deterministic = True  # or a kernel's sums would depend on which of its variants was faster
     # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 

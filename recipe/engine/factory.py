@@ -5,19 +5,21 @@ import os
 from accelerate.utils import is_torch_xla_available
 
 from recipe.engine.base import Engine
-from recipe.engine.device import set_up_allocator
+from recipe.engine.device import set_up_allocator, use_deterministic_algorithms
 from recipe.engine.launch import check_launch, wants_deepspeed, wants_fsdp
 
 
-def open_engine(precision: str = "auto", planned: str = "") -> Engine:
+def open_engine(precision: str = "auto", planned: str = "", *, deterministic: bool = False) -> Engine:
     """The engine of this process: XLA, DeepSpeed or FSDP where the launch chose it, else one device or DDP; or one that
-    stands for the devices `planned`. A collective call. Raises UserError for a launch that would not train what the
-    recipe describes."""
+    stands for the devices `planned`. `deterministic`: on a GPU too; on a CPU it always is. A collective call. Raises
+    UserError for a launch that would not train what the recipe describes."""
     if planned:
         from recipe.engine.planned import PlannedEngine
 
         return PlannedEngine(precision, planned)
     set_up_allocator()
+    if deterministic:
+        use_deterministic_algorithms()
     check_launch()
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroEngine as engine
