@@ -383,12 +383,3 @@ def test_processes_that_would_train_alone_are_refused(shards, tmp_path):
     error = refused(tiny(shards, tmp_path / "run"), {"ACCELERATE_USE_CPU": "false"})
     assert "each would train alone" in error
     assert "ACCELERATE_USE_CPU=true" in error
-
-
-@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")
-def test_a_tpu_without_torch_xla(command, monkeypatch):
-    """Rather than a run on the machine's CPU that nobody notices."""
-    monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    code, _, err = command(["--dry_run"])
-    assert code == 2
-    assert "PJRT_DEVICE is set, but torch_xla is not installed: pip install -e '.[tpu]'" in err

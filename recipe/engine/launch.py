@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.redaction import redact
@@ -39,6 +39,20 @@ def wants_deepspeed() -> bool:
 def wants_fsdp() -> bool:
     """Whether the launch asks for FSDP."""
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def wants_tpu() -> bool:
+    """Whether the launch asks for a TPU: of what tpu.yaml says, Accelerate passes on only `gpu_ids: tpu`."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == "tpu" or os.environ.get("PJRT_DEVICE") == "TPU"
+
+
+def has_tpu() -> bool:
+    """Whether this machine has a TPU, by Google's variable, by the device file of a v4 or an older one, or by the PCI
+    ids that JAX knows (jax/_src/hardware_utils.py)."""
+    chip = re.compile("PCI_ID=1AE0:(0027|0056|005E|0062|0063|006F|0076)")
+    pci = (file.read_text() for file in Path("/sys/bus/pci/devices").glob("*/uevent"))
+    device_files = Path("/dev").glob("accel[0-9]*")
+    return bool(os.environ.get("TPU_ACCELERATOR_TYPE")) or any(device_files) or any(map(chip.search, pci))
 
 
 def is_local_main_process() -> bool:
@@ -82,14 +96,19 @@ def fail(error: Exception) -> int:
 
 def check_launch() -> None:
     """Raises UserError for a launch whose environment shows that it would not train what was asked for."""
-    tpu = [name for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE") if name in os.environ]
-    if tpu and find_spec("torch_xla") is None and parse_flag_from_env("USE_TORCH_XLA", True):
+    xla, torch_tpu = is_torch_xla_available(), find_spec("torch_tpu") is not None
+    if wants_tpu() and not (xla and ("PJRT_DEVICE" in os.environ or has_tpu())):  # torch_xla would take the CPU, too
+        who, way_out = "the Accelerate file", "use another file, such as accelerate_configs/single.yaml"
+        if os.environ.get("PJRT_DEVICE") == "TPU":
+            who, way_out = "PJRT_DEVICE=TPU", "unset PJRT_DEVICE"
         raise UserError(
-            f"{tpu[0]} is set, but torch_xla is not installed: pip install -e '.[tpu]' to train on the TPU, or unset "
-            "it to train without"
+            f"{who} asks for a TPU, which cannot be used: found {'a' if has_tpu() else 'no'} chip, "
+            f"{'' if xla else 'no '}torch_xla, "
+            f"{'torch_tpu (TorchTPU, which is not supported yet)' if torch_tpu else 'no torch_tpu'}. "
+            f"On a TPU's machine pip install -e '.[tpu]'; elsewhere {way_out}"
         )
     has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "tpu")
     if has_gpu and not hidden and not torch.cuda.is_available() and not wants_cpu():
         raise UserError(
             f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "

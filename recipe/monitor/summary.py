@@ -3,10 +3,12 @@
 import logging
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from recipe.config import BLOCK, ROOT, BatchPlan, Config, data_sets
 from recipe.engine.base import Engine
+from recipe.engine.launch import has_tpu
 from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
 from recipe.estimate.memory import (
     HEADROOM,
@@ -74,6 +76,8 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
     yield _forecast(config, batch, engine)
     if engine.idle_gpus:
         yield f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
+    if engine.device.type == "cpu" and (has_tpu() or find_spec("torch_tpu")):
+        yield "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     if run.torch_compile and engine.no_compile:
         yield f"note       not compiled: {engine.no_compile}"
     if engine.note:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +15,7 @@ import torch
 from recipe.engine import factory
 from recipe.engine.launch import check_launch, fail
 from recipe.utils.errors import UserError
-from tests.conftest import ROOT, launch, run_train
+from tests.conftest import ROOT, environment, launch, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -74,6 +77,50 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_reason_to_train_on_the_cpu_unnotice
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             check_launch()
+
+
+NO_TPU = pytest.mark.skipif(find_spec("torch_xla") is not None, reason="needs an environment without torch_xla")
+
+
+@NO_TPU
+def test_the_tpu_line_of_the_readme_never_trains_on_the_cpu():
+    """A promise: who names tpu.yaml gets a TPU or an error, whatever becomes of the engines behind it."""
+    lines = re.findall(r"`(accelerate launch .*accelerate_configs/tpu.yaml [^`]+)`", (ROOT / "README.md").read_text())
+    assert len(lines) == 1
+    env = environment({"ACCELERATE_USE_CPU": "false", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    result = subprocess.run(lines[0].split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: the Accelerate file asks for a TPU, which cannot be used: found no chip, no torch_xla, no torch_tpu. "
+        "On a TPU's machine pip install -e '.[tpu]'; elsewhere use another file, such as accelerate_configs/single.yaml"
+    ]
+    assert "exit status 2" in result.stderr  # the launcher itself ends with 1
+    assert result.stdout == ""
+
+
+@NO_TPU
+@pytest.mark.parametrize(
+    ("asked", "there", "message"),
+    [
+        ({"PJRT_DEVICE": "TPU"}, (), "PJRT_DEVICE=TPU asks .* no torch_xla, .* elsewhere unset PJRT_DEVICE$"),
+        ({"TPU_ACCELERATOR_TYPE": "v5e-8"}, (), "found a chip, no torch_xla, no torch_tpu. On"),
+        ({}, ("torch_tpu",), r"no chip, no torch_xla, torch_tpu \(TorchTPU, which is not supported yet\)"),
+        ({}, ("torch_xla",), "no chip, torch_xla, no torch_tpu"),  # which would take the CPU for its device
+    ],
+)
+def test_what_is_missing_for_a_tpu_is_named(monkeypatch, asked, there, message):
+    for name, value in ({"CUDA_VISIBLE_DEVICES": "tpu"} | asked).items():  # what tpu.yaml sets
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("recipe.engine.launch.find_spec", lambda name: name in there or None)
+    monkeypatch.setattr("recipe.engine.launch.is_torch_xla_available", lambda: "torch_xla" in there)
+    with pytest.raises(UserError, match=message):
+        check_launch()
+
+
+def test_a_tpu_that_another_file_leaves_idle_is_named():
+    result = run_train("--dry_run", env={"TPU_ACCELERATOR_TYPE": "v5e-8"})
+    assert result.returncode == 0, result.stderr
+    assert "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it" in result.stdout
 
 
 @pytest.mark.slow
