@@ -166,8 +166,8 @@ TABLE = {
         "line 1: " + NO_COLUMN,
     ),
     "10 script": (
-        lambda at: at.prepare(at.file("texts.py", LOADER)),
-        "texts.py: no text or shards of a kind that is read",
+        lambda at: at.prepare(at.file("own/texts.py", LOADER).parent),
+        "own: a directory without text or shards; it holds 1 other file .py",
         ".jsonl",
     ),
     "11 few windows": (

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from recipe.config.fields import DATASETS, DataConfig
 from recipe.utils.errors import UserError
+from recipe.utils.units import plural
 
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
-PACKED = (".gz", ".bz2", ".zst")  # a text file may be compressed
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # a text file may be compressed: how pyarrow names that
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 # The settings that decide what the shards of a text hold.
 SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "text_column")
@@ -61,21 +62,24 @@ def short_name(shards: str) -> str:
 
 
 def text_suffix(path: Path) -> str:
-    """.jsonl for both x.jsonl and x.jsonl.gz; empty for what is not a text file."""
-    suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-    return suffix if suffix in TEXT_SUFFIXES else ""
+    """.jsonl for both x.jsonl and X.JSONL.gz; empty for what is not known to be text."""
+    suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED else path.suffix
+    return suffix.lower() if suffix.lower() in TEXT_SUFFIXES else ""
 
 
-def text_files(name: str) -> list[Path]:
-    """The text files of a path, a directory with its subdirectories, or a glob, by name. Hidden ones, a data set's
-    README.md and what a link to a directory leads to are not among them."""
+def text_files(name: str) -> tuple[list[Path], list[Path]]:
+    """The text files of a path, by name, and the files that are not read: of a directory with its subdirectories, those
+    with other endings. A file that is named, or matched by a glob, is text, unless it holds tokens (.bin). Hidden ones,
+    a data set's README.md and what a link to a directory leads to are in neither list."""
     directory = Path(name)
-    if directory.is_dir():
-        below = [path.relative_to(directory) for path in directory.rglob("*") if path.name != "README.md"]
-        found = [directory / path for path in below if not any(part.startswith(".") for part in path.parts)]
-    else:  # the name of a file may hold a bracket
-        found = [directory] if directory.is_file() else [Path(path) for path in glob.glob(name)]
-    return sorted((path for path in found if path.is_file() and text_suffix(path)), key=str)
+    if not directory.is_dir():  # the name of a file may hold a bracket
+        found = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name)), key=str)
+        files = [path for path in found if path.is_file()]
+        return ([] if any(path.suffix == ".bin" for path in files) else files), []
+    below = [path.relative_to(directory) for path in directory.rglob("*") if path.name.lower() != "readme.md"]
+    found = [directory / path for path in below if not any(part.startswith(".") for part in path.parts)]
+    files = sorted((path for path in found if path.is_file()), key=str)
+    return [path for path in files if text_suffix(path)], [path for path in files if not text_suffix(path)]
 
 
 def is_text(name: str) -> bool:
@@ -83,7 +87,7 @@ def is_text(name: str) -> bool:
     directory = Path(name)
     if not name or any(file for of in ("manifest.json", "*.bin", "*/*.bin") for file in directory.glob(of)):
         return False
-    return bool(text_files(name))
+    return bool(text_files(name)[0])
 
 
 def is_on_hub(name: str) -> bool:
@@ -99,12 +103,18 @@ def is_on_hub(name: str) -> bool:
 
 def unknown_data(name: str, field: str = "dataset_name") -> UserError:
     """The error for a name that is neither a path of text or shards nor a known name."""
-    kinds = (
-        f"text is a file, directory or quoted glob of {', '.join(TEXT_SUFFIXES)}, or of one of these with "
-        f"{', '.join(PACKED)} behind it; shards are a directory, a .bin file or a quoted glob of them"
-    )
-    exists = Path(name).exists() or glob.glob(name)
-    what = "no text or shards of a kind that is read" if exists else "no such file, directory or data set"
-    return UserError(
-        f"{field} {name}: {what}. Known names are {', '.join(DATASETS)}; a data set on the Hub is ORG/NAME; {kinds}"
-    )
+    if Path(name).is_dir():
+        others = text_files(name)[1]
+        what = f"a directory without text or shards; it holds {plural(len(others), 'other file')} {endings(others)}"
+        way_out = f"give {', '.join(TEXT_SUFFIXES)} (also {', '.join(PACKED)}) or .bin files; a quoted glob, as in "
+        way_out += f"'{name.rstrip('/')}/*', reads files of any ending as text"
+    else:
+        what = "no such file, directory or data set"
+        names = ", ".join(DATASETS)
+        way_out = f"give text or .bin files, a directory or a quoted glob, ORG/NAME on the Hub, or one of {names}"
+    return UserError(f"{field} {name}: {what}\n{way_out}")
+
+
+def endings(files: list[Path]) -> str:
+    """Of files, in short: '.py .text LICENSE'."""
+    return " ".join(sorted({path.suffix or path.name for path in files})[:8])

@@ -1,17 +1,21 @@
-"""Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON line or a row of parquet.
+"""Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON object or a row of a table.
 
 A column of text is tokenized; one of token ids is read as it is.
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import json
+import logging
 import os
 import re
+import shlex
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,18 +24,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.config.catalog import text_files, text_suffix
+from recipe.config.catalog import PACKED, TEXT_SUFFIXES, endings, text_files, text_suffix
 from recipe.data.shards import DTYPE, Manifest
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import sha256_of
+from recipe.utils.units import plural
+
+logger = logging.getLogger(__name__)
 
 PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
 LONGEST_PIECE = 1 << 20
 # No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the whole.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
-_WHOLE = "is it whole, and UTF-8?"
+_JSON = "expected one object per line, or in .json an array of objects"
 
 Pieces = Iterable[str | np.ndarray]  # of a text; or its tokens, (tokens,), uint16. Nothing of an empty document.
 
@@ -164,7 +171,7 @@ class TextFiles:
 
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty where no text file matches."""
-        self.paths, self.column = text_files(name), column
+        (self.paths, self._skipped), self.column = text_files(name), column
 
     def __str__(self) -> str:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
@@ -178,47 +185,100 @@ class TextFiles:
         return {}
 
     def pin(self, manifest: Manifest) -> None:
-        """As HubText's."""
+        """As HubText's; logs which files of a directory are not read."""
+        if skipped := self._skipped:
+            kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
+            logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
         """All documents in order, or those from an earlier document's `stream` on, whose state is a file's number."""
         index, first = (stream["document"], stream["state"]) if stream else (0, 0)
         for number, path in enumerate(self.paths[first:], first):
             here = {"document": index, "state": number} if number else None
-            with reading(path, _WHOLE):
+            with _reading(path):
                 for pieces in self._documents_in(path):
                     yield Document(index, pieces, here)
                     index += 1
 
     def _documents_in(self, path: Path) -> Iterator[Pieces]:
         suffix = text_suffix(path)
-        if suffix in (".txt", ".md"):
-            yield in_pieces(_file_chunks(path))
-        elif suffix == ".parquet":
+        if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or whole row groups are read
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 for batch in file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False):
                     yield from (self.column.pieces(row, str(path)) for row in batch.to_pylist())
-        else:
-            with _open(path) as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        where = f"{path}, line {number}"
-                        yield self.column.pieces(_json_object(line, where), where)
+            return
+        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n") as file:
+            if suffix in (".csv", ".tsv"):
+                csv.field_size_limit(2**31 - 1)
+                table = csv.DictReader(file, delimiter="," if suffix == ".csv" else "\t", strict=True)
+                self.column.check_is_in(table.fieldnames or [], str(path))
+                rows = ((f"line {table.line_num}", row) for row in table)
+            elif suffix == ".json" and raw.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                rows = ((f"item {number}", row) for number, row in enumerate(json.load(file), 1))
+            elif suffix in (".json", ".jsonl"):
+                lines = enumerate(file, 1)
+                rows = (
+                    (f"line {number}", _parsed(line, f"{path}, line {number}"))
+                    for number, line in lines
+                    if line.strip()
+                )
+            else:
+                yield in_pieces(_chunks(file, path))
+                return
+            for where, row in rows:
+                yield self.column.pieces(_object(row, f"{path}, {where}"), f"{path}, {where}")
 
 
 def _open(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed as its name says."""
-    return io.BufferedReader(pa.input_stream(str(path)), 1 << 20)
+    return io.BufferedReader(pa.input_stream(str(path), PACKED.get(path.suffix.lower())), 1 << 20)
 
 
-def _json_object(line: bytes, where: str) -> dict:
+def _chunks(file: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    with _reading(path):
+        while chunk := file.read(LONGEST_PIECE):
+            if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
+                raise UnicodeError
+            yield chunk
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None, None, None]:
+    """As `reading`; the error for a file that is not UTF-8 says what it is."""
     try:
-        row = json.loads(line)
+        with reading(path, "is it whole?"):
+            yield
+    except UserError as error:
+        if isinstance(error.__cause__, UnicodeError):
+            raise UserError(f"{path}: not UTF-8, but {_kind_of(path)}") from None
+        raise
+
+
+def _kind_of(path: Path) -> str:
+    with _open(path) as file:
+        head = file.read(1 << 16)
+    if head.startswith(b"%PDF"):
+        return f"a PDF; extract its text:\npdftotext {shlex.quote(str(path))}"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or head.count(0) > len(head) / 4:
+        kind, name = "UTF-16", "UTF-16"
+    elif 0 in head:
+        return "binary data\nextract its text, or name the files of text only"
+    else:
+        kind, name = "Latin-1 or the like", "LATIN1"
+    return f"{kind}; convert it:\niconv -f {name} -t UTF-8 {shlex.quote(str(path))} > NEW.txt"
+
+
+def _parsed(line: str, where: str):
+    try:
+        return json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); expected one object per line") from None
+        raise UserError(f"{where}: not JSON ({error}); {_JSON}") from None
+
+
+def _object(row, where: str) -> dict:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: a JSON {type(row).__name__}; expected one object per line")
+        raise UserError(f"{where}: a JSON {type(row).__name__}; {_JSON}")
     return row
 
 
@@ -229,13 +289,6 @@ def _without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _file_chunks(path: Path) -> Iterator[str]:
-    # utf-8-sig: a byte-order mark is not part of the text. newline="": the model should see the line ends that it has.
-    with reading(path, _WHOLE), _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-        while chunk := file.read(LONGEST_PIECE):
-            yield chunk
 
 
 def _file_identity(path: Path) -> dict:

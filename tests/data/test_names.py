@@ -164,18 +164,20 @@ def test_a_run_on_bin_files_declares_what_they_are(here):
 
 
 @pytest.mark.parametrize("flag", ["dataset_name", "train_text"])
-@pytest.mark.parametrize(
-    "name", ["a.csv", "tables", "tables/*.csv", "x.zst", "empty", "none.txt", "no/none.txt", "*.txt", "wikitext"]
-)
-def test_data_that_cannot_be_read_is_one_error_that_lists_what_can(here, flag, name):
-    (here / "tables").mkdir()
+@pytest.mark.parametrize("name", ["code", "empty", "none.txt", "no/none.txt", "*.txt", "wikitext"])
+def test_data_that_cannot_be_read_is_an_error_of_two_lines(here, flag, name):
+    """What was found, and what to give instead."""
+    (here / "code").mkdir()
     (here / "empty").mkdir()
-    for file in ("a.csv", "tables/a.csv", "x.zst"):
+    for file in ("code/a.py", "code/Makefile"):
         (here / file).write_text("text\na")
-    kinds = (
-        r"Known names are fineweb-edu, .*ORG/NAME; text is .*\.txt, \.md, \.jsonl, .*\.zst.*; shards are a directory"
+    found = (
+        "no such file, directory or data set\ngive text or .bin files, .*ORG/NAME on the Hub, or one of fineweb-edu,"
     )
-    with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: .*{kinds}"):
+    if name in ("code", "empty"):
+        files = r"2 other files \.py Makefile" if name == "code" else "0 other files "
+        found = rf"a directory without text or shards; it holds {files}\ngive \.txt, .*\.zst\) or \.bin .*'{name}/\*'"
+    with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: {found}"):
         opened(f"--{flag}={name}")
 
 

@@ -1,7 +1,9 @@
 """From text to shards: each format, interruptions, validation data, and what is refused."""
 
 import bz2
+import csv
 import gzip
+import io
 import itertools
 import json
 import os
@@ -59,10 +61,15 @@ OPENERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "json.bz2", "jsonl.zst", "parquet", "directory", "glob"])
-def test_every_format_gives_the_same_bytes(reference, tmp_path, kind):
-    """What a directory or a glob holds besides is not read."""
+KINDS = ["jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "TSV.gz", "parquet", "directory", "glob"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
+    """What a directory holds besides is not read, and named; a glob reads what it matches."""
+    set_up_logging()
     text = tmp_path / f"d.{kind}"
+    opener = OPENERS.get(kind.split(".")[-1].lower(), open)
     if kind == "parquet":
         pq.write_table(pa.table({"id": range(300), "text": [d or None for d in DOCUMENTS]}), text, row_group_size=50)
     elif kind in ("directory", "glob"):
@@ -71,13 +78,21 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind):
         write_jsonl(tmp_path / "d" / "a.jsonl", DOCUMENTS[:100])
         write_jsonl(tmp_path / "d" / "b.jsonl.gz", DOCUMENTS[100:170], gzip.open)
         pq.write_table(pa.table({"text": DOCUMENTS[170:]}), tmp_path / "d" / "c.parquet")
-        (tmp_path / "d" / "README.md").write_text("a data set's card")
-        (tmp_path / "d" / "b.csv").write_text("not text")
-        text = tmp_path / "d" if kind == "directory" else tmp_path / "d" / "[a-c].*"
+        for name in ("README.md", "b.text", "b.png", "LICENSE"):
+            (tmp_path / "d" / name).write_text("something else")
+        text = tmp_path / "d" if kind == "directory" else tmp_path / "d" / "*.[jp][sa]*"
+    elif kind == "array.json":
+        text.write_text(json.dumps([{"text": document} for document in DOCUMENTS], indent=1))
+    elif "sv" in kind.lower():
+        with opener(text, "wb") as file, io.TextIOWrapper(file, newline="") as lines:
+            table = csv.writer(lines, delimiter="\t" if "T" in kind else ",")
+            table.writerows([["id", "text"], *([1, document] for document in DOCUMENTS)])
     else:
-        write_jsonl(text, opener=OPENERS[kind.split(".")[-1]])
+        write_jsonl(text, opener=opener)
     prepare(data_of(text, tmp_path / "out", shard_tokens=3000), threads=1)
     assert contents(tmp_path / "out") == reference.contents
+    skipped = "3 files skipped: .png .text LICENSE (.txt, .md, .jsonl,"
+    assert (skipped in capsys.readouterr().out) == (kind == "directory")
 
 
 @pytest.mark.parametrize("name", ["tokens.parquet", "tokens.jsonl"])
@@ -95,13 +110,16 @@ def test_a_column_of_tokens_gives_the_bytes_of_its_text(reference, tmp_path, nam
 
 
 def test_text_files_are_one_document_each(tmp_path):
-    """Without a byte-order mark."""
-    for name, text in (("b.md", "second\r\n"), ("a.txt", "\ufefffirst"), ("c.txt.gz", "third")):
+    """Without a byte-order mark; whatever ending they have, if a glob or their name says so."""
+    for name, text in (("b.py", "second\r\n"), ("a.TXT", "\ufefffirst"), ("c.txt.gz", "third")):
         data = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     prepare(data_of(tmp_path / "*.*", tmp_path / "out", val_documents=1))
     assert tokens_in(tmp_path / "out", "val") == tokens_of(["first"])
     assert tokens_in(tmp_path / "out", "train") == tokens_of(["second\r\n", "third"])
+    (tmp_path / "noext").write_text(TEXT[:2000])
+    prepare(data_of(tmp_path / "noext", tmp_path / "one", val_fraction=0))
+    assert tokens_in(tmp_path / "one", "train") == tokens_of([TEXT[:2000]])
 
 
 def test_the_shipped_texts_shards_are_these_for_ever(tmp_path):
@@ -246,7 +264,15 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.jsonl", b'{"title": "a", "body": "b"}\n', r"no column 'text'; there are: title, body.*--text_column"),
         ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz cannot be read .*whole"),
         ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
-        ("d.txt", b"caf\xe9", r"d\.txt cannot be read .*UTF-8"),
+        ("d.json", b'[{"text": "a"}, 5]', r"d\.json, item 2: a JSON int; expected one object per line, or in \.json"),
+        ("d.csv", b'id,text\n1,"a', r"d\.csv cannot be read \(unexpected end of data\)"),
+        ("d.csv", b"id,body\n1,a\n", r"d\.csv: no column 'text'; there are: id, body.*--text_column"),
+        ("d.txt", b"caf\xe9", r"d\.txt: not UTF-8, but Latin-1 .*\niconv -f LATIN1 -t UTF-8 .*d\.txt > NEW\.txt"),
+        ("d.txt", "café".encode("utf-16"), r"d\.txt: not UTF-8, but UTF-16; convert it:\niconv -f UTF-16 "),
+        ("d.txt", "plain".encode("utf-16-le"), r"d\.txt: not UTF-8, but UTF-16"),
+        ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl: not UTF-8, but Latin-1"),
+        ("d.txt", b"%PDF-1.7\n%\xe2\xe3", r"d\.txt: not UTF-8, but a PDF; extract its text:\npdftotext "),
+        ("noext", b"PK\3\4\x14\0\xff", "noext: not UTF-8, but binary data"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         ("d.txt", b"a few words", r"val_fraction 0\.1 of 4 tokens leaves none for one of the splits; raise it to 0\.5"),
