@@ -97,7 +97,7 @@ data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
 
 checkpoints: .venv/installed ## list RUN's checkpoints and verify each
-	$(BIN)/python -m recipe.checkpoint $(or $(RUN),runs/$(notdir $(basename $(CONFIG)))) $(ARGS)
+	$(BIN)/python -m recipe.checkpoint $(RUN) $(ARGS)
 
 ##@ Look and evaluate
 
@@ -111,7 +111,7 @@ report: .venv/installed ## curves of RUN as a page; does its loss look right?
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 audit: .venv/installed ## replay the last steps of RUN or REPO; are they right?
-	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(or $(RUN),runs/$(notdir $(basename $(CONFIG))))) $(ARGS)
+	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(RUN)) $(ARGS)
 
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
 	$(BIN)/python eval/perplexity.py $(MODEL) $(ARGS)

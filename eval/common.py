@@ -18,13 +18,10 @@ from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
+from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
+from recipe.utils.errors import UserError, first_line, no_safetensors
 
-STEP_DIR = re.compile(r"step_(\d+)")
 HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
-
-
-class UserError(ValueError):
-    """A mistake the user can fix. The message names the bad value and how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -106,47 +103,41 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def steps_of(run: Path) -> dict[int, Path]:
-    """{optimizer step: checkpoint} of a run directory. Temporaries never match `step_<number>`."""
-    found = [file.parent for file in run.glob("step_*/model.safetensors")]
-    return {int(match[1]): path for path in found if (match := STEP_DIR.fullmatch(path.name))}
-
-
-def newest_run(file: str, runs: Path = Path("runs")) -> Path:
-    """The run under `runs` whose `file`, a glob, was written last. Raises UserError if there is none."""
-    # Not by the directory's own time: results are written into runs and checkpoints.
-    files = sorted(runs.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime)
-    if not files:
-        raise UserError(f"no run given, and none under {runs}/: run `make train`, or name one: runs/NAME")
-    run = runs / files[-1].relative_to(runs).parts[0]
-    print(f"no run given: the newest is {run}")
-    return run
-
-
 def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Path | None]:
     """(name to show and load, its directory or None for a Hub id).
 
     No name: the newest run under `runs`. A run directory: its newest step. Raises UserError if there is nothing to
     load.
     """
-    name = name or str(newest_run("step_*/model.safetensors", runs))
+    name = name or str(newest_run(runs))
     path = Path(name).expanduser()
     if not path.exists():
         if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not name.startswith(f"{runs}/"):
             return name, None
         raise UserError(f"model {name}: no such directory. Name a checkpoint, a run directory or a Hub id")
     if not (path / "config.json").is_file():
-        steps = steps_of(path)
-        if not steps:
-            raise UserError(f"model {name}: neither config.json nor a complete step_<number> directory in it")
-        path = steps[max(steps)]
+        if not (found := checkpoints(path)):
+            raise UserError(f"model {name}: neither config.json nor a step_<number> directory in it")
+        path = found[-1]
     return str(path), path
+
+
+def check_files(directory: Path) -> None:
+    """Raises UserError where a file is not what the manifest.json beside it lists, if there is one: a model with a
+    flipped bit must not get a score."""
+    if not (directory / "manifest.json").exists():
+        return
+    for name, written in manifest_of(directory).items():
+        # Resolved: the Hub's cache consists of links.
+        if name != "optimizer.safetensors" and (problem := problem_of((directory / name).resolve(), written)):
+            raise UserError(f"{name} {problem}")
 
 
 def load(args: argparse.Namespace) -> Loaded:
     """Load the model and tokenizer that the arguments of `parser` name, and print what was loaded.
 
-    Raises UserError if there is none, if the Hub cannot be reached, or if the file lacks some of the weights.
+    Nothing is unpickled, and no code of the model's is run. Raises UserError if there is none, if the Hub cannot be
+    reached, or if a file is damaged or lacks some of the weights.
     """
     # Imported here since it takes two seconds, which training need not wait for.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -161,15 +152,22 @@ def load(args: argparse.Namespace) -> Loaded:
     if directory is None:
         print(f"{name} is not a directory here: asking the Hub for it", flush=True)
         problem, way_out = hub_problem(), "Name a model on the Hub, or a directory: MODEL=runs/NAME"
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers waits for a Space that converts pickles
     try:
-        config = AutoConfig.from_pretrained(name)
+        if directory:
+            check_files(directory)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config.transformers_weights = None  # may name a pickle
         if getattr(config, "activation_function", "") == "gelu_new":
             # The same formula in one operation instead of seven: a fifth of a forward pass on a CPU.
             config.activation_function = "gelu_pytorch_tanh"
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"config": config, "dtype": choose_dtype(args.dtype, device), "output_loading_info": True}
+        options |= {"use_safetensors": True, "trust_remote_code": False}
         model, report = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
+        if isinstance(error, OSError) and "model.safetensors" in first_line(error) and not problem:
+            raise no_safetensors(name) from None
         raise UserError(f"model {name}: {problem or first_line(error)}. {way_out}") from error
     # transformers replaces what is missing by an empty tokenizer or random weights: such a model must not get a score.
     if tokenizer is None or len(tokenizer) < 2:
@@ -197,11 +195,6 @@ def hub_problem() -> str:
         except Exception:  # huggingface_hub may use any HTTP library
             huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return "the Hub does not answer (or HF_HUB_OFFLINE is set), and it is not in the cache"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def choose_device(name: str) -> torch.device:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.common import STEP_DIR, UserError, read_results, steps_of
+from eval.common import read_results
 from eval.published import HELLASWAG_ROWS, SIZES
+from recipe.utils.checkpoints import checkpoints, step_of
+from recipe.utils.errors import UserError
 
 REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
@@ -76,7 +78,7 @@ class Run:
 def read_run(path: str | Path) -> Run:
     """The run in a directory, or of a checkpoint in it. Raises UserError if there is no run or it has no line yet."""
     directory = Path(path).expanduser()
-    if STEP_DIR.fullmatch(directory.name):
+    if directory in checkpoints(directory.parent):
         directory = directory.parent
     log = directory / "metrics.jsonl"
     if not log.is_file():
@@ -87,7 +89,7 @@ def read_run(path: str | Path) -> Run:
             records.append(json.loads(line))
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    steps = steps_of(directory)
+    steps = {step_of(path): path for path in checkpoints(directory)}
     state = json.loads((steps[max(steps)] / "trainer_state.json").read_text()) if steps else {}
     return Run(
         name=directory.resolve().name,

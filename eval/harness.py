@@ -109,7 +109,8 @@ def evaluate(
         if unknown:
             raise common.UserError(f"--tasks {','.join(unknown)}: lm-eval has none of this name (`lm-eval ls tasks`)")
         problem = "" if set(tasks) <= set(docs) else common.hub_problem()
-        lm = HFLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size, softmax_dtype="float32")
+        model, tokenizer = loaded.model, loaded.tokenizer
+        lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32", trust_remote_code=False)
         options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
             return lm_eval.simple_evaluate(lm, tasks=tasks, **options)

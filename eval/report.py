@@ -23,6 +23,7 @@ from eval.curves import Run, find_reference, load_references, read_run
 from eval.diagnosis import Finding, diagnose, tokens
 from eval.published import WAYS
 from eval.scores import all_scores, ci95, table_row
+from recipe.utils.checkpoints import newest_run
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()
-    runs = [read_run(path) for path in args.runs or [common.newest_run("metrics.jsonl")]]
+    runs = [read_run(path) for path in args.runs or [newest_run()]]
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out}: this is a file. Name a directory")

@@ -34,6 +34,7 @@ from recipe.config import FIELDS, ROOT
 from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.monitor.metrics import read_metrics
+from recipe.utils.checkpoints import newest_run
 from recipe.utils.errors import ExitCode, UserError
 
 # Tolerance for other devices, engines or numbers of processes, as a share of how far the weights moved in the interval.
@@ -156,6 +157,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace, directory: Path) -> int:
+    if not arguments.repo:
+        arguments.run = arguments.run or newest_run()
     run, repo = arguments.run, arguments.repo
     if (arguments.last if arguments.random is None else arguments.random) < 1:
         raise UserError("--last and --random count intervals, from 1 on")
@@ -189,8 +192,8 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.audit", description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    of_what = parser.add_mutually_exclusive_group(required=True)
-    of_what.add_argument("run", type=Path, nargs="?", help="directory of the run")
+    of_what = parser.add_mutually_exclusive_group()
+    of_what.add_argument("run", type=Path, nargs="?", help="directory of the run (default: the newest run)")
     of_what.add_argument("--repo", help="ORG/NAME on the Hub, of a run with --push_to_hub state")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", type=int, default=1, metavar="N", help="replay the last N intervals (default: 1)")

@@ -10,14 +10,20 @@ import time
 from pathlib import Path
 
 from recipe.checkpoint.format import checkpoints, verify
-from recipe.utils.errors import ExitCode
+from recipe.engine.launch import fail
+from recipe.utils.checkpoints import newest_run
+from recipe.utils.errors import ExitCode, UserError
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code (0: all are whole, 1: some are damaged, 2: there are none)."""
     parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description=__doc__.partition("\n")[0])
-    parser.add_argument("path", type=Path, metavar="DIR", help="a run, for all of its checkpoints, or one of them")
-    path = parser.parse_args(argv).path
+    help = "a run, for all of its checkpoints, or one of them (default: the newest run)"
+    parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help=help)
+    try:
+        path = parser.parse_args(argv).path or newest_run()
+    except UserError as error:
+        return fail(error)
     found = [path] if (path / "manifest.json").exists() else checkpoints(path)
     if not found:
         print(f"error: {path}: no checkpoint there; name a run, such as runs/shakespeare", file=sys.stderr)

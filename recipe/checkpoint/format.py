@@ -16,23 +16,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISLNK, S_ISREG
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from recipe.config import Config
+from recipe.utils.checkpoints import checkpoints, manifest_of, problem_of, step_of
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import fsync, sha256_of
 
 logger = logging.getLogger(__name__)
 
 _FOR_TRAINING = {"optimizer.safetensors", "trainer_state.json"}  # from_pretrained does not read these
-_NAME = re.compile(r"step_(\d{8,})")
 _SAVING, _DELETING = ".saving-", ".deleting-"
 _KEEP = ".keep"  # marks a checkpoint that a plan of its run has named, even an earlier plan: never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
@@ -128,22 +126,9 @@ def sweep(run_dir: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints of a run, oldest first, unverified."""
-    for _ in range(3):  # a directory that is read while a run commits one and deletes another can look empty
-        if found := [path for path in run_dir.glob("step_*") if _NAME.fullmatch(path.name)]:
-            break
-    return sorted(found, key=step_of)
-
-
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """Where a run's checkpoint of a step is, or would be."""
     return run_dir / f"step_{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(path.name.removeprefix("step_"))
 
 
 def state_of(checkpoint: Path) -> dict:
@@ -191,33 +176,15 @@ def verify(path: Path) -> list[str]:
     is there and cannot be read."""
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         return ["it is a link out of the run"]
-    if problem := _problem_of(path / "manifest.json"):
+    if problem := problem_of(path / "manifest.json"):
         return [f"manifest.json {problem}"]
     try:
-        listed = json.loads((path / "manifest.json").read_bytes())["files"]
-        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return [f"manifest.json is missing or damaged ({type(error).__name__})"]
-    if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
-        return [f"manifest.json names {outside[0]!r}, which is not a file of this directory"]
+        files = manifest_of(path)
+    except UserError as error:
+        return [str(error)]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
-    found = {name: _problem_of(path / name, written) for name, written in files.items()}
+    found = {name: problem_of(path / name, written) for name, written in files.items()}
     return problems + [f"{name} {problem}" for name, problem in found.items() if problem]
-
-
-def _problem_of(file: Path, written: tuple[int, str] | None = None) -> str:
-    """What is wrong with a file of a checkpoint; `written`: its (bytes, SHA-256), where they are known."""
-    try:
-        status = file.lstat()
-        if not S_ISREG(status.st_mode):
-            return "is a link" if S_ISLNK(status.st_mode) else "is not a regular file"
-        if written and status.st_size != written[0]:
-            return f"has {status.st_size} bytes, {written[0]} were written"
-        if written and sha256_of(file) != written[1]:
-            return "does not have the checksum that it was written with"
-    except (FileNotFoundError, NotADirectoryError):  # perhaps deleted while it was being read
-        return "is missing"
-    return ""
 
 
 def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:

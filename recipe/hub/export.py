@@ -25,6 +25,7 @@ from recipe.hub.access import check_access
 from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Uploads
 from recipe.monitor.metrics import val_losses
+from recipe.utils.checkpoints import newest_run
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 
@@ -98,19 +99,12 @@ def push(args: argparse.Namespace) -> ExitCode:
     return code
 
 
-def _newest_run(runs: Path = Path("runs")) -> Path:
-    found = [run for run in runs.glob("*") if checkpoints(run)]
-    if not found:
-        raise UserError("no run under runs/; train one first (make train) or name it")
-    return max(found, key=lambda run: checkpoints(run)[-1].stat().st_mtime)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _arguments(sys.argv[1:] if argv is None else argv)
     set_up_logging()
     try:
-        args.run = args.run or _newest_run()
+        args.run = args.run or newest_run()
         return args.command(args)
     except (UserError, OSError) as error:
         return fail(error)

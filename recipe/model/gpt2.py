@@ -19,7 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 
 from recipe.model.loss import next_token_loss
-from recipe.utils.errors import UserError, reading
+from recipe.utils.errors import UserError, no_safetensors, reading
 from recipe.utils.units import some
 
 # Causal masks that old checkpoints carry as buffers. The leading dot matters: without it c_attn.bias matches too.
@@ -289,9 +289,5 @@ def weight_files(directory: str) -> list[Path]:
     are none."""
     found = [sorted(Path(directory).glob(name)) for name in ("model.safetensors", "model-*-of-*.safetensors")]
     if not any(found):
-        raise UserError(
-            f"{directory}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code "
-            "when they are loaded, and are not read. If you trust it, convert it with transformers: "
-            f"AutoModelForCausalLM.from_pretrained({directory!r}).save_pretrained('converted')"
-        )
+        raise no_safetensors(directory)
     return found[0] or found[1]

@@ -44,6 +44,15 @@ def writing(path: Path, way_out: str) -> AbstractContextManager[None]:
     return reading(path, way_out, "written")
 
 
+def no_safetensors(model: str) -> UserError:
+    """The error for a model without a safetensors file."""
+    return UserError(
+        f"{model}: no model.safetensors; pytorch_model.bin and the like are pickles, which can run any code when they "
+        "are loaded, and are not read. If you trust it, convert it with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({model!r}).save_pretrained('converted')"
+    )
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -63,7 +63,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
     def stale(path):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr(ckpt, "sha256_of", stale)
+    monkeypatch.setattr("recipe.utils.checkpoints.sha256_of", stale)
     with pytest.raises(UserError, match=r"step_00000001 cannot be read: Stale file handle; try again"):
         newest_whole(tmp_path)
 

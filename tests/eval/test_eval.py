@@ -1,9 +1,11 @@
 """Perplexity, sampling, and what the evaluation commands share: finding models, the metrics, results, errors."""
 
+import contextlib
 import io
 import json
 import math
 import os
+import shutil
 import socket
 import sys
 import time
@@ -166,33 +168,89 @@ def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_
 # Finding models, results, errors
 
 
-def checkpoint(path: Path, age: int) -> Path:
-    path.mkdir(parents=True)
-    for name in MODEL_FILES:
-        (path / name).touch()
-    os.utime(path / "model.safetensors", (1e9 - age, 1e9 - age))
-    return path
+def file_of(age: int, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path.parent
 
 
-def test_newest_run_and_step(tmp_path):
-    checkpoint(tmp_path / "old" / "step_00000900", age=50)
-    checkpoint(tmp_path / "new" / "step_00000020", age=40)
-    newest = checkpoint(tmp_path / "new" / "step_00000100", age=30)
-    checkpoint(tmp_path / "new" / "step_00000300.tmp", age=1)
-    (tmp_path / "new" / "step_00000400").mkdir()  # cut off: no files
-    assert common.resolve_model(None, runs=tmp_path) == (str(newest), newest)
+def test_newest_run_and_step(tmp_path, capsys):
+    """By the checkpoints' own times: not by those of logs and results, which are written later, nor of directories."""
     with pytest.raises(common.UserError, match="no run given, and none under"):
-        common.newest_run("metrics.jsonl", tmp_path)
-    for name, age in (("new", 20), ("old", 10)):
-        (tmp_path / name / "metrics.jsonl").touch()
-        os.utime(tmp_path / name / "metrics.jsonl", (1e9 - age, 1e9 - age))
-    assert common.newest_run("metrics.jsonl", tmp_path) == tmp_path / "old"
+        common.newest_run(tmp_path)
+    first = file_of(60, tmp_path / "logs" / "metrics.jsonl")
+    assert common.newest_run(tmp_path) == first  # as none has a checkpoint yet
+    file_of(40, tmp_path / "new" / "step_00000020" / "manifest.json")
+    newest = file_of(30, tmp_path / "new" / "step_00000100" / "manifest.json")
+    file_of(1, tmp_path / "new" / ".saving-step_00000300" / "manifest.json")
+    old = file_of(50, tmp_path / "old" / "step_00000900" / "manifest.json")
+    for later in (old / "results.json", old.parent / "metrics.jsonl", first / "results.json"):
+        later.touch()
+    assert common.resolve_model(None, runs=tmp_path) == (str(newest), newest)
+    assert f"no run given: the newest is {tmp_path / 'new'}\n" in capsys.readouterr().out
     assert common.resolve_model(str(tmp_path / "new")) == (str(newest), newest)
     assert common.resolve_model("openai-community/gpt2") == ("openai-community/gpt2", None)
 
 
+class Told:
+    """Its pickle, when it is loaded, makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("module", [sample, perplexity, hellaswag])
+def test_a_hostile_model_neither_unpickles_nor_runs_code(module, model_dir, tmp_path, command, monkeypatch, capsys):
+    """SECURITY.md. With a pickle it is refused with the way out; code that its files name is neither run nor asked
+    about."""
+    model, told = tmp_path / "model", tmp_path / "told"
+    shutil.copytree(model_dir, model)
+    weights = (model / "model.safetensors").rename(tmp_path / "kept")
+    config = json.loads((model / "config.json").read_text())
+    for name in ("pytorch_model.bin", "adapter_model.bin"):
+        torch.save(Told(told), model / name)
+    for settings in (config, config | {"transformers_weights": "adapter_model.bin"}):
+        (model / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(SystemExit):
+            common.run_main(lambda: command(module, model))
+        error = capsys.readouterr().err
+        assert f"error: {model}: no model.safetensors; pytorch_model.bin and the like are pickles" in error
+        assert f"AutoModelForCausalLM.from_pretrained('{model}').save_pretrained('converted')" in error
+        assert error.count("\n") == 1
+    code = f"from pathlib import Path\nPath({str(told)!r}).touch()\nfrom transformers import GPT2Config as C\n"
+    (model / "theirs.py").write_text(code + "from transformers import GPT2LMHeadModel as M, GPT2Tokenizer as T\n")
+    mapped = {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M", "AutoTokenizer": ["theirs.T", "theirs.T"]}
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": mapped, "tokenizer_class": "Theirs"}))
+    monkeypatch.setattr("builtins.input", None)
+    weights.rename(model / "model.safetensors")
+    for settings in (config | {"auto_map": mapped}, config | {"auto_map": mapped, "model_type": "theirs"}):
+        (model / "config.json").write_text(json.dumps(settings))
+        with contextlib.suppress(common.UserError):
+            load(model)
+    assert not told.exists()
+
+
+@pytest.mark.parametrize("module", [sample, perplexity])
+def test_a_flipped_bit_gets_no_score(module, whole_run, tmp_path, command, capsys):
+    checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-7] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(data)
+    with pytest.raises(SystemExit) as stopped:
+        common.run_main(lambda: command(module, checkpoint))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert f"model {checkpoint}: model.safetensors does not have the checksum that it was written with" in error
+    assert error.count("\n") == 1
+    assert not (checkpoint / "results.json").exists()
+
+
 def test_what_is_no_whole_model_is_refused(model_dir, tmp_path):
-    with pytest.raises(common.UserError, match="nor a complete step_<number> directory"):
+    with pytest.raises(common.UserError, match="nor a step_<number> directory"):
         load(tmp_path)
     for name in MODEL_FILES:
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())

@@ -1,0 +1,66 @@
+"""Checkpoints as they lie in a run's directory: their names, their manifests, and which run is the newest."""
+
+import json
+import re
+from pathlib import Path
+from stat import S_ISLNK, S_ISREG
+
+from recipe.utils.errors import UserError
+from recipe.utils.files import sha256_of
+
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Committed checkpoints of a run, oldest first, unverified."""
+    for _ in range(3):  # a directory that is read while a run commits one and deletes another can look empty
+        if found := [path for path in run_dir.glob("step_*") if _NAME.fullmatch(path.name)]:
+            break
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step_"))
+
+
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run whose checkpoint was committed last, or where no run has one, the one that logged last; prints it. Raises
+    UserError if there is none."""
+    # By files that nobody writes again: results are written into runs and checkpoints.
+    manifests = [path / "manifest.json" for run in runs.glob("*") for path in checkpoints(run)[-1:]]
+    found = [path for path in manifests if path.is_file()] or [*runs.glob("*/metrics.jsonl")]
+    if not found:
+        raise UserError(f"no run given, and none under {runs}/: run `make train`, or name one: runs/NAME")
+    run = runs / max(found, key=lambda path: path.stat().st_mtime).relative_to(runs).parts[0]
+    print(f"no run given: the newest is {run}", flush=True)
+    return run
+
+
+def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """{file: (bytes, SHA-256)} by a checkpoint's manifest.json. Raises UserError where that is damaged, or names a file
+    outside its directory."""
+    try:
+        listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"manifest.json is missing or damaged ({type(error).__name__})") from None
+    if outside := [name for name in files if name in ("", "..") or Path(name).name != name]:
+        raise UserError(f"manifest.json names {outside[0]!r}, which is not a file of this directory")
+    return files
+
+
+def problem_of(file: Path, written: tuple[int, str] | None = None) -> str:
+    """What is wrong with a file of a checkpoint; `written`: its (bytes, SHA-256), where they are known. Raises OSError
+    where it is there and cannot be read."""
+    try:
+        status = file.lstat()
+        if not S_ISREG(status.st_mode):
+            return "is a link" if S_ISLNK(status.st_mode) else "is not a regular file"
+        if written and status.st_size != written[0]:
+            return f"has {status.st_size} bytes, {written[0]} were written"
+        if written and sha256_of(file) != written[1]:
+            return "does not have the checksum that it was written with"
+    except (FileNotFoundError, NotADirectoryError):  # perhaps deleted while it was being read
+        return "is missing"
+    return ""
