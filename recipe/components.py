@@ -13,7 +13,7 @@ import torch
 
 from recipe.checkpoint.format import Checkpoint, load_checkpoint, state_of
 from recipe.checkpoint.manager import CheckpointManager
-from recipe.checkpoint.run_dir import check_same_run, continue_from, run_directory, set_aside
+from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, BatchPlan, Config, data_sets
 from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets
@@ -61,10 +61,10 @@ class Components:
 
 @contextmanager
 def open_components(
-    config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, engine: Engine, directory: RunDirectory, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
-    """Builds everything from the configuration, or restores it from `checkpoint`. A collective call. Raises
-    UserError."""
+    """Builds everything from the configuration, or restores it from `checkpoint`; `directory` is the run's. A
+    collective call. Raises UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as closing:
         opened = open_datasets(config, batch, engine.processes, step, state.get("data"))
@@ -86,11 +86,12 @@ def open_components(
             engine.load_state_dict(state["grad_scaler"])
             engine.spike_filter.load_state_dict(state["spike_filter"])
             if engine.processes.is_main:
-                set_aside(Path(config.run.output_dir), checkpoint)
+                set_aside(directory, checkpoint)
         metrics = Metrics(config, engine, batches, checkpoint, closing)
         others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": engine}
         others["spike_filter"] = engine.spike_filter
-        checkpoints = CheckpointManager(config, engine, (raw_model, optimizer), metrics, others, checkpoint)
+        trained = raw_model, optimizer
+        checkpoints = CheckpointManager(config, engine, trained, metrics, others, checkpoint, directory)
         closing.callback(checkpoints.join)
         yield Components(
             engine=engine,
@@ -153,19 +154,21 @@ def _check_run_directory(config: Config) -> None:
 
 
 @contextmanager
-def open_run_directory(config: Config, processes: Processes) -> Generator[Checkpoint | None, None, None]:
+def open_run_directory(
+    config: Config, processes: Processes
+) -> Generator[tuple[RunDirectory, Checkpoint | None], None, None]:
     """The run's directory, locked for this run, and the checkpoint in it from which the run continues, chosen and
     verified by the main process for all of them. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as closing:
-        chosen, rewound = None, False
+        directory, chosen, rewound = RunDirectory(run_dir), None, False
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
-                closing.enter_context(run_directory(run_dir, fresh=config.run.fresh))
+                directory = closing.enter_context(run_directory(run_dir, fresh=config.run.fresh))
                 chosen, rewound = continue_from(run_dir, flat)
         chosen, rewound = processes.broadcast_object((chosen, rewound))
         if chosen is None:
-            yield None
+            yield directory, None
             return
         if processes.anywhere(not chosen.exists()):
             raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
@@ -173,7 +176,7 @@ def open_run_directory(config: Config, processes: Processes) -> Generator[Checkp
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
             logger.info("resume     from step %d (%s)", checkpoint.step, chosen)
-        yield checkpoint
+        yield directory, checkpoint
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:

@@ -68,10 +68,10 @@ def run(config: Config, engine: Engine) -> ExitCode:
         return ExitCode.DONE
     if config.run.max_hours:
         engine.stop.after(config.run.max_hours)
-    with open_run_directory(config, engine.processes) as checkpoint:
+    with open_run_directory(config, engine.processes) as (directory, checkpoint):
         uploads, code = open_uploads(config, engine.processes), ExitCode.DONE
         if not is_complete(config, engine.processes, checkpoint):
-            with open_components(config, batch, engine, checkpoint) as parts:
+            with open_components(config, batch, engine, directory, checkpoint) as parts:
                 val_loss, saved = train(config, batch, parts, uploads)
             code = summarize(config, parts.metrics, val_loss, saved)
         if code == ExitCode.DONE:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from recipe.config import Config
@@ -58,8 +60,8 @@ def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
     """Commits a checkpoint to its `path` in the run's directory.
 
     Call it on one process, with tensors that do not change meanwhile. `files` is what transformers needs beside the
-    weights, config and tokenizer: {file name: content}. Whatever is raised, such as OSError, SafetensorError or
-    UserError where a tensor is not finite, leaves earlier checkpoints as they are and nothing of this one.
+    weights, config and tokenizer: {file name: content}. Whatever is raised, such as OSError, or UserError where a
+    tensor is not finite, leaves earlier checkpoints as they are and nothing of this one.
     """
     final = checkpoint.path
     temporary = final.with_name(f"{_SAVING}{final.name}")
@@ -73,8 +75,8 @@ def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
         state = json.dumps(checkpoint.state | {"step": checkpoint.step}, indent=2).encode()
         for name, content in (files | {"trainer_state.json": state}).items():
             (temporary / name).write_bytes(content)
-        save_file(checkpoint.weights, temporary / "model.safetensors", {"format": "pt"})
-        save_file(checkpoint.optimizer_state, temporary / "optimizer.safetensors")
+        _save_tensors(checkpoint.weights, temporary / "model.safetensors", {"format": "pt"})
+        _save_tensors(checkpoint.optimizer_state, temporary / "optimizer.safetensors")
         written = sorted(temporary.iterdir())
         manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in written}
         (temporary / "manifest.json").write_text(json.dumps({"files": manifest}, indent=2))
@@ -89,11 +91,20 @@ def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
         raise
 
 
-def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float]) -> None:
-    """Deletes checkpoints up to step `newest`, just committed, but keeps the last `save_total_limit`, those at
-    multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so that a run
-    whose loss diverges does not replace all its good checkpoints. What a plan has named stays, also where max_steps or
-    milestone_steps change.
+def _save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # "Error while serializing: I/O error: ... (os error 28)"
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
+
+
+def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float], limit: int | None = None) -> None:
+    """Deletes checkpoints up to step `newest`, just committed, but keeps the last `save_total_limit` (or `limit`),
+    those at multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so
+    that a run whose loss diverges does not replace all its good checkpoints. What a plan has named stays, also where
+    max_steps or milestone_steps change.
 
     `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
     is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
@@ -106,7 +117,7 @@ def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, floa
     for path in found:
         if step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0):
             protect(path)
-    for path in found[: -config.run.save_total_limit]:
+    for path in found[: -(limit or config.run.save_total_limit)]:
         if path != best and not (path / _KEEP).exists():
             # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f"{_DELETING}{path.name}")))
@@ -115,6 +126,7 @@ def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, floa
 def protect(checkpoint: Path) -> None:
     """Marks a checkpoint so that it is never pruned. Raises OSError."""
     (checkpoint / _KEEP).touch()
+    fsync(checkpoint)
 
 
 def sweep(run_dir: Path) -> None:

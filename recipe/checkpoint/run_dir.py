@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from recipe.checkpoint.format import (
     Checkpoint,
@@ -41,8 +41,62 @@ _TRACKERS = {"tensorboard", "wandb", "lost+found"}
 _BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
+class DirectoryLost(UserError):
+    """What lies at the path of a run's directory is not that directory any more."""
+
+
+class RunDirectory:
+    """The directory of a run, locked for this process; for the main process only. What is owned is the directory and
+    not its path, to which another can be moved while the run goes on."""
+
+    def __init__(self, path: Path):
+        self.path, self._lock = path, FileLock(path / LOCK, timeout=_PATIENCE)
+
+    def acquire(self) -> None:
+        """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has
+        it, and OSError."""
+        target = self.path.resolve()  # what a link points to need not be there
+        missing = [path for path in (target, *target.parents) if not path.exists()]
+        target.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            fsync(path.parent)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            owner = f" ({(self.path / OWNER).read_text()})" if (self.path / OWNER).exists() else ""
+            raise UserError(
+                f"{self.path}: another run writes there{owner}; wait for it, or choose another output_dir"
+            ) from None
+        self._held = (self.path / LOCK).open("rb")  # as long as it is open, no other file has its number
+        replace_file(self.path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
+
+    def check(self) -> None:
+        """Raises DirectoryLost where the lock that lies there is not the one that is held, and OSError where that
+        cannot be found out. Call it before anything there is written, moved or deleted."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(self._held.fileno()), (self.path / LOCK).stat()):
+                return
+        raise DirectoryLost(
+            f"{self.path} was moved or replaced while this run was going on, so nothing is written there; continue it "
+            "with --output_dir where its checkpoints are now"
+        )
+
+    def release(self, moved_to: Path | None = None) -> None:
+        """Unlocks the directory, if it is locked, and removes it, if it is empty: where it was, or was `moved_to`."""
+        if not self._lock.is_locked:
+            return
+        try:
+            if not moved_to:
+                self.check()
+            for name in (OWNER, LOCK):
+                ((moved_to or self.path) / name).unlink(missing_ok=True)
+        finally:
+            self._held.close()
+            self._lock.release()
+
+
 @contextmanager
-def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, None]:
+def run_directory(path: Path, *, fresh: bool = False) -> Generator[RunDirectory, None, None]:
     """Context: the directory of a run, locked for this process; for the main process only.
 
     Raises UserError where the directory belongs to another process or to something else. With `fresh` what an earlier
@@ -51,25 +105,24 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[None, None, N
     The system releases the lock of a process that dies. (On a file system without such locks, filelock goes by the
     existence and the age of a file.)
     """
-    way_out, lock = "mend that, or choose another output_dir", FileLock(path / LOCK, timeout=_PATIENCE)
+    directory = RunDirectory(path)
     try:
-        with writing(path, way_out):
+        with writing(path, "mend that, or choose another output_dir"):
             _check_free(path)
-            _acquire(lock, path)
+            directory.acquire()
             if fresh and any(other.name not in (LOCK, OWNER) for other in path.iterdir()):
-                numbered = (path.with_name(f"{path.name}.old-{n}") for n in count(1))
+                target = path.resolve() if path.is_symlink() else path  # a link stays, and the new run on its disk
+                numbered = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
                 old = next(other for other in numbered if not os.path.lexists(other))  # not even a broken link
-                path.rename(old)
-                _release(lock, old)
-                _acquire(lock, path)
+                target.rename(old)
+                directory.release(old)
+                directory.acquire()
                 logger.info("fresh      the earlier run is kept in %s", old)
             sweep(path)
-        yield
+        yield directory
     finally:
-        if lock.is_locked:
-            with suppress(OSError):  # deleted or renamed meanwhile
-                _release(lock, path)
-        with suppress(OSError):  # not empty, as it should be
+        with suppress(OSError, UserError):  # moved meanwhile, or not empty, as it should be
+            directory.release()
             path.rmdir()
 
 
@@ -82,26 +135,6 @@ def _check_free(run_dir: Path) -> None:
     if names := sorted({path.name for path in others} - _TRACKERS):
         held = some(names)
         raise UserError(f"output_dir {run_dir} is not a run's: it holds {held}. Choose one that is new or empty")
-
-
-def _acquire(lock: BaseFileLock, run_dir: Path) -> None:
-    """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has it,
-    and OSError."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        lock.acquire()
-    except Timeout:
-        owner = f" ({(run_dir / OWNER).read_text()})" if (run_dir / OWNER).exists() else ""
-        raise UserError(
-            f"{run_dir}: another run writes there{owner}; wait for it, or choose another output_dir"
-        ) from None
-    replace_file(run_dir / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
-
-
-def _release(lock: BaseFileLock, run_dir: Path) -> None:
-    for name in (OWNER, LOCK):
-        (run_dir / name).unlink(missing_ok=True)
-    lock.release()
 
 
 def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
@@ -165,7 +198,7 @@ def _optimizer(config: dict) -> OptimizerConfig:
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
-def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
+def set_aside(directory: RunDirectory, checkpoint: Checkpoint) -> None:
     """Moves what is newer than `checkpoint`, if that is rewound, into the next free `decayed_<newest step>`, with a
     copy of metrics.jsonl: a run directory of its own. Raises UserError.
 
@@ -173,6 +206,8 @@ def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
     """
     if not checkpoint.rewound:
         return
+    directory.check()
+    run_dir = directory.path
     newer = [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]
     name, log = f"decayed_{step_of(newer[-1]):08d}", run_dir / "metrics.jsonl"
     numbered = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
@@ -180,7 +215,7 @@ def set_aside(run_dir: Path, checkpoint: Checkpoint) -> None:
     with writing(run_dir, f"mend that, or copy {checkpoint.path.name} into a new output_dir and continue there"):
         protect(checkpoint.path)
         aside.mkdir(exist_ok=True)
-        if log.exists():
+        if log.is_file():
             replace_file(aside / log.name, log.read_bytes())
         for path in newer:
             path.rename(aside / path.name)

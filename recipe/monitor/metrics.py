@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -205,8 +207,9 @@ class RunningLoss:
 class MetricsLog:
     """metrics.jsonl: one JSON object for each logged step, written at once; on the main process only.
 
-    A resumed run drops the lines after `first_step`, and replaces the line of `first_step` when it is written again. On
-    a full disk, only lines that do not fit into the file's buffer are lost.
+    A resumed run drops the lines after `first_step`, and replaces the line of `first_step` when it is written again;
+    one that starts over keeps an earlier run's file aside. On a full disk, only lines that do not fit into the file's
+    buffer are lost.
 
     Attributes:
         earlier: the file's line of `first_step`, without nulls; empty if there was none. An earlier configuration may
@@ -216,12 +219,18 @@ class MetricsLog:
     def __init__(self, path: Path, first_step: int):
         """Raises UserError where the file cannot be read or written."""
         self._path, self._failed = path, False
+        lines = read_metrics(path)
         # Without a checkpoint, a line of step 0 may come from another configuration.
-        kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= first_step and first_step > 0}
+        kept = {line["step"]: line for line in lines if line["step"] <= first_step and first_step > 0}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
         texts = {step: json.dumps(line).encode() + b"\n" for step, line in kept.items()}
         self._resumed = first_step, sum(len(text) for step, text in texts.items() if step < first_step)
-        with writing(path, "move it away, or choose another output_dir"):
+        with writing(path, "free some space, or mend that: it holds the run's curve"):
+            if first_step == 0 and any(line["step"] > 0 for line in lines):
+                numbered = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
+                old = next(other for other in numbered if not os.path.lexists(other))
+                path.rename(old)
+                logger.warning("note       starts over, without a checkpoint; the earlier curve is kept in %s", old)
             replace_file(path, b"".join(texts.values()))
             self._file = path.open("ab")
 
@@ -259,6 +268,8 @@ def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl; none if there is no file. Anything that is not the line of a step, such as an
     unfinished line of a killed run, is skipped. Raises UserError if the file cannot be read."""
     with reading(path, "make it readable, or move it away: the run then goes on without its lines"):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "Not a regular file")  # opening a FIFO would wait for ever
         texts = path.read_text(errors="replace").splitlines() if path.exists() else []
     lines = []
     for text in texts:

@@ -1,5 +1,7 @@
 """Checkpoints are written in the background, after the metrics before them; a failure is reported and retried."""
 
+import errno
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -9,10 +11,13 @@ import pytest
 import torch
 
 from recipe.checkpoint import manager as module
-from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
+from recipe.checkpoint.format import checkpoints, load_checkpoint, protect, prune, step_of
 from recipe.checkpoint.manager import CheckpointManager
+from recipe.checkpoint.run_dir import RunDirectory, run_directory
 from recipe.config import parse_config
+from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
+from tests.checkpoint import save
 
 
 class Run:
@@ -20,6 +25,7 @@ class Run:
 
     def __init__(self, directory):
         self.directory, self.value, self.stop = directory, 1.0, SimpleNamespace(patient=nullcontext, leave=lambda: None)
+        self.stop.requested = False
         self.synced = []
         self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda what: nullcontext())
         self.metrics.state_dict, self.metrics.sync = lambda: {"seconds": 3.0}, lambda: self.synced.append(True)
@@ -31,7 +37,9 @@ class Run:
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
         trained, scaler = (model, SimpleNamespace(state={})), SimpleNamespace(state_dict=lambda: {"scale": 2.0})
-        self.manager = CheckpointManager(config, engine, trained, self.metrics, {"grad_scaler": scaler}, None)
+        others, self.lock = {"grad_scaler": scaler}, RunDirectory(directory)
+        self.lock.acquire()
+        self.manager = CheckpointManager(config, engine, trained, self.metrics, others, None, self.lock)
 
     def _snapshot(self, *_trained) -> tuple[dict, dict]:
         return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}
@@ -53,6 +61,7 @@ def run(tmp_path):
     run = Run(tmp_path)
     yield run
     run.manager.join()
+    run.lock.release()
 
 
 def test_a_checkpoint_holds_the_state_of_every_component(run):
@@ -84,6 +93,52 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
     run.save(1)
     assert run.manager.finish()
     assert run.steps == [1]
+
+
+def test_a_last_save_waits_for_a_full_disk_and_then_makes_room_but_not_of_what_is_protected(run, monkeypatch, caplog):
+    """A disk that holds five checkpoints: the best, a milestone, one that goes, the newest whole one, a damaged one."""
+    commit = module.save_checkpoint
+
+    def full(*arguments):
+        if len(run.steps) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        commit(*arguments)
+
+    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(module, "_PAUSE", 0.1)
+    monkeypatch.setattr(module, "save_checkpoint", full)
+    monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.manager._error else None)
+    run.metrics.val_losses = {1: 1.0} | dict.fromkeys(range(2, 6), 2.0)
+    for step in range(1, 6):
+        run.saved(step)
+    protect(run.directory / "step_00000002")
+    (run.directory / "step_00000005" / "config.json").write_bytes(b"")
+    run.saved(6)
+    assert run.steps == [1, 2, 3, 4, 5]
+    assert run.manager.finish()
+    assert run.steps == [1, 2, 4, 5, 6]
+    assert "the last save is tried again for 0 s: free some space" in caplog.text
+
+
+def test_a_directory_that_another_has_replaced_is_left_alone_and_ends_the_run(run, tmp_path_factory, caplog):
+    """`mv runs/x old`, and a second run in runs/x: what it has there, its lock and its half-written save stay."""
+    run.saved(3)
+    old = run.directory.rename(tmp_path_factory.mktemp("moved") / "old")
+    with run_directory(run.directory):
+        (run.directory / ".saving-step_00000001").mkdir()
+        save(run.directory, 1)
+        (run.directory / ".saving-step_00000002").mkdir()
+        before = sorted(run.directory.iterdir())
+        run.saved(4)
+        assert "step 4: NOT SAVED: " in caplog.text
+        assert f"{run.directory} was moved or replaced while this run was going on" in caplog.text
+        assert run.stop.requested
+        with pytest.raises(UserError, match="was moved or replaced"):
+            run.manager.finish()
+        with pytest.raises(UserError, match="was moved or replaced"):
+            run.lock.release()
+        assert sorted(run.directory.iterdir()) == before
+    assert [step_of(path) for path in checkpoints(old)] == [3]
 
 
 def test_weights_that_are_not_finite_are_never_committed_nor_good_ones_pruned_for_them(run, caplog):

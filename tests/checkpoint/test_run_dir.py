@@ -40,6 +40,10 @@ def holder(tmp_path):
         kill(pid)
 
 
+def names(directory) -> list[str]:
+    return [path.relative_to(directory).as_posix() for path in sorted(directory.glob("*/*"))]
+
+
 def kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
@@ -92,11 +96,17 @@ def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
             assert newest_whole(run) is None
             assert sorted(p.name for p in run.iterdir()) == [LOCK, OWNER]
             save(run, n)
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("*/*")) == [
-        "run.old-1/step_00000003",
-        "run.old-2/step_00000001",
-        "run/step_00000002",
-    ]
+    assert names(tmp_path) == ["run/step_00000002", "run.old-1/step_00000003", "run.old-2/step_00000001"]
+
+
+def test_fresh_moves_what_a_link_points_to_so_that_the_run_stays_on_its_disk(tmp_path):
+    big, link = tmp_path / "disk" / "run", tmp_path / "run"
+    save(big, 3)
+    link.symlink_to(big)
+    with run_directory(link, fresh=True):
+        save(link, 1)
+    assert link.is_symlink()
+    assert names(big.parent) == ["run/step_00000001", "run.old-1/step_00000003"]
 
 
 def test_another_run_is_refused_and_harmless_changes_are_reported(tmp_path, caplog):

@@ -1,8 +1,9 @@
 """What a run measures and records: its loss, its throughput, metrics.jsonl across resumptions and failures."""
 
 import json
+import os
 import resource
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,16 @@ from recipe.utils.processes import Processes
 
 def steps_in(path) -> list[int]:
     return [line["step"] for line in read_metrics(path)]
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoint():
@@ -52,24 +63,40 @@ def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path
 
 def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
     """In the place of a full disk a limit of what a file may hold, which cuts a line in two."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with closing(MetricsLog(tmp_path / "metrics.jsonl", 0)) as log:
         log.write({"step": 0})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
-        try:
+        with files_of_at_most(20):
             for step in (1, 2):
                 log.write({"step": step})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         log.write({"step": 3})
     assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
     assert caplog.text.count("cannot be written (File too large)") == 1
 
 
-def test_a_directory_in_place_of_the_file_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Is a directory\); "):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_in_its_place_is_named(tmp_path, make):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Not a regular file\); "):
         MetricsLog(tmp_path / "metrics.jsonl", 0)
+
+
+def test_a_run_that_starts_over_keeps_the_curve_of_the_earlier_one(tmp_path, caplog):
+    """Its checkpoints were moved away, or it was killed before the first."""
+    path, curve = tmp_path / "metrics.jsonl", '{"step": 0}\n{"step": 1}\n'
+    for _ in range(2):
+        path.write_text(curve)
+        MetricsLog(path, 0).close()
+    assert [(tmp_path / f"metrics.old-{n}.jsonl").read_text() for n in (1, 2)] == [curve, curve]
+    assert f"the earlier curve is kept in {tmp_path}/metrics.old-1.jsonl" in caplog.text
+    assert path.read_text() == ""
+
+
+def test_a_resume_on_a_full_disk_says_to_free_space_and_keeps_the_curve(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    with files_of_at_most(5), pytest.raises(UserError, match=r"\(File too large\); free some space"):
+        MetricsLog(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
 
 
 def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resume(tmp_path, monkeypatch):

@@ -142,9 +142,9 @@ def test_an_extension_that_is_killed_while_it_moves_the_decay_aside_ends_the_sam
     before, calls = (run / "metrics.jsonl").read_bytes(), count()
 
     def start() -> Path:
-        with run_directory(run):
+        with run_directory(run) as directory:
             chosen, rewound = continue_from(run, config)
-            set_aside(run, load_checkpoint(chosen, rewound=rewound))
+            set_aside(directory, load_checkpoint(chosen, rewound=rewound))
             MetricsLog(run / "metrics.jsonl", step_of(chosen)).close()
         return chosen
 
