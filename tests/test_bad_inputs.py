@@ -139,7 +139,27 @@ TABLE = {
     "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such file, directory", ".bin file"),
     "1 not prepared": (
         lambda at: flags(**STORIES, dataset_name=at.path / "stories"),
-        f"stories: not prepared yet; first run {PREPARE} with the same flags",
+        "roneneldan/TinyStories, on the Hub because this disk has no such path, is not prepared in ",
+        f"stories yet; first run {PREPARE} with the same flags",
+    ),
+    "1 mistyped path": (  # it looks like ORG/NAME; the Hub is not asked here
+        lambda at: flags(dataset_name="mytext/poems"),
+        "error: mytext/poems, on the Hub because this disk has no such path, is not prepared in data/poems yet",
+        "--streaming true",
+    ),
+    "1 offline": (
+        lambda at: flags(
+            config="gpt2",
+            train_text="HuggingFaceFW/fineweb-edu",
+            dataset_name=at.path / "x",
+            output_dir=at.run,
+            streaming=True,
+        ),
+        "error: data set fineweb-edu: no such path on this disk, and the Hub reports",
+    ),
+    "1 nothing to prepare": (
+        lambda at: flags(dataset_name="nothere", out=at.path / "out"),
+        "dataset_name nothere: no such file, directory or data set",
     ),
     "2 magic": (
         lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),

@@ -14,6 +14,7 @@ from functools import partial
 from huggingface_hub.errors import HFValidationError
 
 from recipe.config import DataConfig
+from recipe.config.fields import DATASETS
 from recipe.data.documents import Column, Document
 from recipe.data.shards import Manifest
 from recipe.utils.errors import Unreachable, UserError, first_line
@@ -39,6 +40,7 @@ class HubText:
 
     def __init__(self, data: DataConfig, column: Column):
         self.repo, self.column, self._data = data.train_text, column, data
+        self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
         self._worked, self._failures, self._since = False, 0, time.monotonic()
         self._files: list[Callable] | None = None
 
@@ -72,7 +74,7 @@ class HubText:
         status, reason = _status_and_reason(error)
         if status in _PERMANENT or time.monotonic() - self._since > _PATIENCE:
             raise UserError(
-                f"train_text {self.repo}: the Hub, which answered before, reports {reason}; the same command continues"
+                f"data set {self.name}: the Hub, which answered before, reports {reason}; the same command continues"
             ) from None
         wait = min(_LONGEST_WAIT, 2**self._failures)
         self._failures += 1
@@ -102,8 +104,8 @@ class HubText:
         status, reason = _status_and_reason(error)
         refused = status in _PERMANENT or isinstance(error, HFValidationError)
         return (UserError if refused else Unreachable)(
-            f"train_text {self.repo}: no such local file, and the Hub reports {reason}; check the name and the "
-            "network, or give local .txt, .jsonl or .parquet files"
+            f"data set {self.name}: no such path on this disk, and the Hub reports {reason}; check the name and the "
+            "network, or give text on this disk"
         )
 
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:

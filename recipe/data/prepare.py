@@ -21,10 +21,9 @@ import filelock
 from tqdm import tqdm
 
 from recipe.config import DataConfig, data_sets, parse_config
-from recipe.config.catalog import TEXT_SUFFIXES
 from recipe.data.documents import TextFiles
 from recipe.data.producer import Producer
-from recipe.data.shards import Manifest
+from recipe.data.shards import Manifest, find_shards
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
@@ -49,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         sets = [one.data for one in data_sets(parse_config(flags).data)]
         if not any(data.train_text for data in sets):
-            kinds = ", ".join(TEXT_SUFFIXES)
-            raise UserError(f"train_text is empty; give a Hub data set, or a file, quoted glob or directory of {kinds}")
+            find_shards(name := sets[0].dataset_name, "train")  # raises where there is nothing of that name
+            raise UserError(f"dataset_name {name} holds shards, which need no preparing; name text")
         if asked.out and len(sets) > 1:
             raise UserError(f"--out is one directory, and dataset_name lists {len(sets)} data sets; remove --out")
         for data in sets:
@@ -104,8 +103,9 @@ def must_prepare(data: DataConfig) -> bool:
         return False
     if not isinstance(producer.source, TextFiles):
         raise UserError(
-            f"{data.dataset_name}: not prepared yet; first run python -m recipe.data.prepare with the same flags, or "
-            "pass --streaming true, which tokenizes while the model trains"
+            f"{data.train_text}, on the Hub because this disk has no such path, is not prepared in {data.dataset_name} "
+            "yet; first run python -m recipe.data.prepare with the same flags, or pass --streaming true, to tokenize "
+            "while the model trains"
         )
     return True
 

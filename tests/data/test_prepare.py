@@ -246,11 +246,11 @@ def test_patience_with_the_hub_ends(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     hub = HubText(DataConfig(train_text="a/b"), Column("text", open_tokenizer("gpt2")))
-    with pytest.raises(UserError, match="train_text a/b: no such local file, and the Hub reports ConnectionError"):
+    with pytest.raises(UserError, match="data set a/b: no such path on this disk, and the Hub reports ConnectionError"):
         hub.wait_after(ConnectionError("gone"))
     monkeypatch.setattr(hub, "_rows", lambda stream: iter([(0, {"text": "a"}, None)]))
     assert len(list(hub.documents())) == 1
-    with pytest.raises(UserError, match="train_text a/b: the Hub, which answered before, reports PermissionError: no"):
+    with pytest.raises(UserError, match="data set a/b: the Hub, which answered before, reports PermissionError: no"):
         any(map(hub.wait_after, itertools.repeat(PermissionError("no"))))
     assert 900 < clock[0] <= 960
 
@@ -301,8 +301,11 @@ def test_the_command(reference, tmp_path, capsys):
             [*command, "--out", "x", "--shard_tokens", str(2**31)],
             "shard_tokens is 2147483648; it must be at least 1 and below",
         ),
-        (["--dataset_name", "x", "--out", "x"], "train_text is empty"),
-        (["--train_text", "no/data-set", "--out", str(tmp_path / "no")], "no such local file, and the Hub reports"),
+        (["--dataset_name", "x", "--out", "x"], "dataset_name x: no such file, directory or data set"),
+        (
+            ["--train_text", "no/data-set", "--out", str(tmp_path / "no")],
+            "no such path on this disk, and the Hub reports",
+        ),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
