@@ -1,6 +1,7 @@
 """Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON object or a row of a table.
 
-A column of text is tokenized; one of token ids is read as it is.
+A literal end-of-text separates documents, in all of them. A column of text is tokenized; one of token ids is read as
+it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -61,20 +63,46 @@ class Column:
 
     def __init__(self, name: str, tokenizer: GPT2Tokenizer):
         self.name, self._tokenizer = name, tokenizer
+        separators = {GPT2Tokenizer.end_of_text_token, tokenizer.end_of_text_token}
+        self._separator, self._longest = re.compile("|".join(map(re.escape, separators))), max(map(len, separators))
 
     def pieces(self, row: dict, where: str) -> Pieces:
         """The document in a row, which `where` names in errors; a null is an empty one. Raises UserError where the
         column is missing, or holds neither text nor the tokenizer's ids."""
+        value = self._value(row, where)
+        return in_pieces(_chunks_of(value)) if isinstance(value, str) else [value] if len(value) else []
+
+    def documents(self, row: dict, where: str) -> Iterator[Pieces]:
+        """As `pieces`, for a row of a local file: the documents between end-of-texts, of which none is empty."""
+        value = self._value(row, where)
+        return self.separated(_chunks_of(value)) if isinstance(value, str) else iter([[value]] if len(value) else [])
+
+    def separated(self, chunks: Iterable[str]) -> Iterator[Pieces]:
+        """The documents of a text that comes in chunks; each is to be read before the next."""
+        parts = (pair for pair in self._numbered(chunks) if pair[1])
+        for _, document in groupby(parts, key=itemgetter(0)):
+            yield in_pieces(part for _, part in document)
+
+    def _numbered(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
+        number, rest = 0, ""
+        for chunk in chunks:
+            *ended, rest = self._separator.split(rest + chunk)
+            yield from enumerate(ended, number)
+            number += len(ended)
+            sure = max(0, len(rest) - self._longest + 1)  # what follows may be the beginning of a separator
+            yield number, rest[:sure]
+            rest = rest[sure:]
+        yield number, rest
+
+    def _value(self, row: dict, where: str) -> str | np.ndarray:
         self.check_is_in(row, where)
         value = row[self.name]
         if value is None:
-            return ()
+            return ""
         if isinstance(value, str):
-            value = _without_surrogates(value)
-            return in_pieces(value[lo : lo + LONGEST_PIECE] for lo in range(0, len(value), LONGEST_PIECE))
+            return _without_surrogates(value)
         if isinstance(value, list) and all(type(number) is int for number in value):
-            tokens = self._tokens(np.array(value, np.int64), where)
-            return [tokens] if len(tokens) else []
+            return self._tokens(np.array(value, np.int64), where)
         raise UserError(
             f"{where}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; choose "
             "another text_column"
@@ -103,16 +131,17 @@ class Column:
 def tokenized(
     documents: Iterable[Document], tokenizer: GPT2Tokenizer, threads: int | None = None
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document that is not empty with its tokens, (tokens,), uint16, of which the first is end-of-text.
+    """Each document that is not empty, in one or more pieces with their tokens, (tokens,), uint16, of which the first
+    of a document is end-of-text.
 
     Texts are tokenized on threads, by default one a core, since tokenizers release the GIL.
     """
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
     pieces = ((document, piece) for document in documents for piece in document.pieces)
-    encoded = _encoded(pieces, tokenizer, threads or os.cpu_count() or 1)
-    for _, group in groupby(encoded, key=lambda pair: pair[0].index):
-        of_document, tokens = zip(*group, strict=True)
-        yield of_document[0], np.concatenate([end_of_text, *tokens])
+    last = None
+    for document, tokens in _encoded(pieces, tokenizer, threads or os.cpu_count() or 1):
+        yield document, tokens if document is last else np.concatenate([end_of_text, tokens])
+        last = document
 
 
 def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) -> Iterator[tuple[Document, np.ndarray]]:
@@ -141,6 +170,10 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             yield batch
             batch, size = [], 0
     yield batch
+
+
+def _chunks_of(text: str) -> Iterator[str]:
+    return (text[lo : lo + LONGEST_PIECE] for lo in range(0, len(text), LONGEST_PIECE))
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
@@ -206,7 +239,8 @@ class TextFiles:
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or whole row groups are read
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 for batch in file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False):
-                    yield from (self.column.pieces(row, str(path)) for row in batch.to_pylist())
+                    for row in batch.to_pylist():
+                        yield from self.column.documents(row, str(path))
             return
         with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n") as file:
             if suffix in (".csv", ".tsv"):
@@ -224,10 +258,10 @@ class TextFiles:
                     if line.strip()
                 )
             else:
-                yield in_pieces(_chunks(file, path))
+                yield from self.column.separated(_chunks(file, path))
                 return
             for where, row in rows:
-                yield self.column.pieces(_object(row, f"{path}, {where}"), f"{path}, {where}")
+                yield from self.column.documents(_object(row, f"{path}, {where}"), f"{path}, {where}")
 
 
 def _open(path: Path) -> io.BufferedReader:

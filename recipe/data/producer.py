@@ -7,6 +7,7 @@ where the next one begins, so that a producer killed at any moment continues fro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from recipe.utils.units import some
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
 # Where in a text a shard begins: in which document, after how many of its tokens, and Document's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
-Run = tuple[dict, np.ndarray]  # tokens of a document, (tokens,), and the position where they begin
+Run = tuple[dict, np.ndarray]  # tokens of a document, or of a piece of it, (tokens,), and where they begin
 
 
 def open_text(data: DataConfig) -> TextFiles | HubText:
@@ -249,12 +250,21 @@ class Producer:
             val = np.concatenate([open_shard(shard) for shard in self.manifest.shards_in(self.out, "val")])
             first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
             held_out = {document.tobytes() for document in np.split(val, first)}
-        for document, tokens in tokenized(self._documents_from(split, position), self.tokenizer, self._threads):
-            if held_out and tokens.tobytes() in held_out:
+        longest = max(map(len, held_out), default=0)  # in bytes
+        pieces = tokenized(self._documents_from(split, position), self.tokenizer, self._threads)
+        for _, group in groupby(pieces, key=lambda piece: piece[0].index):
+            beginning, size, at = [], 0, 0
+            while size <= longest and (piece := next(group, None)):
+                beginning.append(piece)
+                size += piece[1].nbytes
+            if held_out and b"".join(tokens.tobytes() for _, tokens in beginning) in held_out:
                 continue
-            start = position["tokens"] if document.index == position["document"] else 0
-            if start < len(tokens):
-                yield {"document": document.index, "tokens": start, "stream": document.stream}, tokens[start:]
+            for document, tokens in chain(beginning, group):
+                skipped = max(0, position["tokens"] - at) if document.index == position["document"] else 0
+                if skipped < len(tokens):
+                    where = {"document": document.index, "tokens": at + skipped, "stream": document.stream}
+                    yield where, tokens[skipped:]
+                at += len(tokens)
 
     def _documents_from(self, split: str, position: dict) -> Iterator[Document]:
         for document in self.source.documents(position["stream"]):

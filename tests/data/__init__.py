@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from recipe.config import DataConfig
 from recipe.data.shards import OpenShard, find_shards, read_shard
-from recipe.data.tokenizer import END_OF_TEXT, encode
+from recipe.data.tokenizer import END_OF_TEXT, encode, encoding
 from tests.conftest import SHAKESPEARE
 
 TEXT = SHAKESPEARE.read_text()
@@ -26,7 +26,7 @@ def write_jsonl(path, texts=DOCUMENTS, opener=open):
 
 def write_tokens(path, texts=DOCUMENTS, **options):
     """The texts as a column of GPT-2's tokens, as nvidia/ClimbMix has it; some with end-of-text at one of the ends."""
-    rows = [encode(text).tolist() for text in texts]
+    rows = [encoding().encode(text, allowed_special="all") for text in texts]
     rows = [[END_OF_TEXT] * (i % 3 == 1) + row + [END_OF_TEXT] * (i % 3 == 2) for i, row in enumerate(rows)]
     table = pa.table({"tokens": rows, "token_count": list(map(len, rows))})
     if path.suffix == ".parquet":
@@ -52,7 +52,9 @@ def tokens_in(out, split) -> list[int]:
 
 
 def tokens_of(texts) -> list[int]:
-    return [token for text in texts if text for token in [END_OF_TEXT, *encode(text).tolist()]]
+    """Of local texts, in which a literal end-of-text separates documents."""
+    documents = [document for text in texts for document in text.split("<|endoftext|>") if document]
+    return [token for document in documents for token in [END_OF_TEXT, *encode(document).tolist()]]
 
 
 def contents(out) -> dict[str, bytes]:

@@ -16,13 +16,14 @@ from eval import common
 from eval.curves import dataset_of, read_run
 from eval.perplexity import byte_lengths, shard_windows, summarize, window_losses
 from eval.report import write_report
+from recipe.data.prepare import prepare
 from recipe.data.shards import Manifest
 from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags
-from tests.data import TEXT, tokens_in
+from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
 # A special token as text, spaces, bytes that the training text never had, and a character of four of them.
@@ -65,6 +66,14 @@ def trained_run(once):
         return result.stdout
 
     return once("own_tokenizer", make)
+
+
+def test_its_end_of_text_separates_documents_too(tmp_path):
+    tokenizer = open_tokenizer(saved(trained(), tmp_path / "own", eos_token=END))
+    (tmp_path / "d.txt").write_text(f"one{END}two<|endoftext|>three")
+    prepare(data_of(tmp_path / "d.txt", tmp_path / "out", tokenizer=str(tmp_path / "own"), val_fraction=0))
+    expected = [[tokenizer.end_of_text, *ids] for ids in tokenizer.encode(["one", "two", "three"])]
+    assert tokens_in(tmp_path / "out", "train") == [token for document in expected for token in document]
 
 
 def test_any_text_comes_back(tmp_path):

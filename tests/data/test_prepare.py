@@ -23,7 +23,7 @@ from recipe.data.documents import Column
 from recipe.data.hub import HubText
 from recipe.data.prepare import alone_in, main, prepare
 from recipe.data.shards import Manifest, OpenShard, find_shards
-from recipe.data.tokenizer import open_tokenizer
+from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from tests import processes
@@ -50,7 +50,7 @@ def test_shards_are_the_documents_in_order_each_after_end_of_text(reference):
     assert len(counts) > 10
     assert set(counts[4:-1]) == {3000}
     assert 0 < counts[-1] < 3000
-    assert (reference.manifest.complete, reference.manifest.documents) == (True, 300)
+    assert (reference.manifest.complete, reference.manifest.documents) == (True, 299)  # two empty, one of two
     assert {path.name for path in reference.out.glob("*.bin")} == {e["file"] for e in reference.manifest.shards}
 
 
@@ -120,6 +120,24 @@ def test_text_files_are_one_document_each(tmp_path):
     (tmp_path / "noext").write_text(TEXT[:2000])
     prepare(data_of(tmp_path / "noext", tmp_path / "one", val_fraction=0))
     assert tokens_in(tmp_path / "one", "train") == tokens_of([TEXT[:2000]])
+
+
+STORIES = [TEXT[i * 5000 : i * 5000 + 4990] for i in range(220)]  # more than a reader's chunk of 1 Mi characters
+
+
+def test_a_literal_end_of_text_separates_documents(tmp_path, monkeypatch):
+    """As tiktoken reads it, wherever a reader's chunks end, and after an interruption; the first are for validation."""
+    text = "<|endoftext|>".join(["", *STORIES[:200], "last" * 300_000, *STORIES[200:], "\n"])
+    expected = encoding().encode(text, allowed_special="all")
+    (tmp_path / "d.txt").write_text(f"{text}<|endoftext|><|endoftext|>")  # of nothing
+    write_jsonl(tmp_path / "d.jsonl", [text, "<|endoftext|>"])
+    for name in ("d.txt", "d.jsonl"):
+        data = data_of(tmp_path / name, tmp_path / f"{name}.out", val_documents=30, shard_tokens=50_000)
+        interrupted_at(monkeypatch, data, 5)
+        assert prepare(data).documents == 222
+        val = tokens_in(data.dataset_name, "val")
+        assert val == tokens_of(STORIES[:30])
+        assert val + tokens_in(data.dataset_name, "train") == expected
 
 
 def test_the_shipped_texts_shards_are_these_for_ever(tmp_path):
@@ -232,11 +250,11 @@ REPEATED = [*DOCUMENTS[:100], *DOCUMENTS[20:60], *DOCUMENTS[100:150], DOCUMENTS[
 
 def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
     """The first ones, nor others with the text of one of them, also after an interruption."""
-    data = data_of(write_jsonl(tmp_path / "d.jsonl", REPEATED), tmp_path / "out", val_documents=30, shard_tokens=4000)
+    data = data_of(write_jsonl(tmp_path / "d.jsonl", REPEATED), tmp_path / "out", val_documents=31, shard_tokens=4000)
     interrupted_at(monkeypatch, data, 4)
     manifest = prepare(data)
     assert manifest.shards[0]["split"] == "val"  # validation can begin before training ends
-    assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])
+    assert tokens_in(tmp_path / "out", "val") == tokens_of(REPEATED[:30])  # of which one is two
     assert tokens_in(tmp_path / "out", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
 
 
@@ -292,7 +310,7 @@ def test_the_command(reference, tmp_path, capsys):
     first, last = ran.stdout.splitlines()
     assert first.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
     assert f"{len(reference.contents)} shards, " in last
-    assert "300 documents in " in last
+    assert "299 documents in " in last
     assert contents(tmp_path / "out") == reference.contents
     for words, message in (
         ([*command, "--out", str(tmp_path / "out"), "--seed_", "5"], "error: unknown '--seed_'"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.data import documents
 from recipe.data.documents import LONGEST_PIECE, PIECE, in_pieces
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, GPT2Tokenizer, encode, encoding, hf_tokenizer
 from tests.conftest import SHAKESPEARE
@@ -62,6 +63,16 @@ def test_pieces_give_the_tokens_of_the_whole(unit):
     assert all(PIECE < len(piece) <= LONGEST_PIECE for piece in pieces[:-1])
     assert np.array_equal(np.concatenate([encode(piece) for piece in pieces]), encode(text))
     assert list(in_pieces([text])) == pieces  # wherever the reader's chunks end
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts.map("".join))
+def test_a_cut_never_changes_the_tokens(text):
+    """Wherever one falls: pieces of three characters and more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE", 2)
+        pieces = list(in_pieces([text]))
+    assert [token for piece in pieces for token in encode(piece).tolist()] == encode(text).tolist()
 
 
 def test_pieces_of_a_text_without_blanks_are_bounded():
