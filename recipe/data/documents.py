@@ -18,9 +18,10 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -203,8 +204,11 @@ class TextFiles:
     """Local files in order, which are never held in memory as a whole."""
 
     def __init__(self, name: str, column: Column):
-        """`name` is a file, a glob or a directory; `paths` is empty where no text file matches."""
+        """`name` is a file, a glob or a directory; `paths` is empty where no text file matches. `size` is that of all
+        files, in bytes, and `position` how many of them were read."""
         (self.paths, self._skipped), self.column = text_files(name), column
+        self._starts = [0, *accumulate(path.stat().st_size for path in self.paths)]
+        self.size, self.position = self._starts[-1], 0
 
     def __str__(self) -> str:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
@@ -229,20 +233,25 @@ class TextFiles:
         for number, path in enumerate(self.paths[first:], first):
             here = {"document": index, "state": number} if number else None
             with _reading(path):
-                for pieces in self._documents_in(path):
+                for pieces in self._documents_in(path, self._starts[number]):
                     yield Document(index, pieces, here)
                     index += 1
 
-    def _documents_in(self, path: Path) -> Iterator[Pieces]:
+    def _documents_in(self, path: Path, start: int) -> Iterator[Pieces]:
         suffix = text_suffix(path)
         if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or whole row groups are read
                 self.column.check_is_in(file.schema_arrow.names, str(path))
-                for batch in file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False):
+                batches, rows = file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False), 0
+                for batch in batches:
+                    rows += len(batch)
+                    self.position = start + path.stat().st_size * rows // file.metadata.num_rows
                     for row in batch.to_pylist():
                         yield from self.column.documents(row, str(path))
             return
-        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n") as file:
+        with path.open("rb") as packed:
+            raw = _unpacked(packed)
+            file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
             if suffix in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)
                 table = csv.DictReader(file, delimiter="," if suffix == ".csv" else "\t", strict=True)
@@ -258,23 +267,24 @@ class TextFiles:
                     if line.strip()
                 )
             else:
-                yield from self.column.separated(_chunks(file, path))
+                yield from self.column.separated(self._chunks(file, path, packed, start))
                 return
             for where, row in rows:
+                self.position = start + packed.tell()
                 yield from self.column.documents(_object(row, f"{path}, {where}"), f"{path}, {where}")
 
+    def _chunks(self, file: io.TextIOWrapper, path: Path, packed: BinaryIO, start: int) -> Iterator[str]:
+        with _reading(path):
+            while chunk := file.read(LONGEST_PIECE):
+                self.position = start + packed.tell()
+                if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
+                    raise UnicodeError
+                yield chunk
 
-def _open(path: Path) -> io.BufferedReader:
+
+def _unpacked(file: BinaryIO) -> io.BufferedReader:
     """The bytes of a file, decompressed as its name says."""
-    return io.BufferedReader(pa.input_stream(str(path), PACKED.get(path.suffix.lower())), 1 << 20)
-
-
-def _chunks(file: io.TextIOWrapper, path: Path) -> Iterator[str]:
-    with _reading(path):
-        while chunk := file.read(LONGEST_PIECE):
-            if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
-                raise UnicodeError
-            yield chunk
+    return io.BufferedReader(pa.input_stream(file, PACKED.get(Path(file.name).suffix.lower())), 1 << 20)
 
 
 @contextmanager
@@ -290,8 +300,8 @@ def _reading(path: Path) -> Generator[None, None, None]:
 
 
 def _kind_of(path: Path) -> str:
-    with _open(path) as file:
-        head = file.read(1 << 16)
+    with path.open("rb") as file:
+        head = _unpacked(file).read(1 << 16)
     if head.startswith(b"%PDF"):
         return f"a PDF; extract its text:\npdftotext {shlex.quote(str(path))}"
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or head.count(0) > len(head) / 4:

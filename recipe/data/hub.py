@@ -37,6 +37,7 @@ class HubText:
     """
 
     commit: str
+    size = position = 0  # bytes, as those of TextFiles: unknown
 
     def __init__(self, data: DataConfig, column: Column):
         self.repo, self.column, self._data = data.train_text, column, data

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Generator
@@ -27,11 +28,12 @@ from recipe.data.shards import Manifest, find_shards
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
-from recipe.utils.units import plural
+from recipe.utils.units import plural, si
 
 logger = logging.getLogger("recipe.data.prepare")  # as a command this module is called __main__
 
 LOCK = ".preparing.lock"
+_BETWEEN_LINES = 60.0  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,8 +83,7 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
         continuing = f", continuing after {len(manifest.shards)} finished shards" if manifest.shards else ""
         logger.info("data       tokenizing %s into %s%s", producer.source, out, continuing)
         start = time.monotonic()
-        with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-            producer.show = bar.update
+        with _progress(producer):
             producer.everything()
         seconds = time.monotonic() - start
     speed = producer.made / seconds / 1e6
@@ -121,6 +122,29 @@ def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
         raise UserError(
             f"{out}: another process is making shards in this directory; wait for it, or give another directory"
         ) from None
+
+
+@contextmanager
+def _progress(producer: Producer) -> Generator[None, None, None]:
+    """A bar on a terminal, else a line a minute: of the bytes that were read, or of the tokens of a Hub's data set."""
+    source, start = producer.source, time.monotonic()
+    unit, logged = "B" if source.size else " tokens", start
+    ncols, nrows = shutil.get_terminal_size()  # which has sizes for a terminal of none, where tqdm would be silent
+    shape = {"ncols": ncols, "nrows": nrows}
+    with tqdm(total=source.size or None, unit=unit, unit_scale=True, disable=None, **shape) as bar:
+
+        def show() -> None:
+            nonlocal logged
+            now, tokens = time.monotonic(), f"{si(producer.made, 'B')} tokens"
+            bar.set_postfix_str(tokens if source.size else "", refresh=False)
+            bar.update((source.position if source.size else producer.made) - bar.n)
+            if bar.disable and now - logged >= _BETWEEN_LINES:
+                logged = now
+                part = f"{100 * source.position / source.size:.0f} % of {si(source.size)}B, " if source.size else ""
+                logger.info("data       %s%s, %s tokens/s", part, tokens, si(producer.made / (now - start)))
+
+        producer.show = show
+        yield
 
 
 def _summary(manifest: Manifest) -> str:

@@ -68,7 +68,7 @@ class Producer:
             "shard_tokens": data.shard_tokens,
         }
         self.made = 0  # tokens
-        self.show: Callable[[int], object] = lambda tokens: None  # progress: called with the tokens that were added
+        self.show: Callable[[], object] = int  # progress: called whenever `made` has grown
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
         self._rest: Run | None = None  # what the previous shard has left of a document
@@ -177,8 +177,8 @@ class Producer:
                 shard.append(taken)
                 position = position | {"tokens": position["tokens"] + len(taken)}
                 self._rest = (position, tokens[len(taken) :]) if len(taken) < len(tokens) else None
-                self.show(len(taken))
-            self.made += shard.tokens
+                self.made += len(taken)
+                self.show()
             ended = shard.tokens < size
             if shard.tokens or known:
                 self._commit(shard, split, number, position)

@@ -26,6 +26,7 @@ from recipe.data.shards import Manifest, OpenShard, find_shards
 from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
+from recipe.utils.units import si
 from tests import processes
 from tests.conftest import ROOT, environment
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl, write_tokens
@@ -327,6 +328,26 @@ def test_the_command(reference, tmp_path, capsys):
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.jsonl", "d.parquet"])
+def test_progress_moves_within_a_file(tmp_path, monkeypatch, capsys, name):
+    """By bytes, in lines off a terminal; here there is no minute between them."""
+    set_up_logging()
+    monkeypatch.setattr("recipe.data.prepare._BETWEEN_LINES", 0)
+    if name == "d.jsonl":
+        write_jsonl(tmp_path / name, STORIES * 3)
+    elif name == "d.parquet":
+        pq.write_table(pa.table({"text": STORIES * 3}), tmp_path / name)
+    else:
+        (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write((TEXT * 3).encode())
+    prepare(data_of(tmp_path / name, tmp_path / "out"), threads=1)
+    lines = re.findall(r"data +(\d+) % of (\S+ \w)B, .* tokens, .* tokens/s", capsys.readouterr().out)
+    parts = [int(part) for part, _ in lines]
+    assert parts == sorted(parts)
+    assert len(set(parts)) >= 3
+    assert parts[-1] == 100
+    assert {size for _, size in lines} == {si((tmp_path / name).stat().st_size)}
 
 
 @pytest.mark.slow
