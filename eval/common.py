@@ -19,7 +19,8 @@ from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
-from recipe.utils.errors import UserError, first_line, no_safetensors
+from recipe.utils.download import within
+from recipe.utils.errors import UserError, first_line, no_safetensors, reading
 
 HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
 
@@ -190,7 +191,7 @@ def hub_problem() -> str:
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
         try:
-            get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE)
+            within(HUB_PATIENCE, lambda: get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE))
             return ""
         except Exception:  # huggingface_hub may use any HTTP library
             huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -216,7 +217,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def trainer_config(directory: Path | None) -> dict:
     """The training run's configuration, from trainer_state.json in a checkpoint; empty for any other model."""
     state = directory / "trainer_state.json" if directory else None
-    return json.loads(state.read_text())["config"] if state and state.is_file() else {}
+    if not state or not state.is_file():
+        return {}
+    with reading(state, "name the data with --data, or another checkpoint"):
+        return dict(json.loads(state.read_text())["config"])
 
 
 def read_results(path: Path) -> dict:

@@ -5,13 +5,15 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
 from eval.common import read_results
 from eval.published import HELLASWAG_ROWS, SIZES
+from eval.scores import all_scores, table_row
 from recipe.utils.checkpoints import checkpoints, step_of
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, reading
 
 REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
@@ -36,10 +38,12 @@ class Run:
 
     Attributes:
         records: the lines of metrics.jsonl in order of their steps, one per step.
-        config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
+        config: the newest checkpoint's configuration, flat; empty before the first checkpoint. What the report reads of
+            it has the types that it should.
+        data: the configured data set or mixture, in words.
         engine: what it ran on, in words; empty before the first checkpoint.
         dataset: which of DATASETS it trains and validates on; empty for any other.
-        results: step -> results.json of that checkpoint, empty where nothing was measured.
+        scores: step -> the rows of `table_row` of that checkpoint's results.json, empty where nothing was measured.
     """
 
     name: str
@@ -47,12 +51,13 @@ class Run:
     records: list[dict]
     config: dict
     engine: str
+    data: str
     dataset: str
-    results: dict[int, dict]
+    scores: dict[int, list]
 
     def series(self, name: str, x: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
         """(x, y), float64 (n,) each, of the records that have both."""
-        pairs = [(record[x], record[name]) for record in self.records if record.get(name) is not None]
+        pairs = [(record[x], record[name]) for record in self.records if _is_number(record.get(name))]
         return tuple(np.array(pairs, dtype=float).reshape(-1, 2).T)
 
     def last(self, name: str) -> float:
@@ -76,7 +81,8 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a directory, or of a checkpoint in it. Raises UserError if there is no run or it has no line yet."""
+    """The run in a directory, or of a checkpoint in it. Raises UserError if there is no run, if it has no line yet, or
+    if a file is damaged."""
     directory = Path(path).expanduser()
     if directory in checkpoints(directory.parent):
         directory = directory.parent
@@ -85,21 +91,38 @@ def read_run(path: str | Path) -> Run:
         raise UserError(f"run {path}: no metrics.jsonl there. Name a run directory, such as runs/shakespeare")
     records = []
     for line in log.read_text(errors="replace").splitlines():
-        with suppress(ValueError):  # the unfinished last line of a run that was killed or is still running
-            records.append(json.loads(line))
+        with suppress(ValueError, RecursionError):  # the unfinished last line of a run that was killed or still runs
+            record = json.loads(line)
+            if isinstance(record, dict) and all(_is_number(record.get(x)) for x in ("step", "tokens", "seconds")):
+                records.append(record)
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    steps = {step_of(path): path for path in checkpoints(directory)}
-    state = json.loads((steps[max(steps)] / "trainer_state.json").read_text()) if steps else {}
-    return Run(
-        name=directory.resolve().name,
-        directory=directory,
-        records=records,
-        config=state.get("config", {}),
-        engine=state.get("engine", ""),
-        dataset=dataset_of(state["config"], state["about"]) if steps else "",
-        results={step: read_results(path / "results.json") for step, path in steps.items()},
-    )
+    scores, about, found = {}, ({}, "", "", ""), checkpoints(directory)
+    for path in found:
+        with reading(path / "results.json", "move it away, and evaluate again"):
+            scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
+    if found:
+        with reading(found[-1] / "trainer_state.json", "move that checkpoint away"):
+            about = _about(json.loads((found[-1] / "trainer_state.json").read_text()))
+    return Run(directory.resolve().name, directory, records, *about, scores)
+
+
+def _about(state: dict) -> tuple[dict, str, str, str]:
+    """The config, engine, data and dataset of a Run, from a trainer_state.json. Raises many kinds of errors where it is
+    damaged."""
+    config, engine, data = state["config"], state["engine"], state["config"]["dataset_name"]
+    kinds = {str: ("init_from", "val_data"), int: ("n_layer", "n_head", "n_embd", "vocab_size", "hellaswag_limit")}
+    for kind, names in kinds.items():
+        for name in names:
+            if not isinstance(value := config.get(name, kind()), kind) or value < kind():
+                raise TypeError(f"{name} is {value!r}")
+    if isinstance(data, list):  # a mixture
+        data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
+    return config, str(engine), str(data), dataset_of(config, state["about"])
+
+
+def _is_number(value) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
@@ -141,9 +164,9 @@ class Reference:
         """Settings of the run that change its loss at equal steps, in words."""
         found = []
         for key, wanted in self.settings.items():
-            value = run.config.get(key, math.nan)
-            text = isinstance(value, str) or isinstance(wanted, str)
-            if not (value == wanted if text else math.isclose(value, wanted, rel_tol=NEAR)):
+            value = run.config.get(key)
+            near = _is_number(value) and _is_number(wanted) and math.isclose(value, wanted, rel_tol=NEAR)
+            if not (near or value == wanted):
                 found.append(f"{key} {value} (reference: {wanted})")
         return found
 
@@ -166,6 +189,6 @@ def find_reference(run: Run, references: list[Reference]) -> Reference | None:
     """
     for reference in references:
         same = all(run.config.get(key) == reference.settings[key] for key in ("n_layer", "n_head", "n_embd"))
-        if same and run.dataset == reference.dataset and not run.config["init_from"]:
+        if same and run.dataset == reference.dataset and not run.config.get("init_from"):
             return reference
     return None

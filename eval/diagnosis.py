@@ -43,11 +43,11 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
     """Whether the validation loss follows the reference, if the two can be compared at equal tokens."""
     if not run.config:
         return Finding("note", "It has no checkpoint yet, so its settings are not known: no comparison yet.")
-    if run.config["init_from"]:
+    if run.config.get("init_from"):
         return Finding("note", "It starts from other weights (init_from), for which no reference curve holds.")
     reference = find_reference(run, references)
     if reference is None:
-        model = f"{run.config['n_layer']} layers of {run.config['n_embd']}"
+        model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
         return Finding("note", f"No reference curve ships for {run.dataset or 'these data'} and this model ({model}).")
     name = f"the reference ({reference.name}, {reference.dataset})"
     if differing := reference.differences(run):
@@ -88,7 +88,7 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
 
 def _learning(run: Run) -> Iterator[Finding]:
     """The first loss, whether the loss falls, and the steps that were skipped."""
-    vocab_size, done = run.config.get("vocab_size", 50257), run.records[-1]["step"]
+    vocab_size, done = run.config.get("vocab_size") or 50257, run.records[-1]["step"]
     know_nothing = math.log(vocab_size)
     steps, val = run.series("val_loss", "step")
     below, above = FIRST_LOSS

@@ -22,7 +22,7 @@ from eval import common, plots
 from eval.curves import Run, find_reference, load_references, read_run
 from eval.diagnosis import Finding, diagnose, tokens
 from eval.published import WAYS
-from eval.scores import all_scores, ci95, table_row
+from eval.scores import ci95
 from recipe.utils.checkpoints import newest_run
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
@@ -66,7 +66,6 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
         words=WORDS,
         summary=summarize(runs),
         pictures=images,
-        scores=lambda results: [table_row(score) for score in all_scores(results)],
     )
     (out / "report.html").write_text(page, encoding="utf-8")
     return findings
@@ -77,12 +76,9 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     columns = []
     for run in runs:
         rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
-        data = run.config.get("dataset_name", "")
-        if isinstance(data, list):  # a mixture
-            data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
         cells = {
             "run": run.name,
-            "data": run.dataset or data,
+            "data": run.dataset or run.data,
             "tokens": tokens(run.tokens),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),

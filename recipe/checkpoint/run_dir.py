@@ -178,7 +178,8 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         )
     changed = [differing[k] for k in _IDENTITY if k in differing]
     if trained_with["digest"] != tokenizer.digest:
-        changed.append(f"tokenizer {trained_with['name']} -> {tokenizer.name}")
+        old, new = trained_with["name"], tokenizer.name
+        changed.append(f"tokenizer {old} -> {new if new != old else 'another of that name'}")
     weights = [counts_in(c["dataset_name"]) for c in (before, config)]
     if weights[0] != weights[1]:
         changed.append(f"dataset_name's weights, of 1,000, {weights[0]} -> {weights[1]}")

@@ -17,11 +17,13 @@ from recipe.config import DataConfig
 from recipe.config.fields import DATASETS
 from recipe.data.documents import Column, Document
 from recipe.data.shards import Manifest
+from recipe.utils.download import within
 from recipe.utils.errors import Unreachable, UserError, first_line
 from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
+_ANSWER = 30.0  # seconds for the first answer of the Hub
 _PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run
 _LONGEST_WAIT = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between two positions from which a stream can start again
@@ -58,7 +60,8 @@ class HubText:
         from huggingface_hub import HfApi
 
         try:
-            found = HfApi().dataset_info(self.repo, revision=self._data.dataset_revision or None, timeout=30)
+            revision = self._data.dataset_revision or None
+            found = within(_ANSWER, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=_ANSWER))
         except Exception as error:
             raise self._error(error) from None
         return {"commit": found.sha}

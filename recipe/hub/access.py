@@ -10,12 +10,13 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils._http import default_client_factory  # the one that set_client_factory replaces
 
+from recipe.utils.download import within
 from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-_CONNECT, _SILENCE = 10.0, 60.0  # seconds: to connect, and without a byte sent or received
+_CONNECT, SILENCE = 10.0, 60.0  # seconds: to connect, and without a byte sent or received
 _PASSING = (408, 409, 412, 429)  # 4xx statuses that may be gone at the next attempt
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 _LICENSES = (
@@ -31,7 +32,7 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
         raise UserError(f"{field} {repo}: there is no token for the Hub; {_LOG_IN}")
     limit_requests()
     try:
-        open_repository(HfApi(), repo, private)
+        within(SILENCE, lambda: open_repository(HfApi(), repo, private))
         if license:
             ModelCard(f"---\n{ModelCardData(license=license).to_yaml()}\n---\n").validate()
     except Exception as error:
@@ -84,7 +85,7 @@ def reason(error: Exception) -> str:
 def limit_requests() -> None:
     """Makes huggingface_hub's requests fail after HF_HUB_DOWNLOAD_TIMEOUT seconds (60 if unset) without a byte; by
     default they would wait forever."""
-    seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or _SILENCE)
+    seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or SILENCE)
 
     def make():
         client = default_client_factory()

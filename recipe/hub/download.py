@@ -8,8 +8,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 
 from recipe.checkpoint.format import checkpoint_path, step_of
-from recipe.hub.access import limit_requests
+from recipe.hub.access import SILENCE, limit_requests
 from recipe.hub.upload import branch_of
+from recipe.utils.download import within
 from recipe.utils.errors import UserError, reading
 
 _WAY_OUT = "check the name and the network"
@@ -20,7 +21,7 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
     UserError."""
     limit_requests()
     with reading(repo, _WAY_OUT, "read from the Hub"):
-        branches = [branch.name for branch in HfApi().list_repo_refs(repo).branches]
+        branches = [branch.name for branch in within(SILENCE, lambda: HfApi().list_repo_refs(repo)).branches]
     steps = sorted(int(name.removeprefix("step-")) for name in branches if re.fullmatch(r"step-\d{6,}", name))
     return [checkpoint_path(run, step) for step in steps]
 

@@ -26,6 +26,7 @@ from recipe.utils.redaction import redact, redacted
 from recipe.utils.units import si
 
 CARD = "README.md"
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 _ENGLISH = {source for source, _ in DATASETS.values()}  # according to these data sets' pages on the Hub
 
@@ -60,7 +61,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         tags=["gpt2", "causal-lm", "pretraining"],
         datasets=list(dict.fromkeys(text["id"] for text in texts if "id" in text)) or None,
         metrics=sorted({score["metric_type"] for score in whole} & {"accuracy", "perplexity"}) or None,
-        base_model=init if init and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init) else None,
+        base_model=init if init and _REPOSITORY.fullmatch(init) else None,
         model_name=name if whole else None,
         eval_results=[_entry(score) for score in whole] or None,
     )
@@ -78,7 +79,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
-        end_of_text=state["tokenizer"],
+        end_of_text=[plain(state["tokenizer"][name]) for name in ("end_of_text", "end_of_text_token")],
         scores=[[plain(cell) for cell in table_row(score)] for score in scores],
         comparison=comparison,
         audit=repo if audit else "",
@@ -154,7 +155,8 @@ def data_sets(state: dict) -> list[dict]:
 
 def _text(source: dict) -> dict:
     repository = source.get("train_text")
-    if repository and (source.get("commit") or source.get("shards")):  # shards: by dataset_source
+    named = repository and (source.get("commit") or source.get("shards"))  # shards: by dataset_source
+    if named and _REPOSITORY.fullmatch(repository):
         found = {"text": repository, "id": repository, "commit": source.get("commit")}
         return found | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
     if files := source.get("files"):

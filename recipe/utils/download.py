@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoResult  # its name in Python 3.10, where it is not TimeoutError
 from pathlib import Path
+from typing import TypeVar
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -10,6 +15,25 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 from recipe.utils.errors import Unreachable, UserError, first_line
 
 _TIMEOUT = 5.0  # seconds for the Hub's first answer
+Answer = TypeVar("Answer")
+
+
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` returns. Raises what it raises, and TimeoutError where it takes longer: the libraries' own timeouts
+    begin again at each byte."""
+    answer: Future[Answer] = Future()
+
+    def work():
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # not a pool's, for which the process would wait at its end
+    try:
+        return answer.result(seconds)
+    except NoResult:
+        raise TimeoutError(f"no whole answer in {seconds:g} s") from None
 
 
 def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str:
@@ -23,7 +47,7 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
         return name
     problem = f"{field} {name} is not a directory here, and"
     try:
-        HfApi().model_info(name, timeout=_TIMEOUT)
+        within(_TIMEOUT, lambda: HfApi().model_info(name, timeout=_TIMEOUT))
         return snapshot_download(name, allow_patterns=patterns)
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise UserError(f"{problem} there is no model of that name on the Hub ({first_line(error)})") from None

@@ -1,5 +1,6 @@
 """`make report`: it draws what the log holds, and its findings are right for runs whose health is known."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -157,6 +158,43 @@ def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
     runs = [curves.read_run(write_run(tmp_path / "run", lines))]
     report.write_report(runs, tmp_path, dpi=20)
     assert "no comparison yet" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_damaged_file_is_one_line(tmp_path, monkeypatch, capsys):
+    """Each of some 200 damages: the report is written, or an error in one line names the file."""
+    run = write_run(tmp_path / "run", lines_of()[:9], config_of(), {"hellaswag": {"scores": []}})
+    monkeypatch.setattr(plots, "draw_pictures", lambda *_: [])  # what it draws, the test before sees
+    monkeypatch.setattr("matplotlib.style.context", contextlib.nullcontext)
+    state, results = (next(run.glob(f"step_*/{name}.json")) for name in ("trainer_state", "results"))
+    log = run / "metrics.jsonl"
+    whole = {path: path.read_text() for path in (state, results, log)}
+    values = (None, {}, [1], "x", 1e999, -1)
+    good = json.loads(state.read_text())
+    damages = [(log, whole[log] + text) for text in ("null", "[1]", "{}", "[" * 9999, '{"step": 1e999}', "7")]
+    damages += [(state, text) for text in ("", "{", "null", "[1]", "{}", "7", "\xff", "[" * 99999)]
+    damages += [(state, json.dumps(good | {key: value})) for key in good for value in values]
+    read = ("n_layer", "n_head", "n_embd", "vocab_size", "hellaswag_limit", "init_from", "val_data", "dataset_name")
+    read += (*REFERENCES["shakespeare"].settings, "tokenizer")
+    changed = [good["config"] | {key: value} for key in read for value in values]
+    changed += [{k: v for k, v in good["config"].items() if k != key} for key in read]
+    damages += [(state, json.dumps(good | {"config": config})) for config in changed]
+    damages += [(results, json.dumps({"hellaswag": value})) for value in values]
+    damages += [(results, json.dumps({"hellaswag": {"scores": value}})) for value in (*values, [{}])]
+    last = json.loads(whole[log].splitlines()[-1])
+    damages += [(log, whole[log] + json.dumps(last | {key: value})) for key in last for value in values]
+    monkeypatch.setattr("sys.argv", ["report.py", str(run)])
+    refused = 0
+    for path, text in damages:
+        path.write_text(text, encoding="latin-1")
+        try:
+            common.run_main(report.main)
+        except SystemExit:
+            error = capsys.readouterr().err
+            assert re.fullmatch(rf"error: {path} cannot be read \(.+\); .+\n", error), (text[:200], error)
+            refused += 1
+        path.write_text(whole[path])
+    assert 60 < refused < len(damages) - 90, (refused, len(damages))
 
 
 # The verdict

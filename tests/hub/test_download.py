@@ -1,0 +1,54 @@
+"""The first question to the Hub."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from eval import common
+from recipe.config import DataConfig
+from recipe.data.hub import HubText
+from recipe.hub import access, download
+from recipe.utils.download import on_this_disk
+
+QUESTIONS = {
+    "an evaluation": common.hub_problem,
+    "init_from, tokenizer": lambda: on_this_disk("acme/gpt2", "init_from", [], "x"),
+    "train_text": lambda: HubText(DataConfig(train_text="acme/text"), None).newest(),
+    "an audit": lambda: download.checkpoints_on_the_hub("acme/gpt2", None),
+    "push_to_hub": lambda: access.check_access("acme/gpt2", False, "", "hub_model_id"),
+}
+
+
+@pytest.mark.parametrize("who", QUESTIONS)
+def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog):
+    """A byte now and then, so that no silence is long."""
+    caplog.set_level("INFO")
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        with contextlib.suppress(OSError):
+            connection, _ = server.accept()
+            threading.Thread(target=drip, daemon=True).start()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            for _ in range(300):
+                connection.sendall(b"x")
+                time.sleep(0.1)
+
+    threading.Thread(target=drip, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    for limit in ("eval.common.HUB_PATIENCE", "recipe.utils.download._TIMEOUT", "recipe.data.hub._ANSWER"):
+        monkeypatch.setattr(limit, 0.5)
+    for module in (access, download):
+        monkeypatch.setattr(module, "SILENCE", 0.5)
+    begun = time.monotonic()
+    try:
+        said = str(QUESTIONS[who]()) + caplog.text
+    except ValueError as error:  # a UserError
+        said = str(error)
+    assert time.monotonic() - begun < 10
+    assert "no whole answer in 0.5 s" in said or said.startswith("the Hub does not answer")
+    server.close()
