@@ -27,12 +27,13 @@ class Device:
     bf16: bool = True
 
 
-# From the vendors' data sheets and, for GeForce, Nvidia's architecture papers. A GPU with another name has no peak
-# rather than a guess: a laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold
-# with several sizes of memory stands here with one of them; "A100 40GB" is for plans alone. One with an SXM socket
-# stands here without it. A chip of TPU v2 and v3 is two devices, each with half of its memory; a chip of a later one is
-# one device.
+# From the vendors' data sheets, as said above each group. A GPU with another name has no peak rather than a guess: a
+# laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold with several sizes of
+# memory stands here with one of them; "A100 40GB" and "V100 32GB" are for plans alone. One with an SXM socket stands
+# here without it. A chip of TPU v2 and v3 is two devices, each with half of its memory; a chip of a later one is one
+# device. Apple publishes no such peak of its chips.
 DEVICES = {
+    # Nvidia's data sheets of these products. The P100 has no tensor cores.
     "B200": Device(2250e12, 180),
     "GH200": Device(989e12, 96),
     "H200": Device(989e12, 141),
@@ -43,15 +44,52 @@ DEVICES = {
     "A100": Device(312e12, 80),
     "A100 40GB": Device(312e12, 40),
     "A100 PCIE": Device(312e12, 80),
+    "A40": Device(149.7e12, 48),
+    "A30": Device(165e12, 24),
     "A10": Device(125e12, 24),
     "A10G": Device(70e12, 24),
     "L40S": Device(362e12, 48),
     "L40": Device(181e12, 48),
     "L4": Device(121e12, 24),
     "T4": Device(65e12, 16, bf16=False),
+    "V100": Device(125e12, 16, bf16=False),
+    "V100 32GB": Device(125e12, 32, bf16=False),
+    "V100 PCIE": Device(112e12, 16, bf16=False),
+    "P100": Device(21.2e12, 16, bf16=False),
+    "P100 PCIE": Device(18.7e12, 16, bf16=False),
+    # Nvidia's papers on GA102, AD102 and the RTX Blackwell PRO
+    "RTX A6000": Device(154.8e12, 48),
+    "RTX 6000 ADA": Device(364.2e12, 48),
+    "RTX PRO 6000": Device(503.8e12, 96),
+    # GeForce: the same papers and that on RTX Blackwell for 3070, 3080, 3090, 4070 Ti, 4080, 4090, 5070 and above; the
+    # others by what these have in common: 4 FLOP a core and cycle, at the boost clock on Nvidia's product page.
     "RTX 5090": Device(209.5e12, 32),
+    "RTX 5080": Device(112.6e12, 16),
+    "RTX 5070 TI": Device(87.9e12, 16),
+    "RTX 5070": Device(61.7e12, 12),
+    "RTX 5060 TI": Device(47.4e12, 16),
+    "RTX 5060": Device(38.4e12, 8),
     "RTX 4090": Device(165.2e12, 24),
+    "RTX 4080 SUPER": Device(104.4e12, 16),
+    "RTX 4080": Device(97.5e12, 16),
+    "RTX 4070 TI SUPER": Device(88.2e12, 16),
+    "RTX 4070 TI": Device(80.2e12, 12),
+    "RTX 4070 SUPER": Device(71.1e12, 12),
+    "RTX 4070": Device(58.4e12, 12),
+    "RTX 4060 TI": Device(44.2e12, 8),
+    "RTX 4060": Device(30.2e12, 8),
+    "RTX 3090 TI": Device(80e12, 24),
     "RTX 3090": Device(71e12, 24),
+    "RTX 3080 TI": Device(68.4e12, 12),
+    "RTX 3080": Device(59.5e12, 10),
+    "RTX 3070 TI": Device(43.5e12, 8),
+    "RTX 3070": Device(40.6e12, 8),
+    "RTX 3060 TI": Device(32.5e12, 8),
+    "RTX 3060": Device(25.5e12, 12),
+    # AMD's data sheets
+    "MI300X": Device(1307.4e12, 192),
+    "MI325X": Device(1307.4e12, 256),
+    # Google's pages on each generation, docs.cloud.google.com/tpu
     "TPU V2": Device(22.5e12, 8),
     "TPU V3": Device(61.5e12, 16),
     "TPU V4": Device(275e12, 32),
@@ -59,8 +97,12 @@ DEVICES = {
     "TPU V5P": Device(459e12, 95),
     "TPU V6E": Device(918e12, 32),
 }
-# Parts of a name beside the model: vendor, memory, socket.
-_BESIDE = re.compile(r"(NVIDIA|TESLA|GEFORCE) | (\d+GB?|HBM\d\w?|SXM\d?)(?= |$)")
+# Parts of a name beside the model: vendor, socket, edition, the size of a job; and memory.
+_BESIDE = re.compile(
+    r"^(NVIDIA |AMD )?(TESLA |GEFORCE |INSTINCT )?"
+    r"| SXM\d?(?= |$)| (BLACKWELL WORKSTATION EDITION|GENERATION|SMALL|MEDIUM|LARGE)$"
+)
+_MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 
 
 def known_name(name: str) -> str:
@@ -69,9 +111,13 @@ def known_name(name: str) -> str:
     The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
     slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
     """
-    words = " ".join(name.upper().replace("-", " ").split())
-    model = _BESIDE.sub("", words)
+    model = _MEMORY.sub("", _model(name))
     return model if model in DEVICES else ""
+
+
+def _model(name: str) -> str:
+    """A name in the spelling of DEVICES, with its memory."""
+    return _BESIDE.sub("", " ".join(re.split(r"[\s_-]+", name.strip().upper())))
 
 
 def peak_flops(name: str) -> float | None:
@@ -80,16 +126,19 @@ def peak_flops(name: str) -> float | None:
 
 
 def named_devices(text: str) -> tuple[int, str]:
-    """ "8xh100", "8 x H100", "4090", "8xtpu v5e", or "v5e-8" as Google names it -> how many, and the name in DEVICES.
-    Raises UserError for an unknown name."""
-    parts = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s*)?(.*?)\s*", text, re.IGNORECASE)
-    count, name = parts.groups() if parts else (None, text)
-    if not count and (tpus := re.fullmatch(r"(v\d\w?)-([1-9]\d*)", name.lower().replace("litepod", "e"))):
-        name, cores = tpus[1], int(tpus[2])
-        count = max(1, cores // 2) if name in ("v4", "v5p") else cores  # their chips have two cores, but are one device
-    for known in (name.upper(), f"RTX {name}", f"TPU {name.upper()}", known_name(name)):
-        if known in DEVICES:
-            return int(count or 1), known
+    """ "8xh100", "H100:8", "a100_80gb", "rtx4090", "a10g-largex2", "8xtpu v5e", or "v5e-8" as Google names it -> how
+    many, and the name in DEVICES. Raises UserError for an unknown name."""
+    if tpus := re.fullmatch(r"(?:tpu-?)?(v\d\w?)-([1-9]\d*)", text.strip().lower().replace("litepod", "e")):
+        name, cores = tpus[1], int(tpus[2])  # the chips of v4 and v5p have two cores, but are one device
+        text = f"{max(1, cores // 2) if name in ('v4', 'v5p') else cores} x TPU {name}"
+    before = re.fullmatch(r"\s*([1-9]\d*)\s*x(.*)", text, re.IGNORECASE)
+    after = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
+    readings = [("1", text), before and before.groups(), after and (after[2], after[1])]
+    for count, name in filter(None, readings):
+        model = re.sub(r"^(RTX|TPU)(?=\w)", r"\1 ", _model(name))
+        for known in (f"{kind}{one}" for one in (model, _MEMORY.sub("", model)) for kind in ("", "RTX ", "TPU ")):
+            if known in DEVICES:
+                return int(count), known
     raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import JobHardware
 
 from recipe.engine import device
 from recipe.utils.errors import UserError
@@ -79,6 +80,14 @@ NAMES = {
     "NVIDIA L40S": 362,
     "Tesla T4": 65,
     "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 3060": 25.5,
+    "NVIDIA RTX A6000": 154.8,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 503.8,
+    "Tesla V100-SXM2-32GB": 125,
+    "Tesla P100-PCIE-16GB": 18.7,
+    "NVIDIA B200": 2250,
+    "AMD Instinct MI300X": 1307.4,
 }
 # Laptops' GPUs, slices, shares, export models and others with almost the same name.
 UNKNOWN = [
@@ -94,6 +103,40 @@ UNKNOWN = [
 def test_peaks_are_those_of_the_data_sheets_where_the_whole_name_is_known():
     assert {name: device.peak_flops(name) for name in NAMES} == {name: tera * 1e12 for name, tera in NAMES.items()}
     assert [name for name in UNKNOWN if device.peak_flops(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("rtx4090", 1, "RTX 4090"),
+        ("4090 24GB", 1, "RTX 4090"),
+        ("2xrtx3090", 2, "RTX 3090"),
+        ("RTX_4070_Ti", 1, "RTX 4070 TI"),
+        ("h100x8", 8, "H100"),
+        ("H100:8", 8, "H100"),
+        ("8 x NVIDIA H100 80GB HBM3", 8, "H100"),
+        ("a100_80gb", 1, "A100"),
+        ("4xa100-40gb", 4, "A100 40GB"),
+        ("a100-sxm4-40gb", 1, "A100 40GB"),
+        ("v100-32gb:2", 2, "V100 32GB"),
+        ("a6000", 1, "RTX A6000"),
+        ("8xmi300x", 8, "MI300X"),
+        ("tpu-v5e-8", 8, "TPU V5E"),
+        ("v5litepod-16", 16, "TPU V5E"),
+        ("v4-8", 4, "TPU V4"),  # Google counts cores
+        ("8xtpu v6e", 8, "TPU V6E"),
+    ],
+)
+def test_a_plan_takes_the_common_ways_to_name_devices(text, count, name):
+    assert device.named_devices(text) == (count, name)
+
+
+def test_a_plan_takes_the_names_of_hugging_face_jobs():
+    flavors = [flavor.value for flavor in JobHardware if not flavor.value.startswith(("cpu", "inf"))]
+    counts = {flavor: device.named_devices(flavor)[0] for flavor in flavors}
+    assert counts["a100x8"] == counts["rtx-pro-6000x8"] == 8
+    assert counts["a10g-largex2"] == 2
+    assert counts["t4-small"] == counts["l40sx1"] == 1
 
 
 def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch):
