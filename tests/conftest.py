@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes as programs
+from tests.faults.shim import built as shim
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -124,6 +125,7 @@ def environment(changes: dict | None = None) -> dict:
     variables.pop("PYTHONPATH", None)
     if variables.get("RECIPE_FAULT"):  # for tests/faults/plugin.py in new interpreters
         variables["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "faults" / "load"), str(ROOT)))
+        variables["LD_PRELOAD"] = shim()
     return variables
 
 

@@ -18,8 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
+from unittest import mock
+
+from tests.faults.shim import built as shim
 
 ROOT = Path(__file__).resolve().parents[1]
 # Variables that are read while a library is imported.
@@ -35,6 +39,7 @@ class Running:
     def __init__(self, *argv, env: dict[str, str], cwd: Path = ROOT, processes: int = 0):
         self.args, self._directory = tuple(map(str, argv)), tempfile.TemporaryDirectory()
         self.ranks = []
+        _start_server()
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
@@ -118,6 +123,12 @@ def run(
     running = Running(*argv, env=env, cwd=cwd, processes=processes)
     code = running.wait(timeout)
     return subprocess.CompletedProcess(running.args, code, running.stdout, running.stderr)
+
+
+def _start_server() -> None:
+    """Starts the forkserver, unless it runs, with the shim under it, for the faults of any program."""
+    with mock.patch.dict(os.environ, LD_PRELOAD=shim()):
+        forkserver.ensure_running()
 
 
 def _needs_fresh(env: dict[str, str]) -> bool:

@@ -1,44 +1,37 @@
 """Makes a process fail at a chosen point; the product knows nothing of it.
 
-    RECIPE_FAULT=kill@save.model.safetensors.during
-    RECIPE_FAULT=enospc@save.rename.before:2-
+    RECIPE_FAULT=kill@rename(*/model.safetensors)
+    RECIPE_FAULT=enospc@write(*/run/.saving-*):2-
     RECIPE_FAULT=nan@step.loss:3/1
 
 The variable holds ACTION@POINT, with :N for the N-th time that a process reaches the point (default: the first time;
 `N-`: that and all later ones), and /RANK for one of several processes (default: all). tests/processes.py installs the
 plugin in the processes it forks, load/sitecustomize.py in others.
 
-Actions: kill, term (that signal, to this process), enospc (OSError), stall (an hour of sleep), nan and inf (of a
-value). What has happened is appended to the file that RECIPE_FAULT_LOG names, so that a test can tell a fault
-that was survived from one that never came.
+Actions: kill, term (that signal, to this process), enospc and eio (the call fails), stall (it never ends), nan and inf
+(of a value), record (no fault: the log gets all calls that change what matches, for power.py). What has happened is
+appended to the file that RECIPE_FAULT_LOG names, so that a test can tell a fault that was survived from one that never
+came.
 
-Points, those that any implementation passes:
+Points are a system call on a path that matches a pattern, before it (a rename has the path of its target; what is
+killed in a write has written half), which shim.c intercepts: open (that creates or truncates), write, truncate, rename,
+unlink, mkdir, fsync. And those that any implementation passes:
     step.micro                  after a micro-step's backward pass
     step.loss, step.gradient    values: a micro-step's loss; a gradient before it is averaged across processes
     evaluate.validation, evaluate.hellaswag     before each batch of such an evaluation
-    save.FILE.during            FILE of a checkpoint is half on the disk
-    save.rename.before, save.rename.after       a checkpoint is written, and gets its name
-    save.prune                  an old checkpoint has lost its name and is about to be deleted
-    data.shard                  a shard is written, but does not have its name yet
 """
 
-import errno
+import ctypes
 import os
-import pathlib
 import re
 import signal
-import time
-
-_SAVED_FILE = re.compile(r"/\.[^/]*step_\d{8,}[^/]*/([^/]+)$")  # of a checkpoint without its final name
-_CHECKPOINT = re.compile(r"step_\d{8,}$")
-_SHARD = re.compile(r"(train|val)_\d+\.bin$")
 
 _fault = None
 
 
 class _Fault:
     def __init__(self, text: str):
-        match = re.fullmatch(r"(\w+)@([\w.]+?)(?::(\d+)(-?))?(?:/(\d+))?", text)
+        match = re.fullmatch(r"(\w+)@([\w.]+?|\w*\(.*\))(?::(\d+)(-?))?(?:/(\d+))?", text)
         self.action, self.point = match[1], match[2]
         self.first, self.go_on = int(match[3] or 1), bool(match[4])
         self.here = match[5] in (None, os.environ.get("RANK", "0"))
@@ -60,25 +53,16 @@ def install(text: str) -> None:
     """Patches this process for the fault that `text` names."""
     global _fault
     _fault = _Fault(text)
-    _patch_files()
-    if _fault.point.startswith(("step.", "evaluate.")):
+    if not _fault.point.endswith(")"):
         _patch_model()
+    elif _fault.here:
+        _arm_shim(_fault)
 
 
-def _at(point: str, as_if_killed=lambda: None) -> None:
-    """Has the fault happen if it is due; before a kill, `as_if_killed` makes the disk what it is in the middle."""
-    if not _fault.due(point):
-        return
-    if _fault.action == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif _fault.action == "kill":
-        as_if_killed()
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif _fault.action == "stall":
-        time.sleep(3600)
-    else:
-        number = getattr(errno, _fault.action.upper())
-        raise OSError(number, os.strerror(number), point)
+def _at(point: str) -> None:
+    """Has the fault happen if it is due."""
+    if _fault.due(point):
+        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL}[_fault.action])
 
 
 def _value(point: str, tensor):
@@ -86,35 +70,11 @@ def _value(point: str, tensor):
     return tensor * float(_fault.action) if _fault.due(point) else tensor
 
 
-def _patch_files() -> None:
-    fsync = os.fsync
-
-    def faulty_fsync(fd) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd if isinstance(fd, int) else fd.fileno()}")
-        if match := _SAVED_FILE.search(path):
-            _at(f"save.{match[1]}.during", lambda: os.truncate(path, os.path.getsize(path) // 2))
-        fsync(fd)
-
-    def faulty(rename):
-        def renamed(source, target, **options) -> None:
-            old, new = os.path.basename(os.fspath(source)), os.path.basename(os.fspath(target))
-            commits = old.startswith(".") and _CHECKPOINT.fullmatch(new)
-            if commits:
-                _at("save.rename.before")
-            elif _SHARD.fullmatch(new):
-                _at("data.shard")
-            rename(source, target, **options)
-            if commits:
-                _at("save.rename.after")
-            elif _CHECKPOINT.fullmatch(old) and new.startswith("."):
-                _at("save.prune")
-
-        return renamed
-
-    os.fsync, os.rename, os.replace = faulty_fsync, faulty(os.rename), faulty(os.replace)
-    if hasattr(pathlib, "_NormalAccessor"):  # Python 3.10's pathlib holds functions of its own
-        pathlib._NormalAccessor.rename = staticmethod(os.rename)
-        pathlib._NormalAccessor.replace = staticmethod(os.replace)
+def _arm_shim(fault: _Fault) -> None:
+    call, pattern = fault.point.removesuffix(")").split("(")
+    words = [text.encode() for text in (fault.action, call, pattern, os.environ["RECIPE_FAULT_LOG"])]
+    numbers = ctypes.c_long(fault.first), ctypes.c_long(fault.go_on)
+    ctypes.CDLL(None).shim_arm(*words[:3], *numbers, words[3])
 
 
 def _patch_model() -> None:

@@ -4,16 +4,18 @@ checkpoint's files in tests/checkpoint, of shards in tests/data, of the Hub in t
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from recipe.checkpoint.format import checkpoints, step_of
+from recipe.checkpoint.format import checkpoints, newest_whole, step_of
 from recipe.utils.errors import ExitCode
 from tests.conftest import assert_equal_tensors, by_step, tensors
 from tests.faults.lab import Lab, Run, curve, newest_step
+from tests.faults.power import replay, write
 
-pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the plugin needs /proc")
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the shim needs /proc")
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +32,18 @@ def slow(*case):
     [
         (2, "step.micro:9/1", 2),
         (1, "evaluate.hellaswag:2", 6),  # saved before its long evaluation
-        (1, "save.optimizer.safetensors.during:2", 2),
-        slow(2, "save.model.safetensors.during:1", 0),
-        slow(2, "save.rename.before:2", 2),
-        slow(1, "save.rename.after:2", 4),
-        slow(2, "save.prune:1", 4),
-        slow(2, "data.shard:2", 0),
+        (1, "write(*/.saving-step_00000004/.tmp*):4", 2),  # half of the optimizer's state
+        slow(2, "write(*/.saving-*/.tmp*):2", 0),
+        slow(2, "rename(*/run/step_*):2", 2),
+        slow(1, "fsync(*/run):3", 4),  # has its name: the first call is of metrics.jsonl
+        slow(2, "unlink(*/.deleting-*):2", 4),
+        slow(2, "rename(*_[0-9]*.bin):2", 0),
     ],
 )
 def test_kill(lab, tmp_path, processes, point, saved):
     """A process dies at a point, `saved` being the last step that is certain; the same command ends as if it had
     not."""
-    own = {"dataset_name": tmp_path / "shards"} if "shard" in point else {}  # the run prepares them itself
+    own = {"dataset_name": tmp_path / "shards"} if ".bin" in point else {}  # the run prepares them itself
     assert -signal.SIGKILL in lab.start(tmp_path, processes, f"kill@{point}", **own).end().codes
     assert newest_step(tmp_path) >= saved
     lab.start(tmp_path, processes, **own).end(0)
@@ -63,7 +65,7 @@ def check_stopped(lab: Lab, run: Run, **changes) -> None:
     [
         slow(1, "step.micro:5", 10),
         (1, "evaluate.validation:5", 10),
-        slow(1, "save.model.safetensors.during:2", 2),
+        slow(1, "fsync(*/model.safetensors):2", 2),
         slow(2, "step.micro:7", 10),
         (2, "step.micro:7/1", 10),
     ],
@@ -79,7 +81,7 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path):
     """To one of two processes, where the builder of a stream never finishes its next shard."""
     long = {"max_steps": 24, "save_steps": 12, "eval_steps": 0, "hellaswag_steps": 0}
     streamed = long | {"streaming": True, "dataset_name": tmp_path / "shards"}
-    run = lab.start(tmp_path, 2, "stall@data.shard:3", **streamed)
+    run = lab.start(tmp_path, 2, "stall@rename(*_[0-9]*.bin):3", **streamed)
     run.until("\nstep 15 ")
     time.sleep(1)
     run.send_signal(signal.SIGTERM, rank=1)
@@ -88,23 +90,65 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("point", "code", "saved"),
+    ("fault", "reason", "code", "saved"),
     [
-        ("save.optimizer.safetensors.during:2", 0, [2, 6]),
-        ("save.optimizer.safetensors.during:2-", ExitCode.NOT_SAVED, [2]),
-        slow("save.rename.before:2", 0, [2, 6]),
+        ("enospc@write(*/.saving-*4/.tmp*):4", "No space left on device", 0, [2, 6]),
+        ("enospc@write(*/.saving-*[46]/.tmp*):4-", "No space left on device", ExitCode.NOT_SAVED, [2]),
+        slow("eio@fsync(*/.saving-step_00000004/config.json)", "Input/output error", 0, [2, 6]),
+        slow("eio@rename(*/run/step_*):2", "Input/output error", 0, [2, 6]),
     ],
 )
-def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(lab, tmp_path, point, code, saved):
-    """On a disk that is full once, or from then on: the exit code says that the end is missing."""
-    run = lab.start(tmp_path, 1, f"enospc@{point}", save_total_limit=3).end(code)
-    assert "step 4: NOT SAVED: No space left on device" in run.output
+def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(
+    lab, tmp_path, fault, reason, code, saved
+):
+    """On a disk that fails once, or from then on: Ctrl-C ends the wait for it, and the exit code says that the end is
+    missing."""
+    run = lab.start(tmp_path, 1, fault, save_total_limit=3)
+    if code:
+        run.until("the last save is tried again for 60 s: free some space")
+        run.send_signal(signal.SIGINT)
+    run.end(code)
+    assert f"step 4: NOT SAVED: {reason}; " in run.output
     assert "step_00000002 is the newest checkpoint" in run.output
+    assert "room  " not in run.output
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == saved
     assert not list((tmp_path / "run").glob(".*step_*"))
     if code:
         lab.start(tmp_path, 1, save_total_limit=3).end(0)
     lab.check_same_end(tmp_path, 1)
+
+
+@pytest.mark.parametrize("part", [0, *map(slow, range(1, 5))])
+def test_power_cut(lab, once, tmp_path, part):
+    """After each system call of a run, with of each file what was flushed, and with the names since then lost or not: a
+    committed checkpoint is never lost, and from a sample of these states the same command ends as if nothing had
+    happened."""
+    milestone = {"milestone_steps": 4}
+
+    def record(directory: Path) -> None:
+        directory.mkdir()
+        lab.start(directory, 1, f"record@({directory}*)", **milestone).end(0)
+
+    directory, _ = once("power-cuts", record)
+    states, renamed, committed = {}, 0, 0
+    for call, path, trees in replay(directory / "faults.log", directory):
+        if call == "rename" and path.startswith(f"{directory}/run/step_"):
+            renamed = step_of(Path(path))
+        if call == "fsync" and path == f"{directory}/run":
+            committed = renamed
+        for tree in trees:  # the first that a state is seen, less is committed
+            states[frozenset((name, id(content)) for name, content in tree.items())] = committed, tree
+    assert committed == 6
+    assert {"run/step_00000004/.keep", "run/step_00000006/manifest.json"} < trees[0].keys()
+    sample = list(states.values())[part::5]
+    for number, (committed, tree) in enumerate(sample):
+        cut = tmp_path / str(number)
+        write(tree, cut)
+        newest = newest_whole(cut / "run")
+        assert (step_of(newest) if newest else 0) >= committed
+        if number % (len(sample) // 3) == 0:
+            lab.start(cut, 1, **milestone).end(0)
+            lab.check_same_end(cut, 1)
 
 
 @pytest.mark.parametrize(("processes", "fault"), [(1, "nan@step.loss:16"), (2, "inf@step.gradient:8/1")])
