@@ -1,16 +1,18 @@
 """GPT-2's tokenizer: tiktoken and transformers give the same ids, and training text is never parsed."""
 
 import json
+import tempfile
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from recipe.data import documents
 from recipe.data.documents import LONGEST_PIECE, PIECE, in_pieces
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, GPT2Tokenizer, encode, encoding, hf_tokenizer
-from tests.conftest import SHAKESPEARE
+from tests.conftest import ROOT, SHAKESPEARE
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,17 @@ def test_known_ids():
     assert ids.tolist() == [15496, 995]
     assert encoding().n_vocab == VOCAB_SIZE == 50257
     assert len(encode("")) == 0
+
+
+def test_the_bundled_files_are_read_as_tiktoken_reads_them_but_without_its_cache(tmp_path, monkeypatch):
+    """In the directory for temporary files, where anybody may have put a FIFO of the cache's name."""
+    for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ranks = encoding.__wrapped__()._mergeable_ranks
+    assert list(tmp_path.iterdir()) == []
+    bpe = ROOT / "recipe" / "data" / "gpt2_bpe"
+    assert ranks == data_gym_to_mergeable_bpe_ranks(str(bpe / "vocab.bpe"), str(bpe / "encoder.json"))
 
 
 # pieces of text that the pattern treats specially, among arbitrary characters
