@@ -25,10 +25,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from recipe.config import Config
+from recipe.config import FIELDS, Config, counts_in
+from recipe.config.values import converted
+from recipe.data.shards import Manifest
 from recipe.utils.checkpoints import checkpoints, manifest_of, problem_of, step_of
 from recipe.utils.errors import UserError, reading
 from recipe.utils.files import fsync, sha256_of
+from recipe.utils.schema import COUNT, SHA256, check
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,35 @@ _FOR_TRAINING = {"optimizer.safetensors", "trainer_state.json"}  # from_pretrain
 _SAVING, _DELETING = ".saving-", ".deleting-"
 _KEEP = ".keep"  # marks a checkpoint that a plan of its run has named, even an earlier plan: never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
+
+_NUMBERS, _TEXT = {...: (None, str, float)}, (None, str)
+_SOURCE: dict[str, object] = dict.fromkeys(("train_text", "commit", "dataset_config", "dataset_split", "shards"), _TEXT)
+_SOURCE |= {"files": (None, [{"name": str}]), "of": (None, COUNT)}
+_STATE = {
+    "step": COUNT,
+    "tokens": COUNT,
+    "optimizer_steps": COUNT,
+    "engine": str,
+    "config": {"dataset_name": (str, [{"name": str, "weight": float}])},
+    "tokenizer": {"name": str, "digest": str, "end_of_text": COUNT, "end_of_text_token": str},
+    "record": _NUMBERS,
+    "grad_scaler": {...: float},
+    "spike_filter": {...: (COUNT, [(None, float)])},
+    "tracker": {"run_id": _TEXT},
+    "metrics": {"seconds": float, "pauses": float, "running_loss": {"sum": float, "count": COUNT}},
+    "data": {"mixture": (None, list)},
+    "about": [
+        {
+            **dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str),
+            **dict.fromkeys(("from_step", "processes", "nodes"), COUNT),
+            "compiled": bool,
+            "commit": _TEXT,
+            "packages": {...: str},
+            "data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])},
+        }
+    ],
+}
+_DATA = {"shards": [[str, COUNT, (None, SHA256)]], "complete": bool, "manifest": (None, dict)}
 
 
 @dataclass(frozen=True)
@@ -144,8 +176,22 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def state_of(checkpoint: Path) -> dict:
-    """The trainer_state.json of a checkpoint. Raises OSError, and ValueError for a damaged one."""
-    return json.loads((checkpoint / "trainer_state.json").read_text())
+    """The trainer_state.json of a checkpoint, each field checked, since it may come from others. Raises UserError."""
+    path = checkpoint / "trainer_state.json"
+    with reading(path, f"try again, or move {checkpoint.name} away to continue from an earlier checkpoint"):
+        state = json.loads(path.read_bytes())
+        check(state, _STATE)
+        config, data = state["config"], state["data"].get("mixture") or [state["data"]]
+        if not state["about"]:
+            raise ValueError("about is empty")
+        if len(data) != len(counts_in(config["dataset_name"])):
+            raise ValueError("data is not of the data sets in config.dataset_name")
+        for part in data:
+            check(part, _DATA, "data")
+            if manifest := part.get("manifest"):
+                Manifest(**manifest)
+        known = {name: config[name] for name in FIELDS if isinstance(config.get(name), (str, bool, int, float))}
+        return state | {"config": config | converted(known, FIELDS, f"{path}: config: ")}
 
 
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
@@ -202,11 +248,8 @@ def verify(path: Path) -> list[str]:
 def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:
     """Reads a verified checkpoint onto the CPU; `rewound`: see Checkpoint. Raises UserError where a file cannot be
     read."""
-
-    loaded: dict[str, dict] = {}
-    for name in ("trainer_state.json", "model.safetensors", "optimizer.safetensors"):
-        file = path / name
-        with reading(file, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
-            loaded[file.stem] = json.loads(file.read_text()) if file.suffix == ".json" else load_file(file)
-    state = loaded["trainer_state"]
-    return Checkpoint(path, state["step"], loaded["model"], loaded["optimizer"], state, rewound)
+    state, loaded = state_of(path), []
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        with reading(path / name, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
+            loaded.append(load_file(path / name))
+    return Checkpoint(path, state["step"], *loaded, state, rewound)

@@ -168,8 +168,6 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
     Raises UserError, naming the fields, where architecture, tokenizer, data or batch differ: that is another run.
     """
     way_out = "choose another output_dir, or start over with --fresh"
-    if missing := [key for key in ("config", "data", "metrics", "tokenizer") if key not in state]:
-        raise UserError(f"{run_dir}: another version of this recipe wrote it, without {missing[0]!r}; {way_out}")
     before, trained_with = state["config"], state["tokenizer"]
     differing = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in config.items() if k in before and before[k] != v}
     if "run_name" in differing:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from recipe.config.catalog import unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.utils.errors import UserError, reading, writing
 from recipe.utils.files import fsync, replace_file, sha256_of
+from recipe.utils.schema import COUNT, SHA256, check
 
 MAGIC = 20240520
 VERSION = 1
@@ -126,12 +128,39 @@ class OpenShard:
         self.part.unlink(missing_ok=True)
 
 
+def shard_name(split: str, number: int) -> str:
+    """The file of a shard of a manifest, by its number in its split."""
+    return f"{split}_{number:06d}.bin"
+
+
+_SCHEMA = {
+    "source": {"commit": (None, str), "files": (None, [{"name": str}])},
+    "options": dict,
+    "complete": bool,
+    "documents": COUNT,
+    "shards": [
+        {
+            "split": re.compile("train|val"),
+            "tokens": range(1, 1 << 31),
+            "sha256": SHA256,
+            "next": {"document": COUNT, "tokens": COUNT, "stream": (None, {"document": COUNT, "state": (COUNT, dict)})},
+        }
+    ],
+    "format_version": int,
+    "tokenizer": str,
+    "vocab_size": COUNT,
+    "end_of_text": COUNT,
+    "dtype": re.compile("uint16"),
+}
+
+
 @dataclass
 class Manifest:
     """What a directory of prepared shards holds, from which text, and where an interrupted preparation continues.
 
     `shards` are in the order in which they were finished: {file, split, tokens, sha256, next}; `next` is the position
-    in the text after that shard (producer.py).
+    in the text after that shard (producer.py). A manifest may come from others, in a checkpoint too, and its files are
+    deleted to make room, so each field is checked: ValueError, or TypeError for an unknown one.
     """
 
     source: dict
@@ -144,6 +173,13 @@ class Manifest:
     vocab_size: int = VOCAB_SIZE
     end_of_text: int = END_OF_TEXT
     dtype: str = "uint16"
+
+    def __post_init__(self) -> None:
+        check(vars(self), _SCHEMA)
+        for split in ("train", "val"):
+            for number, entry in enumerate(self.of(split)):
+                if (file := entry.get("file")) != shard_name(split, number):
+                    raise ValueError(f"shards: {file!r:.80} is not {shard_name(split, number)}")
 
     def save(self, directory: Path) -> None:
         """Writes the manifest into `directory`, replacing the one there as a whole."""
@@ -210,7 +246,7 @@ def find_shards(name: str, split: str) -> list[Shard]:
         raise UserError(
             f"{name}: its preparation was interrupted; run the same prepare command again, and it continues"
         )
-    shards = sorted(manifest.shards_in(directory, split), key=lambda shard: shard.path.name)
+    shards = manifest.shards_in(directory, split)
     if not shards:
         raise UserError(f"{name}: prepared without a {split} split; prepare it again with --val_fraction above 0")
     for shard in shards:

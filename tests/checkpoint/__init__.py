@@ -1,5 +1,7 @@
 """Tests of recipe/checkpoint/."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -16,3 +18,20 @@ def save(run_dir: Path, step: int, **state) -> Path:
     checkpoint = Checkpoint(checkpoint_path(run_dir, step), step, weights, moments, state)
     save_checkpoint(checkpoint, {"config.json": b"{}"})
     return checkpoint.path
+
+
+def replace_files(checkpoint: Path, files: dict[str, bytes]) -> None:
+    """Other contents of a checkpoint's files, which is whole after that, as another's on the Hub may be."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, content in files.items():
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for name, content in (files | {"manifest.json": json.dumps(manifest).encode()}).items():
+        (checkpoint / name).unlink()  # perhaps a link to a fixture's
+        (checkpoint / name).write_bytes(content)
+
+
+def change_state(checkpoint: Path, change) -> None:
+    """A trainer_state.json that `change` has changed, a function of its dict."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    change(state)
+    replace_files(checkpoint, {"trainer_state.json": json.dumps(state).encode()})

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 
@@ -163,3 +164,36 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
     assert "DAMAGED: config.json does not have the checksum" in damaged
     assert main([str(tmp_path / "step_00000001")]) == 0
     assert main([str(tmp_path / "nothing")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("", [], "it is []"),
+        ("step", -1, "step is -1"),
+        ("step", True, "step is True"),
+        ("config", None, "config is missing"),
+        ("config.max_steps", 0, "max_steps is 0; it must be at least 1"),
+        ("config.learning_rate", "fast", "learning_rate is 'fast'; it must be NUMBER"),
+        ("config.dataset_name", [{"name": "a"}], "config.dataset_name[0].weight is missing"),
+        ("data.shards", [["a.bin", 9, "0"]], "data.shards[0][2] is '0'"),
+        ("data.manifest", {"source": {}, "options": {}, "shards": [{"file": "/x"}]}, "shards[0].split is missing"),
+        ("data.mixture", [{"shards": []}] * 2, "data is not of the data sets in config.dataset_name"),
+        ("metrics.running_loss.count", 1.5, "metrics.running_loss.count is 1.5"),
+        ("record.loss", [1.0], "record.loss is [1.0]"),
+        ("about", [], "about is empty"),
+        ("about", [{}], "about[0].device is missing"),
+    ],
+)
+def test_a_state_that_others_may_have_written_is_checked_field_by_field(whole_run, tmp_path, field, value, problem):
+    path = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020") / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert ckpt.state_of(path.parent) == state
+    changed = {"": state}
+    within, (*way, last) = changed, ["", *field.split(".")] if field else [""]
+    for key in way:
+        within = within[key]
+    within[last] = value
+    path.write_text(json.dumps(changed[""]))
+    with pytest.raises(UserError, match=rf"^{path}.*{re.escape(problem)}"):
+        ckpt.state_of(path.parent)

@@ -1,8 +1,10 @@
 """Streamed shards: the same bytes as prepared ones, within the disk budget, whatever happens to the builder."""
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +19,8 @@ from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
 from recipe.data.stream import BuilderProcess, Waiting
 from recipe.utils.errors import UserError
+from tests.checkpoint import change_state
+from tests.conftest import TINY, flags, run_train
 from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming
 
 
@@ -49,9 +53,10 @@ def test_streamed_is_prepared_within_the_budget(prepared, tmp_path):
     watcher.start()
     with streaming(data) as s:
         assert_rows(s, expected, range(int(2.5 * expected.windows / BATCH)))
-        if os.path.exists("/proc/self/maps"):  # what is deleted must not be held open
-            maps = Path("/proc/self/maps").read_text().splitlines()
-            assert not [line for line in maps if str(s.out) in line and "(deleted)" in line]
+        if os.path.exists("/proc/self/fd"):  # what is deleted must not be held open
+            links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+            held = [os.readlink(link) for link in links if os.path.lexists(link)]
+            assert not [file for file in held if str(s.out) in file and "(deleted)" in file]
         done.set()
         watcher.join()
         assert s.datasets[0].state_dict()["shards"] == expected.state_dict()["shards"]
@@ -171,3 +176,38 @@ def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     with pytest.raises(UserError, match="built again, it differs"):
         producer.make("train", 3)
     assert list(tmp_path.glob("train*")) == []
+
+
+@pytest.mark.parametrize("whose", ["manifest.json", "trainer_state.json"])
+def test_no_file_outside_its_directory_is_touched_for_a_manifest(prepared, tmp_path, whose):
+    """A streamed run makes room by deleting the shards that it has passed: from a checkpoint of others, or in a
+    directory of theirs, any file could be named as one."""
+    out, thesis = tmp_path / "s", tmp_path / "thesis.tex"
+    thesis.write_text("three years")
+
+    def run(steps):
+        fields = {"dataset_name": out, "output_dir": tmp_path / "run", "train_text": prepared.text, "streaming": "true"}
+        sizes = {"val_documents": 20, "shard_tokens": 200, "disk_budget_gb": 23e-6}  # room for four
+        return run_train(*flags(**TINY | fields | sizes | {"max_steps": steps, "save_steps": 20}), timeout=60)
+
+    def point_outside(manifest, number):
+        [e for e in manifest["shards"] if e["split"] == "train"][number]["file"] = "../thesis.tex"
+
+    def of_others(state):
+        point_outside(state["data"]["manifest"], 0)
+        state["data"]["shards"][0][0] = thesis.name
+
+    assert run(20).returncode == 0
+    if whose == "manifest.json":
+        shutil.rmtree(tmp_path / "run")
+        manifest = json.loads((out / whose).read_text())
+        point_outside(manifest, -1)
+        (out / whose).write_text(json.dumps(manifest))
+    else:
+        shutil.rmtree(out)
+        change_state(tmp_path / "run" / "step_00000020", of_others)
+    result = run(60)
+    assert thesis.exists()
+    assert result.returncode == 2
+    (error,) = result.stderr.splitlines()
+    assert re.fullmatch(rf"error: .*/{whose} cannot be read \(.*shards.*'\.\./thesis\.tex'.*\); .*", error)

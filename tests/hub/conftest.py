@@ -1,6 +1,5 @@
 """A local Hub, and a run to upload to it."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils._http import default_client_factory
 
+from tests.checkpoint import replace_files
 from tests.hub import TOKEN, Hub
 
 
@@ -48,11 +48,4 @@ def change(checkpoint: Path, weights: bytes | None = None, **config) -> None:
     """Other weights or another configuration in a checkpoint, which is whole after that."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     files = {"trainer_state.json": json.dumps(state | {"config": state["config"] | config}).encode()}
-    files |= {"model.safetensors": weights} if weights else {}
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name, content in files.items():
-        (checkpoint / name).unlink()  # a link to the fixture's
-        (checkpoint / name).write_bytes(content)
-        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (checkpoint / "manifest.json").unlink()
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    replace_files(checkpoint, files | ({"model.safetensors": weights} if weights else {}))
