@@ -71,6 +71,7 @@ def open_components(
         train_data, val_data = closing.enter_context(opened)
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
+            train_data.load_state_dict(state["data"])
         raw_model, model, optimizer = _model_and_optimizer(config, batch, engine, checkpoint)
         batches = BatchLoader(
             train_data,

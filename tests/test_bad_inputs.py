@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import signal
+import threading
+import time
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +25,7 @@ from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare import prepare
 from tests import processes as programs
-from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags
+from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags, run_train
 from tests.data import write_shard
 
 GOOD = np.arange(4000, dtype="<u2")
@@ -373,6 +375,38 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_p
     assert "train_000001.bin: its SHA-256 is" in err
     assert [p.name for p in checkpoints(run)] == ["step_00000007"]
     assert verify(run / "step_00000007") == []
+
+
+@pytest.mark.parametrize("manifest", ["lost", "never"])
+def test_files_without_a_manifest_that_change_between_stop_and_resume_are_refused(command, place, manifest):
+    """The checkpoint knows the SHA-256 of what it has read; of a file of the same length, other tokens."""
+    data = place.shard(GOOD) if manifest == "never" else shutil.copytree(place.shards, place.path / "data")
+    assert command(place.train(data))[0] == 0
+    (data / "manifest.json").unlink(missing_ok=True)
+    assert command(place.train(data, max_steps=12))[0] == 0  # the same tokens
+    (file,) = data.glob("*train*.bin")
+    tokens = np.fromfile(file, "<u2", offset=1024)
+    file.write_bytes(file.read_bytes()[:1024] + np.roll(tokens, 1).tobytes())
+    code, _, err = command(place.train(data, max_steps=18))
+    assert code == 2
+    (error,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert f"{file}: its SHA-256 is " in error
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_shard_that_is_cut_short_while_it_is_read_costs_nothing_that_was_trained(place, split):
+    data, first = place.shard(np.tile(GOOD, 50), np.tile(GOOD, 5)), place.run / "step_00000003"
+
+    def cut():
+        while not first.exists():
+            time.sleep(0.01)
+        os.truncate(data / f"x_{split}_0.bin", 1100)
+
+    threading.Thread(target=cut, daemon=True).start()
+    result = run_train(*place.train(data, max_steps=3000, save_steps=3, eval_steps=9), timeout=60)
+    assert result.returncode == 2, result.stdout[-1000:] + result.stderr
+    assert f"x_{split}_0.bin was cut short while it was read" in result.stderr
+    assert verify(checkpoints(place.run)[-1]) == []
 
 
 def test_22_the_same_shards_elsewhere_are_the_same_data(command, place):

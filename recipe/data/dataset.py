@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from recipe.data.shards import Shard, open_shard
+from recipe.data.shards import Shard, ShardReader, open_shard
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.utils.errors import UserError
 
@@ -28,8 +29,7 @@ class TokenDataset:
     ):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self._vocab_size = vocab_size
-        # (epoch, shard), so that each epoch verifies its shards again, and its windows, (windows, T + 1), uint16
-        self._opened: tuple[tuple[int, int], np.ndarray] | None = None
+        self._opened: tuple[tuple[int, int], ShardReader] | None = None  # (epoch, shard): each epoch verifies again
         self._set_shards(shards)
 
     def _set_shards(self, shards: list[Shard]) -> None:
@@ -74,7 +74,7 @@ class TokenDataset:
             index = window[group] - self._starts[s]
             if permuted:
                 index = permutation(index, int(self._starts[s + 1] - self._starts[s]), (self.seed, e, s))
-            windows = self._windows_of(e, s)[index]  # (those of the group, T + 1)
+            windows = self._open(e, s).runs(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
             if (largest := windows.max()) >= self._vocab_size:
                 whose = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
                 raise UserError(
@@ -84,17 +84,22 @@ class TokenDataset:
             out[group] = windows
         return out
 
-    def _windows_of(self, epoch: int, s: int) -> np.ndarray:
-        """The windows of shard `s`, (windows, T + 1), uint16."""
+    def _open(self, epoch: int, s: int) -> ShardReader:
         if self._opened is None or self._opened[0] != (epoch, s):
-            windows = np.lib.stride_tricks.sliding_window_view(open_shard(self.shards[s]), self.sequence_length + 1)
-            self._opened = (epoch, s), windows[:: self.sequence_length]
+            self._opened = None  # closes it
+            self._opened = (epoch, s), open_shard(self.shards[s])
+            self.shards[s] = replace(self.shards[s], sha256=self._opened[1].sha256)
         return self._opened[1]
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, so that a resumed run can tell these data, wherever they lie, from others
         (`check_same_data`): {"shards": [[name, tokens, sha256], ...], "complete": True}"""
         return {"shards": [[shard.path.name, shard.tokens, shard.sha256] for shard in self.shards], "complete": True}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes over the SHA-256 of files that have no manifest, so that each is compared when it is opened."""
+        for s, (shard, (_, _, sha256)) in enumerate(zip(self.shards, state["shards"], strict=False)):
+            self.shards[s] = replace(shard, sha256=shard.sha256 or sha256)
 
     def check_batch(self) -> None:
         """Raises UserError for fewer windows than one optimizer step takes."""

@@ -41,6 +41,11 @@ class MixedDataset:
         """What a checkpoint keeps: {"mixture": [{"name", "share"} and the dataset's own state, ...]}"""
         return {"mixture": [{"name": name, "share": share} | one.state_dict() for name, share, one in self.parts]}
 
+    def load_state_dict(self, state: dict) -> None:
+        """As TokenDataset's."""
+        for dataset, part in zip(self._datasets, state["mixture"], strict=True):
+            dataset.load_state_dict(part)
+
     def close(self) -> None:
         """Ends a read that waits for a stream."""
         for dataset in self._datasets:

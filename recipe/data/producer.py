@@ -209,7 +209,7 @@ class Producer:
             )
         while sum(shard.tokens for shard in last[1:]) >= held_out:
             del last[0]
-        end = np.concatenate([open_shard(shard) for shard in last])
+        end = np.concatenate([open_shard(shard).read() for shard in last])
         del self.manifest.shards[-len(last) :]
         self.manifest.save(self.out)  # a producer that is killed from here on makes these shards again
         for shard in last:
@@ -247,7 +247,7 @@ class Producer:
         """The documents of a split from a position on; for training none that equals one for validation."""
         held_out: set[bytes] = set()
         if split == "train" and self.val_documents:
-            val = np.concatenate([open_shard(shard) for shard in self.manifest.shards_in(self.out, "val")])
+            val = np.concatenate([open_shard(shard).read() for shard in self.manifest.shards_in(self.out, "val")])
             first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
             held_out = {document.tobytes() for document in np.split(val, first)}
         longest = max(map(len, held_out), default=0)  # in bytes

@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import re
+import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,32 +43,55 @@ class Shard:
 
     path: Path
     tokens: int
-    sha256: str | None  # of the whole file; None where no manifest has it
+    sha256: str | None  # of the whole file; None until it is read where no manifest has it
 
 
-def read_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard, shape (tokens,), uint16, mapped and not yet read.
+class ShardReader:
+    """The tokens of a shard, `len` of them, read when they are asked for: with pread, since a mapping of a file that is
+    cut short would end the process by SIGBUS. The file stays readable when it is deleted.
 
     Raises UserError for a file that is no shard of a known format, or not a whole one.
     """
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-        size = os.fstat(file.fileno()).st_size
-    if _is_headerless(header) and size % DTYPE.itemsize == 0:
-        return np.memmap(path, DTYPE, mode="r")
-    magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
-    if (magic, version) != (MAGIC, VERSION):
-        raise UserError(
-            f"{path}: neither llm.c's GPT-2 shard (it begins with {magic} and not {MAGIC}) nor nanoGPT's bare tokens: "
-            f"not a shard, or another tokenizer, type (uint16 is read) or byte order; prepare the text: {_PREPARE}"
-        )
-    if count < 1 or size != HEADER_BYTES + count * DTYPE.itemsize:
-        raise UserError(
-            f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), the file has "
-            f"{size - HEADER_BYTES} bytes of them: it was cut short, or its tokens are not uint16; download or prepare "
-            "it again"
-        )
-    return np.memmap(path, DTYPE, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+    sha256: str  # of the whole file, where `open_shard` has opened it
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
+        if _is_headerless(header) and size % DTYPE.itemsize == 0:
+            self._begin, self._count = 0, size // DTYPE.itemsize
+            return
+        magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
+        if (magic, version) != (MAGIC, VERSION):
+            raise UserError(
+                f"{path}: neither llm.c's GPT-2 shard (it begins with {magic} and not {MAGIC}) nor nanoGPT's bare "
+                "tokens: not a shard, or another tokenizer, type (uint16 is read) or byte order; prepare the text: "
+                f"{_PREPARE}"
+            )
+        if count < 1 or size != HEADER_BYTES + count * DTYPE.itemsize:
+            raise UserError(
+                f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), the file has "
+                f"{size - HEADER_BYTES} bytes of them: it was cut short, or its tokens are not uint16; download or "
+                "prepare it again"
+            )
+        self._begin, self._count = HEADER_BYTES, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def runs(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` tokens from each of `starts` on, (N,) -> (N, length), uint16. Raises UserError where the file
+        has become shorter."""
+        size, offsets = DTYPE.itemsize * length, self._begin + DTYPE.itemsize * starts
+        tokens = b"".join([os.pread(self._file, size, offset) for offset in offsets.tolist()])
+        if len(tokens) != size * len(starts):
+            raise UserError(f"{self.path} was cut short while it was read; download or prepare it again")
+        return np.frombuffer(tokens, DTYPE).reshape(len(starts), length)
+
+    def read(self, count: int = -1) -> np.ndarray:
+        """The first `count` tokens, or all where there are fewer, (tokens,), uint16."""
+        return np.fromfile(self.path, DTYPE, count, offset=self._begin)
 
 
 def _is_headerless(header: bytes) -> bool:
@@ -77,16 +101,17 @@ def _is_headerless(header: bytes) -> bool:
     return bool(words.max() < VOCAB_SIZE and (words == 0).mean() < 0.4)
 
 
-def open_shard(shard: Shard) -> np.ndarray:
-    """The tokens of a shard as `read_shard` returns them, after its SHA-256, where known, was compared: about 0.2 s for
-    100M tokens. Raises UserError."""
-    tokens = read_shard(shard.path)
-    if shard.sha256 and (digest := sha256_of(shard.path)) != shard.sha256:
+def open_shard(shard: Shard) -> ShardReader:
+    """A shard with its SHA-256 in `sha256`, which was compared where it was known: about 0.2 s for 100M tokens. Raises
+    UserError."""
+    reader = ShardReader(shard.path)
+    reader.sha256 = sha256_of(shard.path)
+    if shard.sha256 not in (None, reader.sha256):
         raise UserError(
-            f"{shard.path}: its SHA-256 is {digest[:16]}..., and {shard.sha256[:16]}... in the manifest: the file has "
-            "changed since it was prepared; delete its directory and prepare it again"
+            f"{shard.path}: its SHA-256 is {reader.sha256[:16]}..., and was {shard.sha256[:16]}... when prepared "
+            "or first read: the file has changed; put it back, or delete its directory and prepare it again"
         )
-    return tokens
+    return reader
 
 
 class OpenShard:
@@ -224,7 +249,7 @@ def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) ->
             f"{name} holds shards of {maker}, and tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
         )
-    sample = read_shard(shards[0].path)[:_SAMPLE]
+    sample = ShardReader(shards[0].path).read(_SAMPLE)
     if not manifest and len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
         raise UserError(
             f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
@@ -241,7 +266,7 @@ def find_shards(name: str, split: str) -> list[Shard]:
     """
     directory = Path(name)
     if (manifest := Manifest.load(directory)) is None:
-        return [Shard(path, len(read_shard(path)), None) for path in _files_of(name, split)]
+        return [Shard(path, len(ShardReader(path)), None) for path in _files_of(name, split)]
     if not manifest.complete:
         raise UserError(
             f"{name}: its preparation was interrupted; run the same prepare command again, and it continues"

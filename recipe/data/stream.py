@@ -18,7 +18,7 @@ import numpy as np
 from recipe.config import ROOT, DataConfig
 from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
 from recipe.data.dataset import TokenDataset
-from recipe.data.shards import Manifest
+from recipe.data.shards import Manifest, ShardReader
 from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -149,10 +149,10 @@ class StreamedDataset(TokenDataset):
         if self.manifest.complete:
             super().check_batch()
 
-    def _windows_of(self, epoch: int, s: int) -> np.ndarray:
+    def _open(self, epoch: int, s: int) -> ShardReader:
         self._pass_to(epoch * len(self.shards) + s)
         self._waiting.until(self.shards[s].path.exists, f"shard {s}")
-        return super()._windows_of(epoch, s)
+        return super()._open(epoch, s)
 
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recipe.config import DataConfig
-from recipe.data.shards import OpenShard, find_shards, read_shard
+from recipe.data.shards import OpenShard, ShardReader, find_shards
 from recipe.data.tokenizer import END_OF_TEXT, encode, encoding
 from tests.conftest import SHAKESPEARE
 
@@ -48,7 +48,7 @@ def data_of(text, out, **changes) -> DataConfig:
 
 
 def tokens_in(out, split) -> list[int]:
-    return np.concatenate([read_shard(shard.path) for shard in find_shards(str(out), split)]).tolist()
+    return np.concatenate([ShardReader(shard.path).read() for shard in find_shards(str(out), split)]).tolist()
 
 
 def tokens_of(texts) -> list[int]:

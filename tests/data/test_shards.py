@@ -2,12 +2,13 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 
 import numpy as np
 import pytest
 
-from recipe.data.shards import Manifest, Shard, find_shards, open_shard, read_shard
+from recipe.data.shards import Manifest, Shard, ShardReader, find_shards, open_shard
 from recipe.utils.errors import UserError
 from tests.data import write_shard
 
@@ -25,7 +26,7 @@ def test_bytes_on_disk_are_llm_c_s(tmp_path):
     digest = write_shard(path, [1, 50256, 258])
     assert path.read_bytes() == header(20240520, 1, 3) + bytes([1, 0, 0x50, 0xC4, 2, 1])
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert read_shard(path).tolist() == [1, 50256, 258]
+    assert ShardReader(path).read().tolist() == [1, 50256, 258]
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
@@ -49,7 +50,7 @@ GOOD = np.arange(1, 1000, dtype="<u2")
 def test_2_3_and_5_files_that_are_no_shards(tmp_path, content, message):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(UserError, match=rf"{tmp_path}/a\.bin: .*{message}"):
-        read_shard(tmp_path / "a.bin")
+        ShardReader(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("offset", [1024 + 5, 500])  # in a token; in the unused part of the header
@@ -59,7 +60,7 @@ def test_8_checksum_differs(tmp_path, offset):
     content = bytearray(shard.path.read_bytes())
     content[offset] ^= 1
     shard.path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"a\.bin: its SHA-256 is .* {shard.sha256[:16]}\.\.\. in the manifest"):
+    with pytest.raises(UserError, match=rf"a\.bin: its SHA-256 is .* and was {shard.sha256[:16]}\.\.\. when"):
         open_shard(shard)
     open_shard(dataclasses.replace(shard, sha256=None))
 
@@ -84,12 +85,19 @@ def test_find_without_a_manifest(tmp_path):
         find_shards(str(tmp_path), "val")
 
 
+BAD_ENTRIES = [
+    ("file", name) for name in ("../train_000000.bin", "/etc/passwd", "train_000001.bin", "a.bin", "", None, 3)
+]
+BAD_ENTRIES += [("split", ".."), ("tokens", 0), ("tokens", "9"), ("tokens", True), ("sha256", None), ("sha256", "0")]
+BAD_ENTRIES += [("next", None), ("next", {"document": -1, "tokens": 0})]
+
+
 def test_find_with_a_manifest(tmp_path):
     def manifest_of(**changes):
         entries = []
-        for name in ("train_000001.bin", "train_000000.bin"):
-            shard = a_shard(tmp_path / name, range(9))
-            entries.append({"file": name, "split": "train", "tokens": 9, "sha256": shard.sha256})
+        for name in ("train_000000.bin", "train_000001.bin"):
+            shard, start = a_shard(tmp_path / name, range(9)), {"document": 0, "tokens": 0, "stream": None}
+            entries.append({"file": name, "split": "train", "tokens": 9, "sha256": shard.sha256, "next": start})
         manifest = Manifest(**({"source": {}, "options": {}, "complete": True, "shards": entries} | changes))
         manifest.save(tmp_path)
         return manifest
@@ -99,7 +107,7 @@ def test_find_with_a_manifest(tmp_path):
     assert Manifest.load(tmp_path) == manifest
     found = find_shards(str(tmp_path), "train")
     assert [s.path.name for s in found] == ["train_000000.bin", "train_000001.bin"]
-    assert found[0].sha256 == manifest.shards[1]["sha256"]
+    assert found[0].sha256 == manifest.shards[0]["sha256"]
     with pytest.raises(UserError, match="without a val split"):
         find_shards(str(tmp_path), "val")
     (tmp_path / "train_000001.bin").unlink()
@@ -111,7 +119,11 @@ def test_find_with_a_manifest(tmp_path):
     manifest_of(format_version=2)
     with pytest.raises(UserError, match="format 2"):
         find_shards(str(tmp_path), "train")
-    for content in ('{"complete": tr', "{}"):
+    good = json.loads((tmp_path / "manifest.json").read_text()) | {"format_version": 1}
+    entry = good["shards"][0]
+    bad = ['{"complete": tr', "{}", "[" * 100_000, "3", json.dumps(good | {"pickle": ""})]
+    bad += [json.dumps(good | {"shards": [entry | {name: value}]}) for name, value in BAD_ENTRIES]
+    for content in bad:
         (tmp_path / "manifest.json").write_text(content)
-        with pytest.raises(UserError, match=r"manifest\.json cannot be read"):
+        with pytest.raises(UserError, match=r"manifest\.json cannot be read \(.+\); .*delete .* and prepare again$"):
             find_shards(str(tmp_path), "train")

@@ -45,10 +45,13 @@ CONFIG = parse_config(["--config=gpt2"]).flat() | {"dataset_name": "~/shards", "
 STATE = {
     "step": 100,
     "tokens": 52_428_800,
-    "metrics": {"seconds": 61.5},
+    "optimizer_steps": 100,
+    "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
+    **{"record": {}, "grad_scaler": {}, "spike_filter": {}, "tracker": {"run_id": None}},
+    "metrics": {"seconds": 61.5, "pauses": 0.0, "running_loss": {"sum": 0.0, "count": 0}},
     "about": [PART],
     "config": CONFIG,
-    "tokenizer": {"digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},
+    "tokenizer": {"name": GPT2, "digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},
     "data": {"shards": [["train_000000.bin", 10_000_000, "a" * 64]], "complete": False},
 }
 KEYS = ("language", "license", "library_name", "pipeline_tag", "datasets")
