@@ -40,32 +40,29 @@ _SAVING, _DELETING = ".saving-", ".deleting-"
 _KEEP = ".keep"  # marks a checkpoint that a plan of its run has named, even an earlier plan: never pruned
 _NEEDED = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json")
 
-_NUMBERS, _TEXT = {...: (None, str, float)}, (None, str)
+# What trainer_state.json holds, as far as anything reads it (recipe/utils/schema.py).
+_TEXT = (None, str)
+_PATHS: dict[str, object] = {name: _TEXT for name, field in FIELDS.items() if field.metadata["path"]}
 _SOURCE: dict[str, object] = dict.fromkeys(("train_text", "commit", "dataset_config", "dataset_split", "shards"), _TEXT)
 _SOURCE |= {"files": (None, [{"name": str}]), "of": (None, COUNT)}
+_PART: dict[str, object] = dict.fromkeys(("from_step", "processes", "nodes"), COUNT) | {
+    "compiled": bool,
+    "packages": {...: str},
+}
+_PART |= dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str) | {"commit": _TEXT}
+_PART |= {"data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])}}
 _STATE = {
-    "step": COUNT,
-    "tokens": COUNT,
-    "optimizer_steps": COUNT,
+    **dict.fromkeys(("step", "tokens", "optimizer_steps"), COUNT),
     "engine": str,
-    "config": {"dataset_name": (str, [{"name": str, "weight": float}])},
+    "about": [_PART],
+    "config": _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])},
     "tokenizer": {"name": str, "digest": str, "end_of_text": COUNT, "end_of_text_token": str},
-    "record": _NUMBERS,
+    "record": {...: (None, str, float)},
     "grad_scaler": {...: float},
     "spike_filter": {...: (COUNT, [(None, float)])},
     "tracker": {"run_id": _TEXT},
     "metrics": {"seconds": float, "pauses": float, "running_loss": {"sum": float, "count": COUNT}},
     "data": {"mixture": (None, list)},
-    "about": [
-        {
-            **dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str),
-            **dict.fromkeys(("from_step", "processes", "nodes"), COUNT),
-            "compiled": bool,
-            "commit": _TEXT,
-            "packages": {...: str},
-            "data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])},
-        }
-    ],
 }
 _DATA = {"shards": [[str, COUNT, (None, SHA256)]], "complete": bool, "manifest": (None, dict)}
 
@@ -190,8 +187,8 @@ def state_of(checkpoint: Path) -> dict:
             check(part, _DATA, "data")
             if manifest := part.get("manifest"):
                 Manifest(**manifest)
-        known = {name: config[name] for name in FIELDS if isinstance(config.get(name), (str, bool, int, float))}
-        return state | {"config": config | converted(known, FIELDS, f"{path}: config: ")}
+        values = {name: config[name] for name in FIELDS if name in config and name not in _PATHS}
+        return state | {"config": config | converted(values, FIELDS, f"{path}: config: ")}
 
 
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:

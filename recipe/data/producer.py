@@ -16,7 +16,7 @@ from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Document, TextFiles, tokenized
 from recipe.data.hub import HubText
-from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, open_shard, shard_name
+from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.units import some
@@ -223,7 +223,7 @@ class Producer:
                 rest = rest[shard.tokens :]
 
     def _commit(self, shard: OpenShard, split: str, number: int, position: dict) -> None:
-        path, tokens = self.out / shard_name(split, number), shard.tokens
+        path, tokens = self.out / f"{split}_{number:06d}.bin", shard.tokens
         entries, sha256 = self.manifest.of(split), shard.commit(path)
         if number == len(entries):
             entry = {"file": path.name, "split": split, "tokens": tokens, "sha256": sha256, "next": position}

@@ -153,29 +153,21 @@ class OpenShard:
         self.part.unlink(missing_ok=True)
 
 
-def shard_name(split: str, number: int) -> str:
-    """The file of a shard of a manifest, by its number in its split."""
-    return f"{split}_{number:06d}.bin"
-
-
 _SCHEMA = {
     "source": {"commit": (None, str), "files": (None, [{"name": str}])},
     "options": dict,
     "complete": bool,
-    "documents": COUNT,
     "shards": [
         {
+            "file": str,
             "split": re.compile("train|val"),
             "tokens": range(1, 1 << 31),
             "sha256": SHA256,
             "next": {"document": COUNT, "tokens": COUNT, "stream": (None, {"document": COUNT, "state": (COUNT, dict)})},
         }
     ],
-    "format_version": int,
-    "tokenizer": str,
-    "vocab_size": COUNT,
-    "end_of_text": COUNT,
-    "dtype": re.compile("uint16"),
+    **dict.fromkeys(("documents", "format_version", "vocab_size", "end_of_text"), COUNT),
+    **dict.fromkeys(("tokenizer", "dtype"), str),
 }
 
 
@@ -203,8 +195,8 @@ class Manifest:
         check(vars(self), _SCHEMA)
         for split in ("train", "val"):
             for number, entry in enumerate(self.of(split)):
-                if (file := entry.get("file")) != shard_name(split, number):
-                    raise ValueError(f"shards: {file!r:.80} is not {shard_name(split, number)}")
+                if entry["file"] != (name := f"{split}_{number:06d}.bin"):
+                    raise ValueError(f"shards: {entry['file']!r:.80} is not {name}")
 
     def save(self, directory: Path) -> None:
         """Writes the manifest into `directory`, replacing the one there as a whole."""

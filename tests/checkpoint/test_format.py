@@ -174,6 +174,8 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
         ("step", True, "step is True"),
         ("config", None, "config is missing"),
         ("config.max_steps", 0, "max_steps is 0; it must be at least 1"),
+        ("config.max_steps", None, "max_steps is ''; it must be INTEGER"),
+        ("config.train_text", 3, "config.train_text is 3"),
         ("config.learning_rate", "fast", "learning_rate is 'fast'; it must be NUMBER"),
         ("config.dataset_name", [{"name": "a"}], "config.dataset_name[0].weight is missing"),
         ("data.shards", [["a.bin", 9, "0"]], "data.shards[0][2] is '0'"),
@@ -182,7 +184,7 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
         ("metrics.running_loss.count", 1.5, "metrics.running_loss.count is 1.5"),
         ("record.loss", [1.0], "record.loss is [1.0]"),
         ("about", [], "about is empty"),
-        ("about", [{}], "about[0].device is missing"),
+        ("about", [{}], "about[0].from_step is missing"),
     ],
 )
 def test_a_state_that_others_may_have_written_is_checked_field_by_field(whole_run, tmp_path, field, value, problem):
