@@ -35,7 +35,7 @@ FIELDS = {
     "logging_steps": 1,
     "streaming": False,
     "run_name": "bench",
-} | dict.fromkeys(("eval_steps", "save_steps", "milestone_steps", "hellaswag_steps", "sample_steps"), 0)
+} | {"eval_steps": "end", "save_steps": "end", "milestone_steps": 0, "hellaswag_steps": 0, "sample_steps": 0}
 
 
 class Void(Exception):

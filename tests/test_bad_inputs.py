@@ -335,7 +335,7 @@ def test_19_and_20_files_that_disagree(place, fields, changes, message):
 
 
 def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):
-    argv = place.resume(max_steps=11, eval_steps=0, save_total_limit=1)
+    argv = place.resume(max_steps=11, eval_steps="end", save_total_limit=1)
     last, outside = place.run / "step_00000020", place.path / "outside"
     last.rename(outside)
     last.symlink_to(outside)
@@ -370,7 +370,7 @@ def test_data_that_turn_out_damaged_cost_nothing_that_was_trained(command, tmp_p
     content = bytearray((data / "train_000001.bin").read_bytes())
     content[3000] ^= 1
     (data / "train_000001.bin").write_bytes(content)
-    code, _, err = command(tiny(data, run, max_steps=20, save_steps=0))
+    code, _, err = command(tiny(data, run, max_steps=20, save_steps="end"))
     assert code == 2
     assert "train_000001.bin: its SHA-256 is" in err
     assert [p.name for p in checkpoints(run)] == ["step_00000007"]
@@ -421,7 +421,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(command, pl
     code, _, err = command(place.resume(**broken))
     assert code == 2
     assert "the validation loss at step 30 is nan" in err
-    code, _, err = command(place.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": 0}))
+    code, _, err = command(place.train(dropout=0.1, **broken | {"max_steps": 52, "eval_steps": "end"}))
     assert code == 2
     assert "steps in a row" in err
     assert (place.run / "step_00000020").is_dir()

@@ -222,12 +222,35 @@ def test_every_recipe_parses_and_opens_with_its_own_command(path):
 
 
 def test_the_gpt2_recipes_score_hellaswag_and_sample_as_llm_c_does():
-    """HellaSwag every 250 steps and at the end, a sample at the end; a sample of the untrained model too."""
+    """HellaSwag every 250 steps and at the end; a sample at the end, for GPT-2 124M every 250 steps from step 0 on."""
     for size in ("", "-fineweb", "-medium", "-large", "-xl"):
         config = parse_config([f"--config=gpt2{size}"])
         due = [due_at(step, config) for step in (0, 249, 250, config.optimizer.max_steps)]
         assert [at.hellaswag for at in due] == [False, False, True, True]
-        assert [at.sample for at in due] == [True, False, not size, True]
+        assert [at.sample for at in due] == [not size, False, not size, True]
+
+
+def test_0_is_never_and_end_is_at_the_end_only(recipe):
+    """Of the last validation and the last checkpoint nothing can be without, so 0 is refused there."""
+    for name, due in {
+        "eval_steps": "eval",
+        "save_steps": "save",
+        "sample_steps": "sample",
+        "hellaswag_steps": "hellaswag",
+    }.items():
+
+        def steps(value, name=name, due=due):
+            config = parse_config(
+                [recipe(f"dataset_name: x\nlr_scheduler_type: cosine\n{name}: {value}"), "--max_steps=9"]
+            )
+            return [step for step in range(10) if getattr(due_at(step, config), due)]
+
+        assert steps("end") == [9]
+        assert steps(4)[-3:] == [4, 8, 9]
+        if name in ("eval_steps", "save_steps"):
+            assert refused(f"--{name}=0") == f"{name} is 0; it must be at least 1 or end"
+        else:
+            assert steps(0) == []
 
 
 def test_no_name_stands_in_two_kinds_of_file():

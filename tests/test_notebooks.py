@@ -206,7 +206,7 @@ def test_a_training_that_stops_at_its_hours_is_no_failure(session, shards, tmp_p
         "dataset_name": shards,
         "output_dir": tmp_path / "run",
         "max_steps": 5_000,
-        "save_steps": 0,
+        "save_steps": "end",
         "max_hours": 2e-3,
     }
     train = " ".join([sys.executable, "recipe/train.py", *map(shlex.quote, flags(**fields))])

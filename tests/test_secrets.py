@@ -88,7 +88,7 @@ def test_no_secret_of_a_run_is_in_any_file_or_line(shards, tmp_path):
         "dataset_name": shards,
         "output_dir": tmp_path / "run",
         "warmup_steps": 1,
-        "eval_steps": 0,
+        "eval_steps": "end",
         "report_to": "tensorboard" if find_spec("tensorboard") else "",
         "dataset_config": HUB_TOKEN,
     }

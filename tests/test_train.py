@@ -152,12 +152,12 @@ def test_dropout_changes_the_run(shards, whole_run, tmp_path):
 
 def test_running_again_says_that_the_run_is_complete_and_fresh_keeps_the_old_one(shards, tmp_path):
     run = tmp_path / "run"
-    first, _ = train(shards, run, max_steps=6, save_steps=0)
+    first, _ = train(shards, run, max_steps=6, save_steps="end")
     before = (run / "metrics.jsonl").read_bytes()
-    _, output = train(shards, run, max_steps=6, save_steps=0)
+    _, output = train(shards, run, max_steps=6, save_steps="end")
     assert "holds the whole run" in output
     assert (run / "metrics.jsonl").read_bytes() == before
-    again, output = train(shards, run, max_steps=6, save_steps=0, fresh="true")
+    again, output = train(shards, run, max_steps=6, save_steps="end", fresh="true")
     assert losses(again) == losses(first)
     assert (tmp_path / "run.old-1" / "step_00000006").is_dir()
 
@@ -193,7 +193,7 @@ def test_bf16_gradient_checkpointing_and_chunks_follow_the_fp32_curve(shards, tm
 
 def test_a_compiled_run_is_the_same_to_the_bit_twice_and_resumed(shards, tmp_path):
     """With two threads, which add to the same rows of the embedding's gradient."""
-    settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": 0, "dataset_name": shards}
+    settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": "end", "dataset_name": shards}
     settings = TINY | settings | {"n_layer": 1, "total_batch_tokens": 512, "micro_batch_size": 32}
     for name in ("run", "again", "again"):
         result = run_train(*flags(**settings, output_dir=tmp_path / name), env={"OMP_NUM_THREADS": "2"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from recipe.config.fields import AUTO, Config
 from recipe.utils.errors import UserError
@@ -63,19 +64,19 @@ class Due:
 
 
 def due_at(step: int, config: Config) -> Due:
-    """What is due after `step` optimizer steps. Everything that the run does at all is due after the last one; nothing
-    is saved before the first, nor is HellaSwag scored, which would only show chance. The first step is logged too, so
-    that a user sees early that the run trains."""
+    """What is due after `step` optimizer steps: a field of 0 is never due, "end" after the last step, N after every Nth
+    and the last. Nothing is saved before the first, nor is HellaSwag scored, which would only show chance. The first
+    step is logged too, so that a user sees early that the run trains."""
     run, last = config.run, step == config.optimizer.max_steps
 
-    def every(steps: int) -> bool:
-        return last or (steps > 0 and step % steps == 0)
+    def every(steps: int | Literal["end"]) -> bool:
+        return last if steps == "end" else steps > 0 and (last or step % steps == 0)
 
     return Due(
         last=last,
         log=step == 1 or every(run.logging_steps),
         eval=every(run.eval_steps),
         save=step > 0 and (every(run.save_steps) or step == config.optimizer.decay_start),
-        hellaswag=step > 0 and run.hellaswag_steps > 0 and every(run.hellaswag_steps),
-        sample=run.sample_steps > 0 and every(run.sample_steps),
+        hellaswag=step > 0 and every(run.hellaswag_steps),
+        sample=every(run.sample_steps),
     )

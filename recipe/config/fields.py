@@ -173,9 +173,9 @@ class RunConfig:
     loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: the whole micro-batch)", min=0)
     fused_loss: bool = setting(False, "one Triton kernel for the loss and its gradient, on CUDA")
     logging_steps: int = setting(10, "steps between lines of metrics.jsonl", min=1)
-    eval_steps: int = setting(250, "steps between validations (0: at the end only)", min=0)
+    eval_steps: int | Literal["end"] = setting(250, "steps between validations; the last step has one, too", min=1)
     eval_tokens: int = setting(10_485_760, "most tokens in a validation (the same ones every time)", min=1)
-    save_steps: int = setting(1000, "steps between checkpoints (0: at the end only)", min=0)
+    save_steps: int | Literal["end"] = setting(1000, "steps between checkpoints; the last step has one, too", min=1)
     save_total_limit: int = setting(2, "newest checkpoints to keep, besides the best and milestones", min=1)
     milestone_steps: int = setting(0, "checkpoints at multiples of this step are never pruned (0: none)", min=0)
     push_to_hub: bool | Literal["state"] = setting(
@@ -186,8 +186,10 @@ class RunConfig:
     hub_model_id: str = setting("", "ORG/NAME of the repository on the Hub for push_to_hub")
     hub_private_repo: bool = setting(False, "push_to_hub creates a private repository, and uploads to no public one")
     hub_license: str = setting("mit", "license of the weights for the model card: the Hub's name for it, or other")
-    sample_steps: int = setting(0, "steps between printed samples of the live model (0: never)", min=0)
-    hellaswag_steps: int = setting(0, "steps between HellaSwag evaluations of the live model (0: never)", min=0)
+    sample_steps: int | Literal["end"] = setting(0, "steps between printed samples of the live model (0: never)", min=0)
+    hellaswag_steps: int | Literal["end"] = setting(
+        0, "steps between HellaSwag evaluations of the live model (0: never)", min=0
+    )
     hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", min=0)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "tracker of the logged metrics")
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")

@@ -36,6 +36,7 @@ def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
             raise UserError(f"{origin}{name} is {value}; it must be a finite number")
         if isinstance(value, (int, float)) and not all(_LIMITS[k][0](value, n) for k, n in limits.items()):
             wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
+            wanted = " or ".join([wanted, *(word for word in _kinds(fields[name]) if isinstance(word, str))])
             raise UserError(f"{origin}{name} is {value}; it must be {wanted}")
     return found
 

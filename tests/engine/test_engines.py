@@ -117,7 +117,7 @@ def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp
 
 
 # Many CPUs compute in bf16 only slowly.
-SHORT = {"max_steps": 20, "save_steps": 0}
+SHORT = {"max_steps": 20, "save_steps": "end"}
 
 
 @pytest.fixture(scope="session")

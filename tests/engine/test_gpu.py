@@ -129,9 +129,9 @@ SIZED = {
     "sequence_length": 512,
     "max_steps": 3,
     "total_batch_tokens": 8192,
-    "eval_steps": 0,
+    "eval_steps": "end",
     "eval_tokens": 512,
-    "save_steps": 0,
+    "save_steps": "end",
     "warmup_steps": 1,
 }
 

@@ -36,14 +36,14 @@ def losses(directory) -> list:
 @pytest.fixture(scope="module")
 def automatic(shards, tmp_path_factory):
     directory = tmp_path_factory.mktemp("auto") / "run"
-    return directory, run(shards, directory, "150e6", save_steps=4, eval_steps=0, max_steps=6)
+    return directory, run(shards, directory, "150e6", save_steps=4, eval_steps="end", max_steps=6)
 
 
 def test_a_run_with_auto_is_the_run_with_that_number(shards, automatic, tmp_path):
     directory, result = automatic
     assert "micro      4 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in (result.stdout.splitlines())
     assert "batch      256 tokens = 1 process x 2 micro-steps x 4 sequences x 32" in result.stdout
-    given = run(shards, tmp_path / "run", "150e6", micro_batch_size=4, save_steps=4, eval_steps=0, max_steps=6)
+    given = run(shards, tmp_path / "run", "150e6", micro_batch_size=4, save_steps=4, eval_steps="end", max_steps=6)
     assert "trial" not in given.stderr
     assert "micro   " not in given.stdout
     assert losses(directory) == losses(tmp_path / "run")
@@ -55,7 +55,7 @@ def test_a_run_with_auto_is_the_run_with_that_number(shards, automatic, tmp_path
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_path):
-    directory, fields = tmp_path / "run", {"save_steps": 4, "eval_steps": 0, "max_steps": 6}
+    directory, fields = tmp_path / "run", {"save_steps": 4, "eval_steps": "end", "max_steps": 6}
     shutil.copytree(automatic[0], directory)
     shutil.rmtree(directory / "step_00000006")
     result = run(shards, directory, "90e6", **fields)
@@ -71,7 +71,7 @@ def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_pat
 
 @pytest.mark.slow
 def test_processes_take_what_fits_all_of_them(shards, tmp_path):
-    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps=0)
+    result = run(shards, tmp_path / "run", "150e6,90e6", processes=2, max_steps=5, eval_steps="end")
     assert "batch      256 tokens = 2 processes x 2 micro-steps x 2 sequences x 32" in result.stdout
     assert "micro      2 sequences a device: 0.1 GB of 0.1 GB, the peak of a trial step" in result.stdout
 

@@ -79,7 +79,7 @@ def test_sigterm(lab, tmp_path, processes, point, save_steps):
 @pytest.mark.slow
 def test_sigterm_while_waiting_for_data(lab, tmp_path):
     """To one of two processes, where the builder of a stream never finishes its next shard."""
-    long = {"max_steps": 24, "save_steps": 12, "eval_steps": 0, "hellaswag_steps": 0}
+    long = {"max_steps": 24, "save_steps": 12, "eval_steps": "end", "hellaswag_steps": 0}
     streamed = long | {"streaming": True, "dataset_name": tmp_path / "shards"}
     run = lab.start(tmp_path, 2, "stall@rename(*_[0-9]*.bin):3", **streamed)
     run.until("\nstep 15 ")
@@ -155,7 +155,7 @@ def test_power_cut(lab, once, tmp_path, part):
 def test_non_finite(lab, tmp_path, processes, fault):
     """On one process, in the last micro-step of the fourth step alone: none changes anything in that step, which is
     counted, and the run continues."""
-    short = {"save_steps": 1, "save_total_limit": 10, "eval_steps": 0, "hellaswag_steps": 0}
+    short = {"save_steps": 1, "save_total_limit": 10, "eval_steps": "end", "hellaswag_steps": 0}
     lab.start(tmp_path, processes, fault, max_steps=4, **short).end(0)
     saved = [tmp_path / "run" / f"step_{step:08d}" for step in range(7)]
     assert_equal_tensors(saved[4], saved[3])

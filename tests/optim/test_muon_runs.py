@@ -93,7 +93,7 @@ def steps(run):
 @pytest.fixture(scope="session")
 def decayed_run(shards, once):
     """10 steps, the last 4 of which decay."""
-    fields = MUON | {"max_steps": 10, "save_steps": 2, "save_total_limit": 1, "milestone_steps": 2, "eval_steps": 0}
+    fields = MUON | {"max_steps": 10, "save_steps": 2, "save_total_limit": 1, "milestone_steps": 2, "eval_steps": "end"}
     return once("decayed", lambda run: train(shards, run, **fields)[1])[0]
 
 
@@ -106,7 +106,7 @@ def test_an_extended_run_continues_from_before_the_decay_as_the_longer_run_to_th
     run = tmp_path / "run"
     shutil.copytree(decayed_run, run)
     before = (run / "metrics.jsonl").read_bytes()
-    fields = MUON | {"save_total_limit": 1, "save_steps": 0, "eval_steps": 0}
+    fields = MUON | {"save_total_limit": 1, "save_steps": "end", "eval_steps": "end"}
     if processes == 1:
         settings = TINY | fields | {"dataset_name": shards, "output_dir": run, "max_steps": 14}
         planned = run_train(*flags(**settings), "--dry_run").stdout

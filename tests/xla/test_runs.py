@@ -75,7 +75,7 @@ def base(shards, once):
     return run, by_step(run)
 
 
-MOVES = {"max_steps": 15, "save_steps": 5, "save_total_limit": 9, "eval_steps": 0}
+MOVES = {"max_steps": 15, "save_steps": 5, "save_total_limit": 9, "eval_steps": "end"}
 
 
 def test_checkpoints_move_to_and_from_one_device(shards, base, tmp_path, capsys):
