@@ -238,7 +238,7 @@ def test_fine_tuning_starts_from_given_weights(shards, whole_run, tmp_path):
         ({"dataset_name": "nowhere"}, 2, "dataset_name nowhere: no such file, directory or data set"),
         ({"dataset_name": "{tmp}/*.bin", "val_data": "{tmp}/*.bin"}, 2, "short.bin: "),
         ({"total_batch_tokens": 2**30}, 2, "total_batch_tokens takes .* sequences a step"),
-        ({"dataset_name": "ORG/NAME", "streaming": "true"}, 0, "note +not checked: train_text ORG/NAME: .*the Hub "),
+        ({"dataset_name": "ORG/NAME", "streaming": "true"}, 0, "note +not checked: data set ORG/NAME: .*the Hub "),
         ({"init_from": "{tmp}"}, 2, "no model.safetensors"),
         ({"init_from": "{run}/step_00000020", "n_embd": 64}, 2, r"init_from .* has n_embd \d+ \(recipe: 64\)"),
         ({"init_from": "ORG/NAME"}, 0, "note +not checked: init_from ORG/NAME .*the Hub cannot be reached"),

@@ -123,11 +123,11 @@ def test_what_the_hub_does_not_have_is_an_error_at_once(prepared, hub, at_the_hu
     (hub.root / "a" / "script").mkdir()
     (hub.root / "a" / "script" / "script.py").write_text("import os\n")
     cases = [
-        ({"train_text": "a/none"}, r"train_text a/none: .*the Hub reports .*RepositoryNotFound"),
-        ({"dataset_config": "sample-1BT"}, r"train_text a/text: .*sample-1BT.*(?s:.*)check the name"),
-        ({"dataset_revision": "v9"}, r"train_text a/text: .*the Hub reports .*RevisionNotFound"),
+        ({"train_text": "a/none"}, r"data set a/none: .*the Hub reports .*RepositoryNotFound"),
+        ({"dataset_config": "sample-1BT"}, r"data set a/text: .*sample-1BT.*(?s:.*)check the name"),
+        ({"dataset_revision": "v9"}, r"data set a/text: .*the Hub reports .*RevisionNotFound"),
         ({"text_column": "body"}, "a/text: no column 'body'; there are: text, id"),
-        ({"train_text": "a/script"}, r"train_text a/script: .* scripts are no longer supported"),
+        ({"train_text": "a/script"}, r"data set a/script: .* scripts are no longer supported"),
     ]
     data = [
         from_hub(prepared, tmp_path / str(i), **({"dataset_config": ""} if "train_text" in changes else {}) | changes)
