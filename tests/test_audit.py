@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from recipe import audit
 from recipe.utils.files import sha256_of
+from tests.checkpoint import change_state
 from tests.conftest import EQUAL, ROOT, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2}
@@ -74,7 +75,7 @@ def test_no_interval_is_no_audit(which, tmp_path, capsys):
 
 def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys):
     data, run = shutil.copytree(shards, tmp_path / "data"), tmp_path / "run"
-    (data / "manifest.json").unlink()  # whose checksums would stop the run
+    (data / "manifest.json").unlink()  # whose checksums would stop the run, as those in its checkpoint would
     files = {"shards": data / "train_*.bin", "val_data": data / "val_*.bin"}
     train(**files, run=run, **KEPT)
     shutil.rmtree(run / "step_00000020")
@@ -83,6 +84,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys):
     altered = np.frombuffer(as_it_was, np.uint16).copy()
     altered[128:] = altered[128:][::-1]
     tokens.write_bytes(altered.tobytes())
+    change_state(run / "step_00000015", lambda state: state["data"]["shards"][0].__setitem__(2, None))  # or it stops
     train(**files, run=run, **KEPT)
     tokens.write_bytes(as_it_was)
     code, sentences = audited(capsys, run, "--last", 2)
