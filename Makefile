@@ -27,8 +27,6 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 # installed.
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
-# Without --no-compile the installation takes twice as long; Python compiles what it imports, unless it may not write it.
-PIP := -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
@@ -49,19 +47,8 @@ PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs 
 # What tells in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
 	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
-# A variable, because a comma would end an argument of $(call).
-DEV := .[dev,deepspeed,trackers]
-
-# $(call install,CONSTRAINTS,WHAT) installs and shows what pip is doing, on one line of a terminal. The constraints are
-# given in the environment because pip passes them to the isolated builds (setuptools) only from there; since pip 25.3
-# those have a variable of their own. A newer pip also shows setuptools' warning about editable installations. A pipe
-# hides pip's exit code, hence the file.
-define install
-@rm -f $@
-@{ PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore $(@D)/bin/python $(PIP) $$([ -t 2 ] || echo --quiet) $(2) && touch $@; } | while read -r verb what; do case "$$verb" in Collecting|Downloading|Building|Installing) printf '\r\033[K  %.76s' "$$verb $${what%% (from *}" >&2;; esac; done
-@[ ! -t 2 ] || printf '\r\033[K' >&2
-@test -e $@
-endef
+# Installs into the environment of a target, under the constraints named next.
+INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
@@ -185,35 +172,36 @@ clean: ## delete environments and caches; data/ and runs/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "data/ and runs/ are kept; delete them by hand"
 
-# The newest pip: the one that comes with Python 3.11 takes a minute longer to choose the versions.
+# uv's has no pip. Else with the newest: the one that comes with Python 3.11 takes a minute longer to choose the versions.
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
 	@echo "creating the environment $(@D:/bin=)"
-	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
+	@if command -v uv >/dev/null; then uv venv --quiet --python $(PYTHON) $(@D:/bin=); \
+	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
 	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $(@D:/bin=); \
-	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv"; exit 1; fi
+	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv or uv"; exit 1; fi
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies into .venv (some minutes the first time)"
-	$(call install,constraints.txt,-e .)
+	@$(INSTALL) constraints.txt -e . && touch $@
 
 .venv/installed-deepspeed: .venv/installed
 	@echo "installing DeepSpeed into .venv"
-	$(call install,constraints.txt,-e '.[deepspeed]')
+	@$(INSTALL) constraints.txt -e '.[deepspeed]' && touch $@
 
 .venv/installed-trackers .venv-tpu/installed-trackers: %/installed-trackers: %/installed
 	@echo "installing the trackers into $(@D)"
-	$(call install,$(if $(findstring tpu,$@),.venv-tpu/)constraints.txt,-e '.[trackers]')
+	@$(INSTALL) $(if $(findstring tpu,$@),.venv-tpu/)constraints.txt -e '.[trackers]' && touch $@
 
 .venv/installed-eval: .venv/installed
 	@echo "installing lm-evaluation-harness into .venv"
-	$(call install,constraints.txt,-e '.[eval]')
+	@$(INSTALL) constraints.txt -e '.[eval]' && touch $@
 
 # In one call, because each call of pip resolves all versions again.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
-	$(call install,constraints.txt,-e '$(DEV)')
-	@touch .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
+	@$(INSTALL) constraints.txt -e '.[dev,deepspeed,trackers]'
+	@touch .venv/installed-dev .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
 
 # The pinned versions except torch's: torch_xla asks for its own.
 %/constraints.txt: constraints.txt | %/bin/python
@@ -221,9 +209,9 @@ clean: ## delete environments and caches; data/ and runs/ stay
 
 .venv-tpu/installed: pyproject.toml .venv-tpu/constraints.txt
 	@echo "installing pinned dependencies and torch_xla into .venv-tpu (some minutes the first time)"
-	$(call install,.venv-tpu/constraints.txt,-e '.[tpu]')
+	@$(INSTALL) .venv-tpu/constraints.txt -e '.[tpu]' && touch $@
 
 # Without libtpu, which the extra `tpu` installs and only a TPU needs.
 .venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
-	$(call install,.venv-xla/constraints.txt,-e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*')
+	@$(INSTALL) .venv-xla/constraints.txt -e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*' && touch $@

@@ -6,12 +6,18 @@ what the loop drives.
 
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the engine listens; the imports take seconds
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if find_spec("accelerate") is None:
+        print(
+            f"error: {sys.executable} has no Accelerate; use .venv/bin/python, set up by `make train`", file=sys.stderr
+        )
+        sys.exit(2)
 
 import torch
 

@@ -9,8 +9,10 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import threading
 import time
+import venv
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -289,6 +291,14 @@ def test_bad_input(command, place, monkeypatch, name):
         assert part in err
     if int(name.split()[0]) >= 12:  # found before anything is written
         assert sorted(place.path.rglob("*")) == before
+
+
+def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    python = tmp_path / "bin" / "python"
+    result = subprocess.run([python, "recipe/train.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == f"error: {python} has no Accelerate; use .venv/bin/python, set up by `make train`\n"
 
 
 def refused(argv: list, env: dict | None = None) -> str:

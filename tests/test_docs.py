@@ -11,6 +11,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -180,10 +182,39 @@ def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path)
     command = ["make", "-n", *TARGETS, f"ACCELERATE=accelerate_configs/{hardware}.yaml", "ARGS=--report_to wandb"]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     subprocess.run(["sh", "-n"], input=printed, text=True, check=True)
-    asked = {match[2]: match[1] for match in re.finditer(r"PIP_CONSTRAINT=(\S+) .*? -e '?(\.\S*?)'?[ ;]", printed)}
+    asked = {
+        match[2]: match[1] for match in re.finditer(r"^\.ci/install \S+ (\S+) -e '?(\.\S*?)'?( |$)", printed, re.M)
+    }
     assert {".", ".[dev,deepspeed,trackers]", ".[trackers]"} <= asked.keys()
     assert {"tpu": ".[tpu]", "zero1": ".[deepspeed]"}[hardware] in asked
     assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
+
+
+@pytest.mark.parametrize(
+    "uv", [False, pytest.param(True, marks=pytest.mark.skipif(not shutil.which("uv"), reason="needs uv"))]
+)
+def test_make_installs_into_an_environment_without_pip(tmp_path, uv):
+    """As uv makes them: with uv where it is installed, else with a pip that the environment is given."""
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        about = "tiny-1.0.dist-info"
+        file.writestr("tiny.py", "")
+        file.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", f"tiny.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n")
+    environment = tmp_path / ".venv"
+    venv.create(environment, with_pip=False, symlinks=True)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if uv:
+        (programs / "uv").symlink_to(shutil.which("uv"))
+    command = [ROOT / ".ci" / "install", environment, ROOT / "constraints.txt", wheel]
+    variables = by_hand() | {"PATH": f"{programs}:/usr/bin:/bin"}
+    subprocess.run(command, env=variables, check=True, timeout=300)
+    subprocess.run([environment / "bin" / "python", "-c", "import tiny"], check=True)
+    assert uv != (
+        subprocess.run([environment / "bin" / "python", "-m", "pip", "--version"], check=False).returncode == 0
+    )
 
 
 def test_versions_named_beside_the_code_are_its_own():
