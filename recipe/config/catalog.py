@@ -18,7 +18,10 @@ TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # a text file may be compressed: how pyarrow names that
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 # The settings that decide what the shards of a text hold.
-SHARD_FIELDS = ("val_fraction", "val_documents", "shard_tokens", "text_column")
+SHARD_FIELDS = (
+    *("dataset_config", "dataset_split", "dataset_revision", "text_column", "tokenizer"),
+    *("val_fraction", "val_documents", "shard_tokens"),
+)
 
 
 def resolve(data: DataConfig) -> DataConfig:
@@ -36,22 +39,23 @@ def resolve(data: DataConfig) -> DataConfig:
     if not is_on_hub(name):
         return data
     text, subset = DATASETS.get(name, (name, ""))
-    subset = data.dataset_config or subset
-    directory = "-".join(filter(None, (f"data/{Path(text).name}", subset, *_own_tokenizer(data))))
-    return dataclasses.replace(data, dataset_name=directory, train_text=text, dataset_config=subset)
-
-
-def _own_tokenizer(data: DataConfig) -> list[str]:
-    return [] if data.tokenizer == "gpt2" else [Path(data.tokenizer).name]
+    data = dataclasses.replace(data, train_text=text, dataset_config=data.dataset_config or subset)
+    return dataclasses.replace(data, dataset_name=_directory_of(text, data))
 
 
 def _directory_of(text: str, data: DataConfig) -> str:
-    """Where the shards of a text lie: other settings or another path are another directory."""
-    settings = [getattr(data, field) for field in SHARD_FIELDS]
-    made = json.dumps([str(Path(text).absolute()), data.dataset_config, *settings, *_own_tokenizer(data)])
-    path = Path(text).parent if glob.has_magic(Path(text).name) else Path(text)
-    stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
-    return f"data/{stem}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"
+    """Where the shards of a text lie: other settings or another text are another directory."""
+    path, settings = Path(text), {name: getattr(data, name) for name in SHARD_FIELDS}
+    if is_on_hub(text):
+        split = data.dataset_split if data.dataset_split != "train" else ""
+        tokenizer = "" if data.tokenizer == "gpt2" else Path(data.tokenizer).name
+        stem = "-".join(filter(None, (path.name, data.dataset_config, split, tokenizer)))
+        del settings["val_fraction"]  # which is for local text
+    else:
+        path = path.parent if glob.has_magic(path.name) else path
+        stem = re.sub(r"[^\w-]+", "-", path.name.split(".")[0]).strip("-") or "text"
+        text = str(Path(text).absolute())
+    return f"data/{stem}-{hashlib.sha256(json.dumps([text, settings]).encode()).hexdigest()[:8]}"
 
 
 def short_name(shards: str) -> str:

@@ -18,6 +18,7 @@ from recipe.data.mixed import MixedDataset, dealt, windows_before
 from recipe.data.prepare import main as prepare
 from recipe.data.shards import Shard
 from recipe.hub.model_card import model_card
+from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import ROOT, TINY, by_step, environment
 from tests.data import DOCUMENTS, TEXT, streams, write_jsonl, write_shard
@@ -224,6 +225,19 @@ def test_a_mixture_on_the_command_line(tmp_path, monkeypatch):
     assert [one.name for one in sets] == ["fineweb-edu-sample-10BT", "fineweb-edu-CC-MAIN-2024-10"]
     assert [one.data.train_text for one in sets] == ["HuggingFaceFW/fineweb-edu"] * 2
     assert all(one.data.streaming for one in sets)
-    assert parse_config([f"--dataset_name={json.dumps([{'name': 'tinystories', 'weight': 3}])}"]).data.dataset_name == (
-        "data/TinyStories"  # a list of one is that one
-    )
+    alone = parse_config(["--dataset_name=tinystories"]).data.dataset_name
+    words = json.dumps([{"name": "tinystories", "weight": 3}])
+    assert parse_config([f"--dataset_name={words}"]).data.dataset_name == alone  # a list of one is that one
+
+
+def test_data_sets_of_one_name_splits_and_columns_are_mixed(tmp_path, monkeypatch):
+    """Each has shards of its own; only the same one twice is refused."""
+    monkeypatch.chdir(tmp_path)
+    entries = [{"name": name} for name in ("alice/wiki", "bob/wiki")]
+    for field in ({"dataset_split": "test"}, {"text_column": "title"}, {"dataset_revision": "v2"}):
+        entries.append(entries[0] | field)
+    sets = data_sets(parse_config([f"--dataset_name={json.dumps([e | {'weight': 1} for e in entries])}"]).data)
+    assert [one.name for one in sets] == ["wiki", "wiki-2", "wiki-test", "wiki-4", "wiki-5"]
+    assert len({one.data.dataset_name for one in sets}) == 5
+    with pytest.raises(UserError, match="twice; remove one"):
+        parse_config([f"--dataset_name={json.dumps([e | {'weight': 1} for e in [entries[0], *entries]])}"])
