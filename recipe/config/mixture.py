@@ -3,6 +3,7 @@ data sets with weights."""
 
 import dataclasses
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from recipe.config.catalog import DATASETS, resolve, short_name
@@ -56,9 +57,10 @@ def _located(data: DataConfig) -> DataConfig:
 def counts_of(weights: Sequence[float]) -> list[int]:
     """How many of each 1,000 sequences come from each data set, by the largest remainders. Raises UserError where all
     weights are 0."""
-    if not (total := sum(weights)):
+    fractions = [Fraction(str(weight)) for weight in weights]  # as they were written: equal remainders stay equal
+    if not (total := sum(fractions)):
         raise UserError(f"dataset_name has no entry with a weight above 0; {FORM}")
-    exact = [BLOCK * weight / total for weight in weights]
+    exact = [BLOCK * fraction / total for fraction in fractions]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: BLOCK - sum(counts)]:

@@ -109,6 +109,7 @@ def test_the_documented_rule_is_the_order(three, tmp_path, seed):
             assert alone.sequences(step, lo, hi).tolist() == expected
         sets = [DataSet("a", 667, None), DataSet("b", 333, None)]  # of weights 2 and 1
         assert counts_of([2.0, 1.0]) == [667, 333]
+        assert counts_of([0.3, 0.6, 0.7]) == [188, 375, 437]  # of 187.5, 375 and 437.5: the first of equal remainders
         mixed = MixedDataset(sets, [TokenDataset(shards, T, B, seed) for shards in (three, other)], B, seed)
         dealt = [documented_mixture(seed, [667, 333], step * B + j) for j in range(B)]
         assert mixed.sequences(step, 0, B).tolist() == [documented_sequence(files[d], seed, g) for d, g in dealt]
