@@ -148,7 +148,7 @@ TABLE = {
     ),
     "1 mistyped path": (  # it looks like ORG/NAME; the Hub is not asked here
         lambda at: flags(dataset_name="mytext/poems"),
-        "error: mytext/poems, on the Hub because this disk has no such path, is not prepared in data/poems yet",
+        "error: mytext/poems, on the Hub because this disk has no such path, is not prepared in data/poems-",
         "--streaming true",
     ),
     "1 offline": (

@@ -180,8 +180,8 @@ def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> Non
         if not dataset.windows:
             raise UserError(
                 f"{dataset.shards[0].path}: {dataset.shards[0].tokens} tokens, fewer than one sequence of "
-                f"sequence_length + 1 = {dataset.sequence_length + 1}; lower sequence_length, or prepare more text (or "
-                "a larger val_fraction)"
+                f"sequence_length + 1 = {dataset.sequence_length + 1}; prepare more text (or a larger share, by "
+                "val_fraction), or lower sequence_length"
             )
     for dataset in train:
         dataset.check_batch()

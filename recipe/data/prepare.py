@@ -24,8 +24,8 @@ from tqdm import tqdm
 from recipe.config import DataConfig, data_sets, parse_config
 from recipe.data.documents import TextFiles
 from recipe.data.producer import Producer
-from recipe.data.shards import Manifest, find_shards
-from recipe.utils.errors import ExitCode, UserError
+from recipe.data.shards import Manifest, find_shards, open_shard
+from recipe.utils.errors import ExitCode, UserError, writing
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural, si
@@ -45,6 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--out", default="", help="directory of the shards (default: where a run looks for them)")
+    parser.add_argument(
+        "--format",
+        choices=("llm.c", "nanogpt"),
+        default="llm.c",
+        help="nanogpt: write train.bin and val.bin, the tokens without a header, besides the shards",
+    )
     asked, flags = parser.parse_known_args(argv)
     set_up_logging()
     try:
@@ -56,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--out is one directory, and dataset_name lists {len(sets)} data sets; remove --out")
         for data in sets:
             if data.train_text:  # else they are shards
-                prepare(dataclasses.replace(data, dataset_name=asked.out or data.dataset_name))
+                out = Path(asked.out or data.dataset_name)
+                manifest = prepare(dataclasses.replace(data, dataset_name=str(out)))
+                if asked.format == "nanogpt":
+                    write_nanogpt(out, manifest)
     except (UserError, OSError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         return ExitCode.USER_ERROR
@@ -89,6 +98,17 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
     speed = producer.made / seconds / 1e6
     logger.info("data       %s in %.1f s (%.2f M tokens/s)", _summary(manifest), seconds, speed)
     return manifest
+
+
+def write_nanogpt(out: Path, manifest: Manifest) -> None:
+    """Writes the tokens of each split into one file as nanoGPT reads them: uint16 without a header."""
+    for split in dict.fromkeys(shard["split"] for shard in manifest.shards):
+        part, path = out / f"{split}.bin.part", out / f"{split}.bin"
+        with writing(path, "free some disk"), open(part, "wb") as file:
+            for shard in manifest.shards_in(out, split):
+                open_shard(shard).read().tofile(file)
+        part.replace(path)
+        logger.info("data       %s has the same tokens for nanoGPT", path)
 
 
 def must_prepare(data: DataConfig) -> bool:

@@ -59,7 +59,7 @@ class Producer:
                     f"{out} holds other files ({some(sorted(others), 1)}), and shards are not mixed with them; name an "
                     "empty or a new directory"
                 )
-        self._threads, self.shard_tokens = threads, data.shard_tokens
+        self._threads, self.shard_tokens, self._window = threads, data.shard_tokens, data.sequence_length + 1
         self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
         self.val_fraction = 0.0 if self.val_documents or (data.streaming and data.val_data) else data.val_fraction
         self.options = {
@@ -204,8 +204,8 @@ class Producer:
         held_out = int(tokens * self.val_fraction)
         if not 0 < held_out < tokens:
             raise UserError(
-                f"{self.source}: val_fraction {self.val_fraction} of {tokens:,} tokens leaves none for one of "
-                f"the splits; raise it to {min(0.5, 2 / max(tokens, 4)):.2g} or more, or give more text"
+                f"{self.source}: {tokens:,} tokens, too few for training and validation, which take at least one "
+                f"sequence of sequence_length + 1 = {self._window:,} tokens each; give more text"
             )
         while sum(shard.tokens for shard in last[1:]) >= held_out:
             del last[0]

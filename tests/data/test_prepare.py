@@ -14,6 +14,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -294,7 +295,11 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("noext", b"PK\3\4\x14\0\xff", "noext: not UTF-8, but binary data"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
-        ("d.txt", b"a few words", r"val_fraction 0\.1 of 4 tokens leaves none for one of the splits; raise it to 0\.5"),
+        (
+            "d.txt",
+            b"a few words",
+            r"d\.txt: 4 tokens, too few .* sequence_length \+ 1 = 1,025 tokens each; give more text",
+        ),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, data, message):
@@ -302,6 +307,15 @@ def test_files_that_cannot_be_used(tmp_path, name, data, message):
     (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         prepare(data_of(tmp_path / "in" / name, tmp_path / "out"))
+
+
+def test_nanogpt_reads_the_tokens(tmp_path, capsys):
+    """Through the line of its train.py, and of its model's batches."""
+    assert main(["--config", "shakespeare", "--out", str(tmp_path), "--format", "nanogpt"]) == 0
+    for split in ("train", "val"):
+        data = np.memmap(os.path.join(tmp_path, f"{split}.bin"), dtype=np.uint16, mode="r")
+        assert data.tolist() == tokens_in(tmp_path, split)
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_the_command(reference, tmp_path, capsys):
