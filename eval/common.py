@@ -96,11 +96,14 @@ def positive_int(text: str) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; a UserError becomes one line on stderr and exit code 2 instead of a traceback."""
+    """Run a command; an error of the user's becomes one line on stderr and exit code 2 instead of a traceback."""
     try:
         main()
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        print(f"error: {first_line(error)} Lower --batch_size, or use --device cpu", file=sys.stderr)
         sys.exit(2)
 
 
@@ -249,3 +252,5 @@ def write_results(path: Path, key: str, value: dict) -> None:
     temporary.write_text(json.dumps(read_results(path) | {key: value}, indent=2) + "\n")
     temporary.replace(path)
     print(f"wrote {path}")
+    if (path.parent / "README.md").exists():
+        print(f"note: {path.parent}/README.md stays as it is: for a new card, evaluate the run and export it again")

@@ -111,12 +111,14 @@ def evaluate(
         problem = "" if set(tasks) <= set(docs) else common.hub_problem()
         model, tokenizer = loaded.model, loaded.tokenizer
         lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32", trust_remote_code=False)
-        options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
         try:
-            return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
+            prepared = manager.load(tasks)
         except (OSError, RuntimeError) as error:  # no network, no such data set, or one that needs to run code
             reason = f"--tasks {','.join(tasks)}: the data cannot be loaded: {problem or common.first_line(error)}"
             raise common.UserError(f"{reason}. Without a network there is hellaswag, and what --rows names") from error
+        manager.load = lambda _: prepared  # not a second time
+        options = {"task_manager": manager, "limit": limit, "bootstrap_iters": BOOTSTRAP}
+        return lm_eval.simple_evaluate(lm, tasks=tasks, **options)
 
 
 def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 SEED = 1337
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 128}
@@ -28,6 +28,7 @@ SEQUENCES = 8  # per step, over all processes: 1,024 tokens
 MICRO_BATCH = 8  # sequences that a device takes at once, at most
 MAX_STEPS, WARMUP_STEPS, DECAY_FRACTION = 700, 50, 0.6
 LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_GRAD_NORM = 5e-3, 0.1, (0.8, 0.99), 1.0
+BPE = Path(__file__).parents[1] / "recipe" / "data" / "gpt2_bpe"  # OpenAI's files
 HEADER = 256 * 4  # bytes before a shard's tokens, which are uint16 (llm.c's format)
 
 
@@ -42,9 +43,9 @@ def main() -> None:
     if not shards:
         parser.error(f"no shards in {args.data}; `make data` makes those of tiny Shakespeare")
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    micro = min(MICRO_BATCH, SEQUENCES // world_size)
+    micro = min(MICRO_BATCH, max(1, SEQUENCES // world_size))
     accumulation, rest = divmod(SEQUENCES, world_size * micro)
     if rest:
         parser.error(f"{SEQUENCES} sequences do not divide among {world_size} processes")
@@ -73,6 +74,7 @@ def main() -> None:
 
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.out)
+        GPT2Tokenizer(str(BPE / "encoder.json"), str(BPE / "vocab.bpe")).save_pretrained(args.out)
         print(f"saved {args.out}")
     accelerator.end_training()
 

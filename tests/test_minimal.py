@@ -1,9 +1,11 @@
 """examples/minimal.py, which imports nothing of recipe/, is the default recipe with AdamW."""
 
 import re
+import runpy
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, SHAKESPEARE, by_step, flags, launch, run_train
 
@@ -25,11 +27,25 @@ def recipe_run(tmp_path_factory):
 @pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2)])
 def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, processes):
     shards, expected = recipe_run
-    result = launch(config, processes, "examples/minimal.py", f"--data={shards}", "--steps=30", f"--out={tmp_path}")
+    # As its own command line is: no variable that asks for the CPU.
+    env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
+    command = ("examples/minimal.py", f"--data={shards}", "--steps=30", f"--out={tmp_path}")
+    result = launch(config, processes, *command, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     found = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)", result.stdout, re.MULTILINE)]
     assert found == pytest.approx(expected, abs=1e-4)  # rounding: 3.3e-5 at the last step on one processor
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 7e6
+    assert AutoTokenizer.from_pretrained(tmp_path)("First Citizen").input_ids == [5962, 22307]
+
+
+def test_more_processes_than_sequences_are_refused(shards, monkeypatch, capsys):
+    program = runpy.run_path(str(ROOT / "examples" / "minimal.py"))["main"]
+    nine = SimpleNamespace(process_index=0, num_processes=9)
+    monkeypatch.setitem(program.__globals__, "Accelerator", lambda **_: nine)
+    monkeypatch.setattr("sys.argv", ["minimal.py", f"--data={shards}"])
+    with pytest.raises(SystemExit):
+        program()
+    assert "8 sequences do not divide among 9 processes" in capsys.readouterr().err
 
 
 def test_it_imports_nothing_of_the_recipe_and_stays_short():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 import huggingface_hub.constants
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -57,10 +58,19 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
 
 def is_lasting(error: Exception) -> bool:
     """Whether a retry cannot help: the user made a mistake, or the Hub refuses the request."""
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
+    if status := _status(error)[0]:
         return 400 <= status < 500 and status not in _PASSING
     return isinstance(error, UserError) or _is_bad_card(error)
+
+
+def _status(error: Exception) -> tuple[int, str]:
+    """The HTTP status of an error and what it says; 0 where there was no answer."""
+    if isinstance(error, HfHubHTTPError):
+        answer = error.response
+        return answer.status_code, answer.headers.get("X-Error-Message") or answer.reason_phrase
+    # hf_xet raises ConnectionError for refusals too, and has the status in its text.
+    refused = re.search(r"HTTP status \w+ error \((\d{3}) ([^)]*)\)(.*)", str(error))
+    return (int(refused[1]), refused[2] + refused[3]) if refused else (0, "")
 
 
 def _is_bad_card(error: Exception) -> bool:
@@ -72,9 +82,9 @@ def reason(error: Exception) -> str:
     """An error in one line for the user, without secrets."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, HfHubHTTPError):
-        answer = error.response
-        text = f"HTTP {answer.status_code}: {answer.headers.get('X-Error-Message') or answer.reason_phrase}"
+    status, said = _status(error)
+    if status:
+        text = f"HTTP {status}: {said}"
     elif _is_bad_card(error):
         text = f"the Hub refuses the model card ({error}); {_LICENSES}"
     else:  # no connection, an unreadable file, an invalid response

@@ -43,7 +43,7 @@ class Metrics:
         loss: the RunningLoss.
         tracker: the Tracker, whose state a checkpoint keeps.
         seconds, pauses: spent on training, and on validation, saving and the like; over the whole run, earlier
-            processes included.
+            processes included, as the seconds that training has waited for saves are.
         warning: shown on every line while it is not empty.
     """
 
@@ -55,7 +55,7 @@ class Metrics:
         self._config, self._engine, self._batches = config, engine, batches
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(engine.device, engine.sum_dtype)
-        self.seconds = self.pauses = 0.0
+        self.seconds = self.pauses = self._save_wait = 0.0
         self.warning = ""
         step, known, run_id = 0, {}, None
         if checkpoint:
@@ -63,7 +63,7 @@ class Metrics:
             # A tracker accepts each step once, so rewound steps are logged as a new run there.
             run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
             before = checkpoint.state["metrics"]
-            self.seconds, self.pauses = before["seconds"], before["pauses"]
+            self.seconds, self.pauses, self._save_wait = (before[x] for x in ("seconds", "pauses", "save_wait"))
             self.loss.load_state_dict(before["running_loss"])
         self._log: MetricsLog | None = None  # the main process alone has one
         if engine.processes.is_main:
@@ -78,7 +78,6 @@ class Metrics:
         self._read_at, self._known = step, known  # the step of the last reading, and its known values
         self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
         self._window_begun = time.perf_counter()  # moved forward by the pauses
-        self._save_wait = 0.0  # seconds that training in this process has waited for saves
 
     def record(self, step: int, *, read: bool) -> dict:
         """The record of this step, to which the evaluations are added: values that an earlier process measured at it
@@ -118,7 +117,7 @@ class Metrics:
             **dict.fromkeys(_MEASURED),
             **record,
             "seconds": round(self.seconds, 3),
-            "save_wait": self._save_wait / max(self._save_wait + self.seconds, 1e-9),
+            "save_wait": self._save_wait / (self._save_wait + self.seconds) if self.seconds else 0.0,
             **self._engine.counters(),
         }
         if self._log:
@@ -161,7 +160,8 @@ class Metrics:
     def state_dict(self) -> dict:
         """The state for the checkpoint, as JSON. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._engine.processes.mean)
-        return {"seconds": self.seconds, "pauses": self.pauses, "running_loss": loss}
+        times = {"seconds": self.seconds, "pauses": self.pauses, "save_wait": self._save_wait}
+        return times | {"running_loss": loss}
 
 
 class RunningLoss:
