@@ -70,6 +70,16 @@ class Run:
         return self.records[-1]["tokens"]
 
     @property
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return self.records[-1]["seconds"]
+
+    @property
+    def samples(self) -> list[tuple[int, str]]:
+        """(step, text) of each sample that was drawn during training."""
+        return [(record["step"], str(record["sample"])) for record in self.records if record.get("sample")]
+
+    @property
     def size(self) -> str:
         """124M, 350M, 774M, 1558M; empty for other shapes."""
         return SIZES.get((self.config.get("n_layer"), self.config.get("n_embd")), "")

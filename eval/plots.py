@@ -12,11 +12,13 @@ from eval.diagnosis import distance, tokens
 from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
 from eval.scores import ci95
 
-SIZE = (7.6, 3.7)  # inches
+WIDTH, NARROW = 7.6, 3.9  # inches; on a phone the panels stand one below the other
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with every kind of color blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
 OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai"}
+TIMES = {"seconds": 1, "minutes": 60, "hours": 3600}
+TRAINING = {"tokens_per_second": "(b) tokens/s", "learning_rate": "(c) learning rate", "grad_norm": "(d) gradient norm"}
 # matplotlib's settings with which figures are drawn and saved.
 STYLE = {
     "font.size": 9,
@@ -35,27 +37,36 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its caption; `name` is its file name."""
+    """A figure with its caption; `name` is its file name, `narrow` the same for a phone's page."""
 
     name: str
     title: str
     caption: str
     figure: Figure
+    narrow: Figure
 
 
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
     """All plots for which the runs have data; to be drawn and saved in STYLE."""
-    found = [draw_loss(runs, references)]
+    plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
-        found.append(draw_hellaswag(runs, references))
+        plots["hellaswag"] = draw_hellaswag, 2
+    found = []
+    for name, (draw, panels) in plots.items():
+        figure = Figure(figsize=(WIDTH, 1.6 + 1.1 * panels), layout="constrained")
+        narrow = Figure(figsize=(NARROW, 1 + 2.5 * panels), layout="constrained")
+        title, caption = draw(np.ravel(figure.subplots(panels // 2, 2)), runs, references)
+        draw(np.ravel(narrow.subplots(panels, 1)), runs, references)
+        found.append(Picture(name, title, caption, figure, narrow))
     return found
 
 
-def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
-    """Training and validation loss against tokens: the whole run, and its last four fifths."""
+def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
+    """Training and validation loss against tokens: the whole run, and its last four fifths. Returns title and
+    caption."""
     end = max(run.tokens for run in runs) or 1
-    figure = Figure(figsize=SIZE, layout="constrained")
-    whole, rest = figure.subplots(1, 2)
+    begin = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, where a short run is too
+    whole, rest = panels
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = {(run.dataset, run.size): loss for run in runs if (loss := OPENAI_LOSS.get(run.dataset, {}).get(run.size))}
     late = [*openai.values()]  # values that the second panel must include
@@ -73,7 +84,7 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
             axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=color)
             axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{run.name}, training", color=color)
             axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
-            late += [*smooth(y)[x >= 0.2 * end], *val[val_x >= 0.2 * end]]
+            late += [*smooth(y)[x >= begin[i]], *val[val_x >= begin[i]]]
         _token_axis(axes)
     whole.set(ylabel="loss (nats a token)", title="(a) whole run, logarithmic")
     if logged := [x for run in runs for x in run.series("loss")[0]]:
@@ -81,24 +92,43 @@ def draw_loss(runs: list[Run], references: list[Reference]) -> Picture:
         whole.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged) else (1, 2, 5)))
         whole.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
         whole.xaxis.set_minor_formatter(NullFormatter())
-    rest.set(title="(b) last four fifths", xlim=(0.2 * end, 1.02 * end))
+    rest.set(title="(b) last four fifths", xlim=(min(begin), 1.02 * end))
     if late:
         room = 0.05 * (max(late) - min(late)) + 0.01
         rest.set_ylim(min(late) - room, max(late) + room)
-    _legend(figure, whole)
+    _legend(whole)
     caption = "Loss in nats a token; faint: every line of the log; bold: their moving average."
     for r in references:
         caption += f" Reference: {r.source}; validation on {r.validation}. Gray band: the expected deviation."
     for dataset in dict.fromkeys(dataset for dataset, _ in openai):
         caption += f" OpenAI's weights on {dataset}: {OPENAI_LOSS_SOURCE[dataset]}."
-    return Picture("loss", "Loss against tokens", caption, figure)
+    return "Loss against tokens", caption
 
 
-def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture:
+def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tuple[str, str]:
+    """The loss against the time, and how the run went. Returns title and caption."""
+    by_time, *others = panels
+    unit, seconds = [u for u in TIMES.items() if u[1] <= max(1, *(run.seconds for run in runs))][-1]
+    for i, run in enumerate(runs):
+        look = {"color": COLORS[i % len(COLORS)], "linewidth": 1.0}
+        for column, more in (("loss", {}), ("val_loss", {"marker": "o", "label": run.name})):
+            x, y = run.series(column, "seconds")
+            by_time.plot(x / seconds, y if more else smooth(y), gid=f"{i}-{column}-by-time", **look | more)
+        for axes, column in zip(others, TRAINING, strict=True):
+            axes.plot(*run.series(column), gid=f"{i}-{column}", **look)
+    by_time.set(xlabel=f"{unit} of training", ylabel="loss (nats a token)", title="(a) loss by time")
+    for axes, title in zip(others, TRAINING.values(), strict=True):
+        _token_axis(axes)
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+    _legend(by_time)
+    caption = "The time is that of training, without validation and saving; with dots: the validation loss."
+    return "Loss by time, speed, learning rate and gradient norm", caption
+
+
+def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
     """acc_norm of the evaluations during training, one panel per scoring style, beside OpenAI's models of the runs'
-    sizes (else the smallest)."""
-    figure = Figure(figsize=SIZE, layout="constrained")
-    panels = figure.subplots(1, 2)
+    sizes (else the smallest). Returns title and caption."""
     for axes, way in zip(panels, WAYS, strict=True):
         for i, run in enumerate(runs):
             x, accuracy = run.series(f"hellaswag_{way}_acc_norm")
@@ -111,18 +141,20 @@ def draw_hellaswag(runs: list[Run], references: list[Reference]) -> Picture:
                 axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", **REFERENCE)
         for size in sorted({run.size for run in runs if run.size} or {"124M"}):
             if accuracy := HELLASWAG[way].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
-                axes.axhline(accuracy, label=f"OpenAI's GPT-2 {size}: {accuracy:.1%}", **OPENAI)
+                axes.axhline(accuracy, label=f"OpenAI's GPT-2 {size}", **OPENAI)
+                at = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 8}
+                axes.text(1, accuracy, f"{accuracy:.1%}", **at)  # another in each panel
         axes.axhline(0.25, color="#666666", linewidth=0.8, label="chance")
         _token_axis(axes)
         axes.set_xlim(0, 1.04 * max(run.tokens for run in runs) or 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
         axes.set_title(WAYS[way])
-    panels[0].set_ylabel("accuracy, normalized by length")
-    _legend(figure, panels[0])
+        axes.set_ylabel("accuracy, normalized by length")
+    _legend(panels[0])
     caption = f"HellaSwag, acc_norm on {min(run.hellaswag_rows for run in runs):,} of {HELLASWAG_ROWS:,} validation "
     caption += "rows, with 95 % intervals; OpenAI's models on all rows."
     caption += "".join(f" {WAYS[way]}: {SOURCES[way]}." for way in WAYS)
-    return Picture("hellaswag", "HellaSwag against tokens", caption, figure)
+    return "HellaSwag against tokens", caption
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -135,10 +167,13 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _legend(axes: Axes) -> None:
     """Puts the legend above the axes, clear of the curves, in two columns if they fit."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=2 if max(map(len, labels)) < 48 else 1)
+    figure = axes.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    fit = figure.get_figwidth() == WIDTH and max(map(len, labels)) < 48
+    figure.legend(handles, labels, loc="outside upper left", ncols=2 if fit else 1)
 
 
 def _token_axis(axes: Axes) -> None:

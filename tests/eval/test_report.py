@@ -108,6 +108,38 @@ def test_runs_lie_over_each_other_and_their_reference(healthy, tmp_path):
     assert len({next(x for x in axes.lines if x.get_gid() == f"{i}-val_loss").get_color() for i in (0, 1)}) == 2
     legend = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert {"healthy, training", r"$\run$, validation", "reference: this project's own run, validation"} <= legend
+    for figure, beside in ((picture.figure, True), (picture.narrow, False)):
+        first, late = figure.axes
+        assert (first.get_position().x0 < 0.3 < late.get_position().x0) == beside  # on a phone below one another
+        (low, high), (bottom, top) = late.get_xlim(), late.get_ylim()
+        inside = [low <= x <= high and bottom <= y <= top for x, y in line(late, "1-loss")]
+        assert any(inside)  # although it ends before the other run's last four fifths
+
+
+def test_time_speed_rate_and_norm_are_drawn(healthy):
+    log = [line for line in metrics(healthy) if line["loss"] is not None]
+    by_time, *others = drawn(healthy)["training"].figure.axes
+    val = [[x["seconds"] / 60, x["val_loss"]] for x in metrics(healthy) if x["val_loss"] is not None]
+    assert np.allclose(line(by_time, "0-val_loss-by-time"), val)  # 717 seconds
+    assert by_time.get_xlabel() == "minutes of training"
+    for axes, column in zip(others, ("tokens_per_second", "learning_rate", "grad_norm"), strict=True):
+        assert line(axes, f"0-{column}")[-len(log) :] == [[x["tokens"], x[column]] for x in log]
+
+
+def test_watch_follows_a_run_until_it_ends(tmp_path, monkeypatch, capsys):
+    lines = lines_of()
+    run = write_run(tmp_path / "run", lines[:20], config_of())
+    page, pages = run / "report" / "report.html", []
+
+    def sleep(seconds):
+        pages.append(page.read_text())
+        write_run(run, lines, config_of())
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr("sys.argv", ["report.py", str(run), "--watch", "7"])
+    report.main()
+    assert ['http-equiv="refresh" content="7"' in text for text in (*pages, page.read_text())] == [True, False]
+    assert f"step {lines[19]['step']}: wrote {page}" in capsys.readouterr().out
 
 
 def test_hellaswag_beside_openais(tmp_path):
@@ -120,6 +152,8 @@ def test_hellaswag_beside_openais(tmp_path):
         expected = [[line["tokens"], line[f"hellaswag_{way}_acc_norm"]] for line in lines[1:]]
         assert line(axes, "0-hellaswag") == expected
         assert line(axes, "openai")[0][1] == published
+        assert f"{published:.1%}" in {text.get_text() for text in axes.texts}
+    assert "OpenAI's GPT-2 124M" in {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert "1,000 of 10,042" in picture.caption
     assert "karpathy/build-nanogpt" in picture.caption
 
@@ -129,7 +163,7 @@ def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, c
     found = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
     results = {"perplexity": {"scores": found}, "sample": {"texts": ["a text"]}}
     lines = lines_of()
-    lines[-1] |= {"hellaswag_llmc_acc_norm": 0.3, "hellaswag_lmeval_acc_norm": 0.31}
+    lines[-1] |= {"hellaswag_llmc_acc_norm": 0.3, "hellaswag_lmeval_acc_norm": 0.31, "sample": f"Hark, {hostile}"}
     run = write_run(tmp_path / "<b>run", lines, config_of(run_name=hostile, hellaswag_limit=100), results)
     monkeypatch.setattr("sys.argv", ["report.py", str(run)])
     report.main()
@@ -137,14 +171,24 @@ def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, c
     tags = re.findall(r"<(\w[^\s>]*)([^>]*)", text)
     assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "base", "b>run"}
     assert not [more for _, more in tags if re.search(r"\s(on\w+|href)=", more)]
-    assert {more.count("src=") - more.count('src="data:image/png;base64,') for _, more in tags} == {0}
+    for source in ('src="', 'srcset="'):
+        assert {more.count(source) - more.count(f"{source}data:image/png;base64,") for _, more in tags} == {0}
     assert not re.search(r"url\(|@import|a text", text)
-    for shown in ("&lt;b&gt;run", "0.3000 ± 0.0898 (100 rows)", "4.6007", "4.2500", "follows the reference"):
+    for shown in (
+        "&lt;b&gt;run",
+        "0.3000 ± 0.0898 (100 rows)",
+        "4.6007",
+        "4.2500",
+        "follows the reference",
+        "11 min 57 s",
+        "step 700</summary>",
+        "Hark, ",
+    ):
         assert shown in text, shown
     # The summary is as wide as its values, whatever the number of quantities: a row each.
     rows = re.findall(r"<tr>.*", text[text.index("Summary") : text.index("Curves")])
     assert [row.count("<td>") for row in rows] == [1] * 10
-    assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png" in capsys.readouterr().out
+    assert f"wrote {run}/report/report.html; beside it hellaswag.png, loss.png, training.png" in capsys.readouterr().out
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "report").glob("*.png"))
 
 
