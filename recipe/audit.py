@@ -5,14 +5,16 @@
     python -m recipe.audit --repo ORG/NAME                            a run on the Hub
 
 The data of a step follow from (seed, step), and a checkpoint holds the whole state: from one checkpoint the ordinary
-trainer must arrive at the next. Each interval is replayed in a directory of its own; the run is only read. Where the
-device, the processes and the versions are those of the run, the losses, the weights and the optimizer's state must be
-equal to the bit, elsewhere within a tolerance (docs/fault-tolerance.md). Exit code 0: all are equal; 1: one differs.
+trainer must arrive at the next. Each interval is replayed in a temporary directory; the run is only read. In the run's
+own circumstances all must be equal to the bit. Elsewhere a second replay, which adds in another order, measures what
+rounding does here, and the run may be a few times as far from the first (docs/fault-tolerance.md). Exit code 0: it
+holds; 1: something is different; 69: something cannot be compared here.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shlex
@@ -22,68 +24,166 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
-from recipe.checkpoint.format import Checkpoint, checkpoints, load_checkpoint, state_of, step_of, verify
-from recipe.config import FIELDS, ROOT
+from eval.published import HELLASWAG_ROWS
+from recipe.checkpoint.format import Checkpoint, checkpoint_path, load_checkpoint, state_of, verify
+from recipe.checkpoint.provenance import descends, segments
+from recipe.config import FIELDS, ROOT, data_sets, parse_config
+from recipe.config.catalog import is_on_hub
+from recipe.data.dataset import check_same_data
+from recipe.data.producer import Producer
 from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
-from recipe.monitor.metrics import read_metrics
-from recipe.utils.checkpoints import newest_run
+from recipe.model.build import build_model
+from recipe.monitor.metrics import read_metrics, sha256_before
+from recipe.utils.checkpoints import checkpoints, newest_run, step_of
 from recipe.utils.errors import ExitCode, UserError
 
-# Tolerance for other devices, engines or numbers of processes, as a share of how far the weights moved in the interval.
-TOLERANCE = 0.01
-# What must be the same for two runs to be equal to the bit.
-CIRCUMSTANCES = ("device", "engine", "processes", "precision", "compiled", "packages")
-# Fields that a replay leaves at their defaults, so that it evaluates, uploads and stops no more than it has to. It does
-# validate at the run's steps, since a line of metrics.jsonl has the mean loss since the line before.
-NOT_REPLAYED = {"config", "dry_run", "fresh", "max_hours", "report_to", "push_to_hub"}
-NOT_REPLAYED |= {"hellaswag_steps", "sample_steps"}
+DIFFERENT = 1
+# What must be the same for two runs to be equal to the bit; dropout's masks; and where numbers are cast to 16 bits.
+MASKS = {"device", "method", "processes", "compiled", "micro_batch_size", "packages", "precision"}
+CASTS = {"device", "method", "compiled", "fused_loss", "packages", "precision"}
+CODE = {"recipe", "commit"}
+CIRCUMSTANCES = MASKS | CASTS | CODE | {"engine", "deterministic", "loss_chunk_size", "gradient_checkpointing"}
+CIRCUMSTANCES |= {"torch_compile_mode"}
+FACTOR = 8  # a run may be so many times as far from its replay as two replays are from each other
+TIGHT, TIGHT_END = 1e-4, 1e-3  # rounding, of the loss and of the weights' update, up to which a comparison says much
+LEAST = 2.0**-21  # rounding, relative: four ulps of fp32
+# Columns of metrics.jsonl that no replay repeats, and fields that are paths or names on the Hub.
+TIMES = {"seconds", "save_wait", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "compilations"}
+PATHS = ("dataset_name", "val_data", "train_text", "init_from", "tokenizer")
+Numbers = dict[tuple[int, str], Any]  # (step, column): value
+Tensors = dict[str, torch.Tensor]
+
+
+class Different(Exception):
+    """In what a run differs from its replay."""
+
+
+class NotComparable(Exception):
+    """Why a run and its replay here cannot be compared, and the way out."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps between two checkpoints of a run; no `start` where they are its first."""
+    """The steps between two checkpoints of a run; no `start` where they are its first. `is_last`: the run has no newer
+    checkpoint."""
 
     start: Path | None
     end: Path
+    is_last: bool
 
-    def __str__(self) -> str:
-        return f"step {step_of(self.start) if self.start else 0:,} to {step_of(self.end):,}"
+    @property
+    def first(self) -> int:
+        """The step of its start."""
+        return step_of(self.start) if self.start else 0
+
+    @property
+    def last(self) -> int:
+        """The step of its end."""
+        return step_of(self.end)
+
+    @property
+    def parts(self) -> list[tuple[int, dict]]:
+        """The parts of the run in it, as the run has recorded them, each with its last step."""
+        return segments(state_of(self.end)["about"], self.first, self.last)
 
 
-def replay(interval: Interval, directory: Path, launch: str, flags: str) -> Checkpoint:
-    """Trains from the interval's start to its end in `directory`, as the run was configured at its end except for
-    `flags`, and returns the checkpoint. Raises UserError where the trainer ends before."""
-    recorded = state_of(interval.end)
-    config = {name: value for name, value in recorded["config"].items() if name in FIELDS and name not in NOT_REPLAYED}
-    config |= {"save_steps": recorded["step"], "eval_tokens": config["sequence_length"]}
-    config["output_dir"] = str(directory / "run")
-    recipe = directory / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(config))
-    if interval.start:
-        shutil.copytree(interval.start, directory / "run" / interval.start.name)
-    reached = directory / "run" / interval.end.name
-    program = [*(shlex.split(launch) or [sys.executable]), str(ROOT / "recipe/train.py")]
-    command = [*program, "--config", str(recipe), *shlex.split(flags)]
-    with open(directory / "log", "w") as log:
-        trainer = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            while trainer.poll() is None and not reached.exists():
-                time.sleep(0.2)
-        finally:
-            _stop(trainer)
-    if not reached.exists():
-        lines = (directory / "log").read_text().splitlines()
-        why = next((line for line in reversed(lines) if line.startswith("error:")), "it printed no error")
-        raise UserError(f"{interval}: the replay ended with exit code {trainer.returncode}; {why}")
-    return load_checkpoint(reached)
+@dataclass(frozen=True)
+class Replays:
+    """What every replay is given: the audit's own directory, the repository if it is one that is audited, what starts a
+    program here, and the fields that differ here."""
+
+    directory: Path
+    repo: str
+    launch: str
+    flags: list[str]
+
+    def config(self, part: dict) -> dict:
+        """The configuration with which a part of a run is replayed. Shards that must be made first are made in the
+        audit's directory. Raises UserError for another author's paths, unless flags name them."""
+        values = {name: value for name, value in part["config"].items() if name in FIELDS}
+        if self.repo:
+            self._check_paths(values)
+        parsed = parse_config(["--config", self.written(values | {"precision": part["precision"]}), *self.flags])
+        config = {name: value for name, value in parsed.flat().items() if name in FIELDS}
+        entries = config["dataset_name"] if parsed.data.mixture else [config]
+        for number, (one, entry) in enumerate(zip(data_sets(parsed.data), entries, strict=True)):
+            if one.data.train_text and (self.repo or Producer(one.data).finished() is None):
+                entry["name" if parsed.data.mixture else "dataset_name"] = str(self.directory / f"shards-{number}")
+        return config | {"report_to": "none", "push_to_hub": False}
+
+    def _check_paths(self, values: dict) -> None:
+        named = {flag.partition("=")[0].removeprefix("--") for flag in self.flags}
+        if named & {"dataset_name", "train_text"}:
+            named |= {"dataset_name", "train_text", "val_data"}
+        entries = values["dataset_name"] if isinstance(values["dataset_name"], list) else [values]
+        for entry in entries:
+            entry = values | entry | ({"dataset_name": entry["name"]} if "name" in entry else {})
+            made = {"dataset_name"} if entry["train_text"] else set()
+            for name in (name for name in PATHS if name not in named | made):
+                if entry[name] not in ("", FIELDS[name].default) and not is_on_hub(entry[name]):
+                    found = f"{name} {entry[name]!r} of {self.repo} is a path of its author"
+                    raise UserError(f"{found}; name yours with --flags '--{name} PATH'")
+
+    def first_weights(self, interval: Interval) -> Tensors:
+        """The weights from which the run went on: those of the interval's start, or by the seed."""
+        if interval.start:
+            return load_checkpoint(interval.start).weights
+        part = interval.parts[0][1]
+        parsed = parse_config(["--config", self.written(self.config(part))])
+        model = replace(parsed.model, vocab_size=part["config"]["vocab_size"])
+        return {name: p.detach() for name, p in build_model(replace(parsed, model=model)).named_parameters()}
+
+    def written(self, values: dict) -> str:
+        """The path of a recipe with these values."""
+        (recipe := self.directory / "recipe.yaml").write_text(yaml.safe_dump(values))
+        return str(recipe)
+
+    def replay(self, interval: Interval, name: str, processes: int = 0) -> tuple[Checkpoint, list[dict]]:
+        """Trains from the interval's start to its end in a directory of its own, part by part; with `processes`, the
+        number of them here, in another order of additions. Returns the checkpoint, and what was recorded of each part.
+        Raises NotComparable where the trainer ends before."""
+        (run := self.directory / name).mkdir()
+        if interval.start:
+            shutil.copytree(interval.start, run / interval.start.name)
+        parts = []
+        for last, part in interval.parts:
+            for newer in [
+                path for path in checkpoints(run) if step_of(path) >= last
+            ]:  # it stops a little after its end
+                shutil.rmtree(newer)
+            config = self.config(part) | {"output_dir": str(run), "save_steps": last, "milestone_steps": last}
+            self._train(config | (_other_order(config, processes) if processes else {}), run, last)
+            parts.append(state_of(checkpoint_path(run, last))["about"][-1])
+        return load_checkpoint(checkpoint_path(run, last)), parts
+
+    def _train(self, config: dict, run: Path, last: int) -> None:
+        """Trains until the checkpoint of step `last` and the line of this step, or of a later one, are there."""
+        program = [*(shlex.split(self.launch) or [sys.executable]), str(ROOT / "recipe/train.py")]
+        checkpoint, log = checkpoint_path(run, last), self.directory / "log"
+        with log.open("w") as output:
+            command = [*program, "--config", self.written(config)]
+            trainer = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                while trainer.poll() is None:
+                    if checkpoint.exists() and read_metrics(run / "metrics.jsonl")[-1]["step"] >= last:
+                        break
+                    time.sleep(0.1)
+            finally:
+                _stop(trainer)
+        if not checkpoint.exists():
+            errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+            why = errors[-1] if errors else "it printed no error"
+            raise NotComparable(f"the replay ended with exit code {trainer.returncode}; {why}")
 
 
 def _stop(trainer: subprocess.Popen) -> None:
@@ -95,56 +195,149 @@ def _stop(trainer: subprocess.Popen) -> None:
             return
 
 
-def different_tensor(recorded: Checkpoint, replayed: Checkpoint, start: Path | None) -> tuple[str, float]:
-    """The weight or optimizer state that differs most from the run's, "" where all are equal to the bit, and its
-    distance from the run's, as a share of how far the run moved it since `start` (the optimizer's state: of its
-    norm)."""
-    before = load_checkpoint(start).weights if start else {}
-    amounts = {}
-    for ours, theirs in ((recorded.weights, replayed.weights), (recorded.optimizer_state, replayed.optimizer_state)):
-        for name in ours.keys() | theirs.keys():
-            if name not in ours or name not in theirs:
-                amounts[name] = float("inf")
-            elif not torch.equal(ours[name], theirs[name]):
-                way = ours[name] - before[name] if name in before else ours[name]
-                amounts[name] = float((theirs[name] - ours[name]).norm() / way.norm().clamp(min=1e-30))
-    return max(amounts.items(), key=lambda item: item[1], default=("", 0.0))
+def _other_order(config: dict, processes: int) -> dict:
+    """Fields with which the same is computed, but added in another order."""
+    sequences = config["total_batch_tokens"] // config["sequence_length"] // processes
+    micro, chunk = min(config["micro_batch_size"], sequences), config["loss_chunk_size"]
+    others = [size for size in range(1, sequences + 1) if sequences % size == 0 and size != micro]
+    if others and not config["dropout"]:  # whose masks depend on the micro-batch
+        return {"micro_batch_size": max((size for size in others if size < micro), default=min(others))}
+    return {"loss_chunk_size": max(1, (chunk or micro * config["sequence_length"]) // 2)}
 
 
-def different_step(interval: Interval, directory: Path, tolerance: float) -> int | None:
-    """The first logged step whose loss or gradient norm differs by more than the tolerance from that of the replay in
-    `directory`, if one does."""
-    first, last = step_of(interval.start) if interval.start else 0, step_of(interval.end)
-    replayed = {line["step"]: line for line in read_metrics(directory / "metrics.jsonl")}
-    for line in read_metrics(interval.end.parent / "metrics.jsonl"):
-        if first < line["step"] <= last and (other := replayed.get(line["step"])):
-            pairs = [(line[name], other[name]) for name in ("loss", "grad_norm")]
-            if any(one != two and (None in (one, two) or abs(one - two) > tolerance * abs(one)) for one, two in pairs):
-                return line["step"]
-    return None
+def numbers_of(checkpoint: Checkpoint, first: int) -> Numbers:
+    """The columns of metrics.jsonl from step `first` to a checkpoint of its run, and the checkpoint's own numbers."""
+    found: Numbers = {}
+    for line in read_metrics(checkpoint.path.parent / "metrics.jsonl"):
+        step = line["step"]
+        if first <= step <= checkpoint.step:
+            there = "there twice" if (step, "the line") in found else "there"
+            found |= {(step, name): n for name, n in line.items() if n is not None and name not in TIMES}
+            found[step, "the line"] = there
+    state, metrics = checkpoint.state, checkpoint.state["metrics"]
+    own = {name: state[name] for name in ("tokens", "optimizer_steps")} | state["grad_scaler"]
+    for name, value in (state["spike_filter"] | metrics["running_loss"]).items():
+        own |= {f"{name} {i}": number for i, number in enumerate(value if isinstance(value, list) else [value])}
+    return found | {(checkpoint.step, f"the checkpoint's {name}"): n for name, n in own.items() if n is not None}
 
 
-def audit(interval: Interval, replayed: Checkpoint, tolerance: float | None) -> tuple[bool, str]:
-    """Whether the interval's end is what came out of its start, and a sentence about it."""
-    recorded = load_checkpoint(interval.end)
-    ran, here = recorded.state["about"][-1], replayed.state["about"][-1]
-    changed = [
-        f"{name} {ran[name]!r} in the run, {here[name]!r} here" for name in CIRCUMSTANCES if ran[name] != here[name]
-    ]
-    allowed = (TOLERANCE if changed else 0.0) if tolerance is None else tolerance
-    tensor, amount = different_tensor(recorded, replayed, interval.start)
-    step = different_step(interval, replayed.path.parent, allowed)
-    if not tensor and step is None:
-        return True, "equal to the bit"
-    where = f"{tensor or 'no tensor'} differs most, by {amount:.1e} of its way"
-    if step is None and amount <= allowed:
-        return True, f"equal within {allowed:g} ({where}; {'; '.join(changed) or 'as asked'})"
-    since = f"losses differ from step {step:,} on" if step is not None else "the logged losses are equal"
-    return False, f"different: {since}; {'; '.join([where, *changed])}"
+def _kind(column: str) -> str:
+    """The columns whose rounding is alike; "" for one that is not rounded."""
+    column = column.replace("sum", "loss").replace("count", "")
+    return next((kind for kind in ("loss", "grad", "hellaswag") if kind in column), "")
+
+
+def rounding(here: Numbers, again: Numbers, rows: int) -> Numbers:
+    """What rounding does to each number: the largest difference of its kind between two replays so far, and at least
+    two ulps, or one of HellaSwag's `rows`."""
+    largest, found = defaultdict(float), {}
+    for key in sorted(key for key in here if _kind(key[1])):
+        kind, value = _kind(key[1]), here[key]
+        largest[kind] = max(largest[kind], abs(value - again.get(key, value)))
+        found[key] = max(largest[kind], 1 / rows if kind == "hellaswag" else LEAST * abs(value))
+    return found
+
+
+def first_difference(ran: Numbers, here: Numbers, limits: Numbers, neighbors: set[int]) -> str:
+    """The first number of the run that is farther from the replay's than its limit, in words; "" where none is. At the
+    steps of `neighbors` another part of the run may have measured what this one has not."""
+    for key in sorted(ran.keys() | here.keys(), key=lambda key: (key[0], key[1] != "the line")):
+        (step, name), a, b = key, ran.get(key), here.get(key)
+        if a == b or (b is None and step in neighbors) or (limits and name == "sample"):
+            continue
+        numbers = isinstance(a, int | float) and isinstance(b, int | float)
+        if not (numbers and abs(a - b) <= limits.get(key, 1e-12 * abs(b))):  # so that NaN is different
+            run, replay = ("missing" if n is None else f"{n:.8g}" if isinstance(n, float) else n for n in (a, b))
+            return f"{name} of step {step:,} is {run}, and {replay} in the replay"
+    return ""
+
+
+def distances(one: Tensors, other: Tensors) -> dict[str, float]:
+    """The norm of the difference of each tensor, infinite where they are no such tensors. Without the biases of keys,
+    whose gradient is nothing but rounding."""
+    found = dict.fromkeys(one.keys() ^ other.keys(), math.inf)
+    for name in one.keys() & other.keys():
+        a, b = one[name], other[name]
+        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+        if alike and name.endswith("attn.c_attn.bias"):
+            a, b = (torch.stack(t.chunk(3))[::2] for t in (a, b))
+        found[name] = float((a.double() - b.double()).norm()) if alike else math.inf
+    return found
+
+
+def _tensors(checkpoint: Checkpoint) -> Tensors:
+    return checkpoint.weights | checkpoint.optimizer_state
+
+
+def _neighbors(interval: Interval) -> set[int]:
+    return ({interval.first} if interval.start else set()) | (set() if interval.is_last else {interval.last})
+
+
+def audit(interval: Interval, replays: Replays) -> str:
+    """What was compared of an interval, and how tightly. Raises Different and NotComparable."""
+    for path in filter(None, (interval.start, interval.end)):
+        if sha256_before(path.parent / "metrics.jsonl", step_of(path)) != state_of(path)["metrics"]["lines_sha256"]:
+            raise Different(
+                f"the lines of metrics.jsonl before step {step_of(path):,} are not those that the run wrote"
+            )
+    run, (replay, parts) = load_checkpoint(interval.end), replays.replay(interval, "replay")
+    ran, here = (numbers_of(checkpoint, interval.first) for checkpoint in (run, replay))
+    if interval.is_last and (interval.last, "the line") in here.keys() - ran.keys():
+        raise NotComparable("metrics.jsonl has no line of this last step; continue the run, which writes it")
+    difference = first_difference(ran, here, {}, _neighbors(interval))
+    try:
+        check_same_data(run.state["data"], replay.state["data"], "")
+    except UserError:
+        raise Different(difference or "the checkpoint says that the run read other shards") from None
+    bits = [name for name, tensor in _tensors(replay).items() if not torch.equal(tensor, _tensors(run)[name])]
+    if not difference and not bits:
+        return f"{interval.last - interval.first:,} steps to the bit"
+    pairs = [(a["config"] | a, b["config"] | b) for (_, a), b in zip(interval.parts, parts, strict=True)]
+    changed = {
+        n: f"{n} {a[n]!r} in the run, {b[n]!r} here" for a, b in pairs for n in sorted(CIRCUMSTANCES) if a[n] != b[n]
+    }
+    if not changed and all(part["deterministic"] for part, _ in pairs):
+        raise Different(difference or f"the logged numbers are equal, and {min(bits)} is not")
+    circumstances = "; ".join(changed.values()) or "this device is not deterministic"
+    way_out = "start the replay as the run was, with --launch and --flags, from its commit"
+    if changed.keys() & MASKS and any(part["dropout"] for part, _ in pairs):
+        raise NotComparable(f"dropout draws other masks ({circumstances}); {way_out}")
+    if changed.keys() & CASTS and any(part["precision"] != "fp32" for part, _ in pairs):
+        raise NotComparable(f"half precision is rounded elsewhere ({circumstances}); {way_out}")
+    again, _ = replays.replay(interval, "again", parts[-1]["processes"])
+    rounded = rounding(here, numbers_of(again, interval.first), pairs[0][1]["hellaswag_limit"] or HELLASWAG_ROWS)
+    difference = first_difference(ran, here, {key: FACTOR * n for key, n in rounded.items()}, _neighbors(interval))
+    scales = {name: float(tensor.double().norm()) for name, tensor in replay.optimizer_state.items()}
+    scales |= distances(run.weights, replays.first_weights(interval))  # of the weights, their updates
+    apart, near = (distances(_tensors(one), _tensors(replay)) for one in (run, again))
+    largest: dict[str, float] = defaultdict(float)  # of the weights, and of each state of the optimizer
+    for name, scale in scales.items():
+        largest[_state(name)] = max(largest[_state(name)], near[name] / max(scale, 1e-30))
+    limits = {name: max(FACTOR * largest[_state(name)], TIGHT_END) * scale for name, scale in scales.items()}
+    if far := [name for name, n in apart.items() if not n <= limits.get(name, 0)]:
+        name = min(far)
+        difference = difference or f"{name} is {apart[name]:.1e} away, rounding here explains {limits.get(name, 0):.1e}"
+    if difference:
+        raise (NotComparable if changed.keys() & CODE else Different)(f"{difference} ({circumstances})")
+    losses = [(abs(ran[key] - n) / n, rounded[key] / n) for key, n in here.items() if key[1] == "loss" and key in ran]
+    tight, says = [loss for loss in losses if loss[1] <= TIGHT], []
+    if tight:
+        says.append(f"{len(tight)} lines within {max(tight)[0]:.0e}, rounding here is {max(n for _, n in tight):.0e}")
+    if largest[""] <= TIGHT_END:
+        share = max(apart[name] / max(scales[name], 1e-30) for name in run.weights)
+        says.append(f"weights within {share:.0e} of their update, rounding here is {largest['']:.0e}")
+    if not says:
+        raise NotComparable(f"rounding has grown to {largest['']:.0e} of the update ({circumstances}); {way_out}")
+    return f"holds: {'; '.join(says)} ({circumstances})"
+
+
+def _state(name: str) -> str:
+    """exp_avg. of an optimizer state's name, "" of a weight's."""
+    return name.partition("transformer.")[0]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0 equal, 1 different."""
+    """The command; returns the exit code: 0 it holds, 1 different, 69 not comparable here."""
     arguments = _parser().parse_args(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="audit-") as directory:
@@ -157,36 +350,57 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace, directory: Path) -> int:
-    if not arguments.repo:
-        arguments.run = arguments.run or newest_run()
-    run, repo = arguments.run, arguments.repo
+    repo, run = arguments.repo, directory / "run"
+    if not repo:
+        run = arguments.run or newest_run()
     if (arguments.last if arguments.random is None else arguments.random) < 1:
         raise UserError("--last and --random count intervals, from 1 on")
-    found = checkpoints_on_the_hub(repo, directory / "run") if repo else checkpoints(run)
+    found = checkpoints_on_the_hub(repo, run) if repo else checkpoints(run)
     if not found:
         raise UserError(f"{repo or run}: no checkpoint there; name a run, such as runs/shakespeare")
-    intervals = [Interval(start, end) for start, end in zip([None, *found], found, strict=False)]
-    chosen = intervals[-arguments.last :]
+    chosen = found[-arguments.last :]
     if arguments.random:
-        chosen = sorted(random.sample(intervals, min(arguments.random, len(intervals))), key=lambda one: one.end)
-    print(f"audit      {repo or run}: {len(chosen)} of {len(intervals)} intervals between its checkpoints", flush=True)
-    code = 0
-    for number, interval in enumerate(chosen):
-        paths = [path for path in (interval.start, interval.end) if path]
+        chosen = sorted(random.sample(found, min(arguments.random, len(found))), key=step_of)
+    print(f"audit      {repo or run}: {len(chosen)} of {len(found)} intervals between its checkpoints", flush=True)
+    codes = set()
+    for end in chosen:
+        interval = Interval(_ancestor(end, found, repo), end, end == found[-1])
+        for path in filter(None, (interval.start, end) if repo else ()):
+            fetch(repo, path)
+        with tempfile.TemporaryDirectory(dir=directory) as at:
+            code, sentence = _verdict(interval, Replays(Path(at), repo, arguments.launch, shlex.split(arguments.flags)))
+        print(f"step {interval.first:,} to {interval.last:,}: {sentence}", flush=True)
+        codes.add(code)
+    return next(code for code in (DIFFERENT, ExitCode.NOT_COMPARABLE, ExitCode.DONE) if code in codes)
+
+
+def _ancestor(end: Path, found: list[Path], repo: str) -> Path | None:
+    """The newest of the checkpoints through which the run came to `end`: it may have gone on from an older one."""
+
+    def parts(path: Path) -> list[dict]:
         if repo:
-            for path in paths:
-                fetch(repo, path)
-        at = directory / f"replay-{number}"
-        at.mkdir()
-        if damaged := [f"{path} is damaged: {problem}" for path in paths for problem in verify(path)]:
-            same, sentence = False, damaged[0]
-        else:
-            replayed = replay(interval, at, arguments.launch, arguments.flags)
-            same, sentence = audit(interval, replayed, arguments.tolerance)
-        shutil.rmtree(at)
-        print(f"{interval}: {sentence}", flush=True)
-        code = code if same else 1
-    return code
+            fetch(repo, path, only="trainer_state.json")
+        with suppress(OSError, ValueError, KeyError):  # damaged, as the verdict will say
+            return state_of(path)["about"]
+        return []
+
+    earlier = (path for path in reversed(found) if step_of(path) < step_of(end))
+    return next((path for path in earlier if descends(parts(end), step_of(path), parts(path))), None)
+
+
+def _verdict(interval: Interval, replays: Replays) -> tuple[int, str]:
+    """The exit code, and the sentence of an interval."""
+    for path in filter(None, (interval.start, interval.end)):
+        if problems := verify(path):
+            return DIFFERENT, f"{path} is damaged: {problems[0]}"
+    try:
+        return ExitCode.DONE, audit(interval, replays)
+    except Different as error:
+        return DIFFERENT, f"different: {error}"
+    except NotComparable as error:
+        return ExitCode.NOT_COMPARABLE, f"cannot be compared here: {error}"
+    except KeyError as error:
+        return ExitCode.NOT_COMPARABLE, f"cannot be compared here: another version wrote it, without {error}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -194,14 +408,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     of_what = parser.add_mutually_exclusive_group()
     of_what.add_argument("run", type=Path, nargs="?", help="directory of the run (default: the newest run)")
-    of_what.add_argument("--repo", help="ORG/NAME on the Hub, of a run with --push_to_hub state")
+    of_what.add_argument("--repo", default="", help="ORG/NAME on the Hub, of a run with --push_to_hub state")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", type=int, default=1, metavar="N", help="replay the last N intervals (default: 1)")
     which.add_argument("--random", type=int, metavar="N", help="replay N intervals, drawn at random")
     add("--launch", default="", help="what starts a program here (default: python, one process)")
     add("--flags", default="", help="of recipe/train.py that differ here, such as '--dataset_name DIRECTORY'")
-    equal = f"0 where the circumstances are the run's, else {TOLERANCE}"
-    add("--tolerance", type=float, help=f"share of its way that a tensor may differ by (default: {equal})")
     return parser
 
 

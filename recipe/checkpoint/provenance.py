@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: device, processes, precision, versions, code and data, kept in trainer_state.json."""
+"""Where a checkpoint comes from: configuration, device, processes, versions, code and data, in trainer_state.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 import recipe
-from recipe.config import BLOCK, ROOT, Config, DataConfig, data_sets
+from recipe.checkpoint.run_dir import HARMLESS
+from recipe.config import BLOCK, ROOT, Config, DataConfig, batch_arithmetic, data_sets
 from recipe.data.shards import Manifest
 from recipe.engine import device as hardware
 from recipe.engine.base import Engine
@@ -22,21 +25,29 @@ _FILES = 10  # how many names of a local text's files are kept
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
 
 
+# Fields that decide no number of a run: a change of one is no new part of it.
+_OUTSIDE = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}
+
+
 def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None) -> list[dict]:
     """The parts of a run, each {"from_step", "device", "engine", "processes", ...}: the `earlier` ones and, if anything
     differs from the last of them, a new one from `step` on."""
     now = {
         "device": hardware.processor() if engine.device.type == "cpu" else engine.name.split(",")[0],
         "engine": engine.name,
+        "method": engine.method,
         "processes": engine.processes.world_size,
         "nodes": engine.processes.nodes,
         "precision": engine.precision,
         "compiled": bool(config.run.torch_compile and not engine.no_compile),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "micro_batch_size": batch_arithmetic(config, engine.processes.world_size, engine.devices).micro,
         "python": platform.python_version(),
         "packages": _versions(),
         "recipe": recipe.__version__,
         "commit": _commit(),
         "data": _data(config.data),
+        "config": {name: value for name, value in config.flat().items() if name not in _OUTSIDE},
     }
     parts = list(earlier or [])
     if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(now):
@@ -44,6 +55,18 @@ def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None)
     if step == 0 and config.model.init_from:  # a path is private: only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
     return parts
+
+
+def descends(parts: list[dict], step: int, earlier: list[dict]) -> bool:
+    """Whether a run with these `parts` went through the checkpoint of `step` with the parts `earlier`: it has them too,
+    and what came after them did not begin before."""
+    return parts[: len(earlier)] == earlier and all(part["from_step"] >= step for part in parts[len(earlier) :])
+
+
+def segments(parts: list[dict], first: int, last: int) -> list[tuple[int, dict]]:
+    """Each part of a run that took steps between two steps, with its last one there."""
+    ends = [part["from_step"] for part in parts[1:]] + [last]
+    return [(end, part) for part, end in zip(parts, ends, strict=True) if first < end]
 
 
 def _versions() -> dict[str, str]:

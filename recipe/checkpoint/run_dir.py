@@ -158,7 +158,7 @@ def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
 # shards may move, or be streamed instead; they are known by their checksums.
 _IDENTITY = (*SIZES, "sequence_length", "total_batch_tokens", "seed", "optim")
 # Fields whose change is not worth a message.
-_HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "dry_run"}
+HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "dry_run"}
 
 
 def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:
@@ -183,7 +183,7 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         changed.append(f"dataset_name's weights, of 1,000, {weights[0]} -> {weights[1]}")
     if changed:
         raise UserError(f"{run_dir} holds a run with other settings: {', '.join(changed)}; put those back, {way_out}")
-    for difference in (text for k, text in differing.items() if k not in _HARMLESS):
+    for difference in (text for k, text in differing.items() if k not in HARMLESS):
         logger.info("resuming with %s", difference)
     step = state["step"]
     rates = [lr_at(step, _optimizer(c)) for c in (before, config)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -75,6 +76,7 @@ class Metrics:
         closing.callback(self._progress.close)
         self.tracker = Tracker(config, step, run_id, active=engine.processes.is_main)
         closing.callback(self.tracker.close)
+        self._step = step
         self._read_at, self._known = step, known  # the step of the last reading, and its known values
         self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
         self._window_begun = time.perf_counter()  # moved forward by the pauses
@@ -83,6 +85,7 @@ class Metrics:
         """The record of this step, to which the evaluations are added: values that an earlier process measured at it
         and, if `read`, those gathered on the device since the last reading. A collective call, which waits for the
         device if it reads. Raises UserError after too many skipped steps in a row."""
+        self._step = step
         if read and step > self._read_at:
             self._known, self._read_at = self._read(step), step
         known = self._known if step == self._read_at else {}
@@ -158,10 +161,12 @@ class Metrics:
             self._log.sync()
 
     def state_dict(self) -> dict:
-        """The state for the checkpoint, as JSON. A collective call, which waits for the device."""
+        """The state for the checkpoint, as JSON, with the SHA-256 of the lines of metrics.jsonl before this step, so
+        that an audit knows them for the run's. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._engine.processes.mean)
+        lines = self._log.sha256_before(self._step) if self._log else ""
         times = {"seconds": self.seconds, "pauses": self.pauses, "save_wait": self._save_wait}
-        return times | {"running_loss": loss}
+        return times | {"running_loss": loss, "lines_sha256": lines}
 
 
 class RunningLoss:
@@ -224,7 +229,10 @@ class MetricsLog:
         kept = {line["step"]: line for line in lines if line["step"] <= first_step and first_step > 0}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
         texts = {step: json.dumps(line).encode() + b"\n" for step, line in kept.items()}
-        self._resumed = first_step, sum(len(text) for step, text in texts.items() if step < first_step)
+        before = b"".join(text for step, text in texts.items() if step < first_step)
+        self._resumed = first_step, len(before)
+        self._before = hashlib.sha256(before)
+        self._last: tuple[int, bytes] = first_step, texts.get(first_step, b"")
         with writing(path, "free some space, or mend that: it holds the run's curve"):
             if first_step == 0 and any(line["step"] > 0 for line in lines):
                 numbered = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
@@ -238,17 +246,27 @@ class MetricsLog:
         """Appends a line; a number that is not finite becomes null."""
         # JSON has no NaN, and readers of the file should not need a special case for it.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        step, offset = self._resumed
+        text, (step, offset), (last, before) = json.dumps(line).encode() + b"\n", self._resumed, self._last
         try:
             if line["step"] == step:
                 self._file.truncate(offset)
-            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.write(text)
+            if record["step"] > last:
+                self._before.update(before)
+            self._last = record["step"], text
             self._file.flush()  # after an error, unwritten lines stay in the buffer
             self._failed = False
         except OSError as error:
             if not self._failed:
                 logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
             self._failed = True
+
+    def sha256_before(self, step: int) -> str:
+        """Of the lines of earlier steps; `step` is that of the last line, or a later one."""
+        lines, (last, text) = self._before.copy(), self._last
+        if last < step:
+            lines.update(text)
+        return lines.hexdigest()
 
     def sync(self) -> None:
         """Flushes the file to the disk. Called before a checkpoint is committed, since a run resumed from it does not
@@ -278,6 +296,17 @@ def read_metrics(path: Path) -> list[dict]:
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
+
+
+def sha256_before(path: Path, step: int) -> str:
+    """Of the lines of a metrics.jsonl before a step, as a checkpoint keeps it."""
+    lines = hashlib.sha256()
+    for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+        with suppress(ValueError, TypeError, KeyError):
+            if json.loads(text)["step"] >= step:
+                break
+        lines.update(text)
+    return lines.hexdigest()
 
 
 def val_losses(run: Path) -> dict[int, float]:

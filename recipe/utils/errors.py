@@ -16,10 +16,11 @@ class Unreachable(UserError):
 
 class ExitCode(IntEnum):
     """Exit codes of every command; those above 2 are sysexits.h's, and 130 is a shell's for Ctrl-C. `recipe.checkpoint`
-    also returns 1, for a damaged checkpoint, and `recipe.audit`, for a replay that differs."""
+    also returns 1, for a damaged checkpoint, and `recipe.audit`, for a run that is not what its replay is."""
 
     DONE = 0
     USER_ERROR = 2
+    NOT_COMPARABLE = 69  # EX_UNAVAILABLE: what a run computed cannot be audited here
     NOT_SAVED = 74  # EX_IOERR: the last checkpoint could not be written
     RUN_AGAIN = 75  # EX_TEMPFAIL: stopped, lost a process, or not all is uploaded; the same command continues
     LEFT_AT_ONCE = 130  # Ctrl-C where nothing is to be saved, or a second one

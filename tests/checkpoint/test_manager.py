@@ -31,7 +31,13 @@ class Run:
         self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda what: nullcontext())
         self.metrics.state_dict, self.metrics.sync = lambda: {"seconds": 3.0}, lambda: self.synced.append(True)
         engine = SimpleNamespace(
-            device=torch.device("cpu"), name="CPU", precision="fp32", no_compile="", stop=self.stop
+            device=torch.device("cpu"),
+            devices=1,
+            name="CPU",
+            method="DDP",
+            precision="fp32",
+            no_compile="",
+            stop=self.stop,
         )
         engine.processes, engine.snapshot = Processes(), self._snapshot
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
