@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from recipe.checkpoint.format import Checkpoint, load_checkpoint, state_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, BatchPlan, Config, data_sets
+from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
-from recipe.data.open import check_dataset, open_datasets
+from recipe.data.open import check_dataset, open_datasets, training_windows
 from recipe.data.prefetch import BatchLoader
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.base import Engine
@@ -127,7 +129,7 @@ def _model_and_optimizer(
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
     """For a plan: raises UserError, on all processes, where the run could not open its data, `init_from` or its
     directory; what only the Hub knows is not checked without a network. A collective call."""
-    data = [partial(check_dataset, one, batch) for one in data_sets(config.data)]
+    data = [partial(check_dataset, one, batch, config.optimizer.max_steps) for one in data_sets(config.data)]
     checks = [*data, partial(check_init_from, config.model), partial(_check_run_directory, config)]
     with processes.shared_error("the inputs cannot be read"):
         for check in checks if processes.is_main else []:
@@ -198,6 +200,20 @@ def with_vocabulary(config: Config, processes: Processes) -> Config:
     with processes.shared_error("the tokenizer cannot be loaded"), processes.main_process_first():
         found = open_tokenizer(config.data.tokenizer)
     return replace(config, model=replace(config.model, vocab_size=found.vocab_size))
+
+
+def with_steps(config: Config, processes: Processes) -> Config:
+    """The configuration with the max_steps that make `num_train_epochs` of the data, which are prepared for that. A
+    collective call. Raises UserError, on all processes."""
+    if not (epochs := config.run.num_train_epochs):
+        return config
+    with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
+        windows = training_windows(config)
+    steps = max(1, ceil(epochs * windows / (config.optimizer.total_batch_tokens // config.data.sequence_length)))
+    optimizer, run = replace(config.optimizer, max_steps=steps), replace(config.run, num_train_epochs=0.0)
+    config = replace(config, optimizer=optimizer, run=run)
+    check(config)
+    return config
 
 
 def check_same_launch(config: Config, engine: Engine) -> None:

@@ -28,6 +28,7 @@ from recipe.components import (
     is_complete,
     open_components,
     open_run_directory,
+    with_steps,
     with_vocabulary,
 )
 from recipe.config import BatchPlan, Config, batch_arithmetic, due_at, parse_config
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(config: Config, engine: Engine) -> ExitCode:
     """A run from its configuration to its last line."""
     check_same_launch(config, engine)
-    config = with_vocabulary(config, engine.processes)
+    config = with_steps(with_vocabulary(config, engine.processes), engine.processes)
     config, found = micro_batch(config, engine)
     batch = batch_arithmetic(config, engine.processes.world_size, engine.devices)
     announce(config, batch, engine, found)

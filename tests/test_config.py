@@ -46,10 +46,10 @@ def test_the_fields():
         config run_name output_dir seed precision deterministic torch_compile torch_compile_mode gradient_checkpointing
         loss_chunk_size fused_loss logging_steps eval_steps eval_tokens save_steps save_total_limit milestone_steps
         push_to_hub hub_model_id hub_private_repo hub_license sample_steps hellaswag_steps hellaswag_limit report_to
-        fresh max_hours dry_run""",
+        num_train_epochs fresh max_hours dry_run""",
     )
     assert list(FIELDS) == names
-    assert len(FIELDS) <= 66
+    assert len(FIELDS) <= 67
 
 
 def test_a_run_that_others_can_audit_is_deterministic_unless_its_user_says_no(recipe):

@@ -192,6 +192,7 @@ class RunConfig:
     )
     hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", min=0)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "tracker of the logged metrics")
+    num_train_epochs: float = setting(0.0, "passes over the prepared training data, in place of max_steps", min=0)
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
     max_hours: float = setting(0.0, "stop with a checkpoint after this many hours (0: no limit)", min=0)
     dry_run: bool | str = setting(False, "print what the run would do and take, here or on devices such as 8xh100")

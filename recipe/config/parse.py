@@ -41,6 +41,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
         _parser(DEFAULTS | recipe | {"config": path}).print_help()
         raise SystemExit(0)
     values = _without_replaced(recipe, flags) | flags
+    if values.get("num_train_epochs") and "max_steps" in values:
+        raise UserError("num_train_epochs and max_steps both say how long the run is; give one of them")
     values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
@@ -70,6 +72,10 @@ def _without_replaced(recipe: dict, flags: dict) -> dict:
     replaced."""
     before = DEFAULTS | recipe
     dropped = {name for name, (other, value) in ONLY.items() if flags.get(other, value) != value == before[other]}
+    if flags.get("num_train_epochs"):
+        dropped.add("max_steps")
+    if "max_steps" in flags:
+        dropped.add("num_train_epochs")
     replaced = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", before[name])]
     if replaced:
         dropped |= {"dataset_name", *OF_ONE_DATA_SET}
@@ -159,7 +165,7 @@ def check(config: Config) -> None:
             f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
             "or shorten the sequences"
         )
-    if opt.warmup_steps >= opt.max_steps:
+    if opt.warmup_steps >= opt.max_steps and not config.run.num_train_epochs:  # from which max_steps follows later
         raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
     values = config.flat()
     for name, (other, needed) in ONLY.items():

@@ -50,7 +50,8 @@ def open_datasets(
                 with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
                     if must_prepare(data):
                         prepare(data)
-                train, validation = _open_prepared(data, shape)
+                sequences = config.optimizer.max_steps * batch.sequences * one.count / BLOCK
+                train, validation = _open_prepared(data, shape, sequences)
             trains.append(train)
             validations.append(validation)
         check_data(trains, validations)
@@ -61,9 +62,26 @@ def open_datasets(
         yield train, validation
 
 
-def check_dataset(one: DataSet, batch: BatchPlan) -> None:
-    """For a plan: logs what a data set of the run is, and prepares and downloads nothing. Raises UserError where it
-    cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
+def training_windows(config: Config) -> int:
+    """How many sequences an epoch of a run's data has; local text is prepared for that. Raises UserError where the data
+    have no known end."""
+    data, several = data_sets(config.data)[0].data, len(data_sets(config.data)) > 1
+    if several or _is_streamed(data):
+        what = "a mixture" if several else f"a stream ({data.dataset_name})"
+        raise UserError(f"num_train_epochs is for one prepared data set, and the data are {what}; give max_steps")
+    if must_prepare(data):
+        if config.run.dry_run:
+            raise UserError(
+                f"num_train_epochs of {data.dataset_name} is not known before the text is prepared; do that with "
+                "python -m recipe.data.prepare and the same flags, or give max_steps"
+            )
+        prepare(data)
+    return TokenDataset(_shards(data, data.dataset_name, "train"), data.sequence_length, 1, config.run.seed).windows
+
+
+def check_dataset(one: DataSet, batch: BatchPlan, steps: int) -> None:
+    """For a plan of so many steps: logs what a data set of the run is, and prepares and downloads nothing. Raises
+    UserError where it cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
     data = one.data
     what = " ".join(filter(None, (data.train_text, data.dataset_config)))
     if _is_streamed(data):
@@ -74,7 +92,8 @@ def check_dataset(one: DataSet, batch: BatchPlan) -> None:
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
-        train, validation = _open_prepared(data, (data.sequence_length, -(-batch.sequences * one.count // BLOCK), 0))
+        shape = data.sequence_length, -(-batch.sequences * one.count // BLOCK), 0
+        train, validation = _open_prepared(data, shape, steps * batch.sequences * one.count / BLOCK)
         check_data([train], [validation])
 
 
@@ -83,12 +102,17 @@ def _is_streamed(data: DataConfig) -> bool:
     return data.streaming and Producer(data).finished() is None
 
 
-def _open_prepared(data: DataConfig, shape: tuple[int, ...]) -> tuple[TokenDataset, TokenDataset]:
-    """`shape` is what TokenDataset takes after its shards."""
+def _open_prepared(data: DataConfig, shape: tuple[int, ...], sequences: float) -> tuple[TokenDataset, TokenDataset]:
+    """`shape` is what TokenDataset takes after its shards; the run reads so many `sequences`."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
     found = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
     logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
-    return TokenDataset(train, *shape), TokenDataset(val, *shape)
+    datasets = TokenDataset(train, *shape), TokenDataset(val, *shape)
+    if sequences and (windows := datasets[0].windows):
+        epochs, many = sequences / windows, sequences >= 4 * windows
+        note = "; from four on, more text helps more than more steps" if many else ""  # Muennighoff et al. (2023)
+        logger.log(logging.WARNING if many else logging.INFO, "epochs     %.3g of these data%s", epochs, note)
+    return datasets
 
 
 def _validation_shards(data: DataConfig) -> list[Shard]:

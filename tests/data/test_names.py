@@ -1,6 +1,7 @@
 """A run trains on the data that its flags name, or ends with an error."""
 
 import gzip
+import math
 import re
 from contextlib import nullcontext
 
@@ -179,6 +180,37 @@ def test_data_that_cannot_be_read_is_an_error_of_two_lines(here, flag, name):
         found = rf"a directory without text or shards; it holds {files}\ngive \.txt, .*\.zst\) or \.bin .*'{name}/\*'"
     with pytest.raises(UserError, match=rf"^{flag} {re.escape(name)}: {found}"):
         opened(f"--{flag}={name}")
+
+
+def test_epochs_of_the_data_decide_the_length_and_are_named(here):
+    """In place of the recipe's max_steps; 1.5 epochs of sequences of 32 tokens, two a step."""
+    (here / "mine.txt").write_text(TEXT[:9000])
+    words = ["--dataset_name=mine.txt", *(word for word in SMALL if not word.startswith("--max_steps"))]
+
+    def run(*more):
+        return processes.run(ROOT / "recipe/train.py", *words, *more, env=environment(), cwd=here)
+
+    ran = run("--num_train_epochs=1.5", "--dry_run")
+    assert "before the text is prepared" in ran.stderr
+    ran = run("--num_train_epochs=1.5")
+    assert ran.returncode == 0, ran.stderr
+    (shards,) = (here / "data").iterdir()
+    windows = (len(tokens_in(shards, "train")) - 1) // 32
+    steps = math.ceil(1.5 * windows / 2)
+    assert f"length     {steps} steps" in ran.stdout
+    assert f"epochs     {steps * 2 / windows:.3g} of these data\n" in ran.stdout
+    assert f"step_{steps:08d}" in ran.stdout
+    assert "holds the whole run" in run("--num_train_epochs=1.5").stdout
+    many = run(f"--max_steps={2 * windows}", "--dry_run")
+    assert "epochs     4 of these data; from four on, more text helps more" in many.stdout
+    for more, message in (
+        (["--max_steps=5", "--num_train_epochs=2"], "num_train_epochs and max_steps both say"),
+        (["--num_train_epochs=2", "--streaming=true", "--val_documents=1"], "the data are a stream (data/mine-"),
+        (["--num_train_epochs=0.001", "--warmup_steps=9"], "warmup_steps 9 must be below max_steps 1"),
+    ):
+        ran = run(*more)
+        assert ran.returncode == 2
+        assert message in ran.stderr
 
 
 def test_characters_are_not_trained_on_as_tokens(here):
