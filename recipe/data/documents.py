@@ -227,6 +227,16 @@ class TextFiles:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 
+    def has_documents(self, many: int) -> bool:
+        """Whether there are so many, in 2^30 bytes of the files at least."""
+        for document in self.documents() if len(self.paths) < many else ():
+            if document.index + 1 == many:
+                return True
+            for _ in document.pieces:
+                if self.position > 1 << 30:
+                    return False
+        return len(self.paths) >= many
+
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
         """All documents in order, or those from an earlier document's `stream` on, whose state is a file's number."""
         index, first = (stream["document"], stream["state"]) if stream else (0, 0)

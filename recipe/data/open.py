@@ -14,7 +14,7 @@ from recipe.data.dataset import TokenDataset, check_data
 from recipe.data.mixed import Dataset, MixedDataset, windows_before
 from recipe.data.prepare import must_prepare, prepare
 from recipe.data.producer import Producer
-from recipe.data.shards import Shard, check_tokenizer, find_shards
+from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
 from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting, open_manifest
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
@@ -106,7 +106,9 @@ def _open_prepared(data: DataConfig, shape: tuple[int, ...], sequences: float) -
     """`shape` is what TokenDataset takes after its shards; the run reads so many `sequences`."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
     found = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
-    logger.info("data       %s: %s; validation %s", data.dataset_name, *found)
+    manifest = Manifest.load(Path(data.val_data or data.dataset_name))
+    kind = manifest.validation if manifest else ""
+    logger.info("data       %s: %s; validation %s%s", data.dataset_name, *found, kind)
     datasets = TokenDataset(train, *shape), TokenDataset(val, *shape)
     if sequences and (windows := datasets[0].windows):
         epochs, many = sequences / windows, sequences >= 4 * windows

@@ -169,7 +169,9 @@ def _progress(producer: Producer) -> Generator[None, None, None]:
 
 def _summary(manifest: Manifest) -> str:
     tokens = ", ".join(f"{manifest.tokens(split):,} {split}" for split in ("train", "val"))
-    return f"{len(manifest.shards)} shards, {tokens} tokens, {plural(manifest.documents, 'document')}"
+    return (
+        f"{len(manifest.shards)} shards, {tokens} tokens{manifest.validation}, {plural(manifest.documents, 'document')}"
+    )
 
 
 if __name__ == "__main__":

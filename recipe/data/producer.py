@@ -6,6 +6,7 @@ where the next one begins, so that a producer killed at any moment continues fro
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
@@ -22,6 +23,8 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import some
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
+MANY = 1000  # documents of local text from which on they are divided, and not the text
+SPREAD = "documents from all over it"
 # Where in a text a shard begins: in which document, after how many of its tokens, and Document's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
 Run = tuple[dict, np.ndarray]  # tokens of a document, or of a piece of it, (tokens,), and where they begin
@@ -42,7 +45,8 @@ class Producer:
     """Makes the shards of a text in the directory `dataset_name`, in order or, those that the manifest knows already,
     in any order.
 
-    `val_documents` at the beginning are for validation, or a share `val_fraction` of the tokens at the end, or neither.
+    `val_documents` at the beginning are for validation; or a share `val_fraction` of local text: of its documents, if
+    they are many, else of the tokens at its end; or nothing.
     """
 
     manifest: Manifest  # from `open` on
@@ -95,15 +99,24 @@ class Producer:
         else:
             manifest = Manifest(
                 self.source.identity() | ({"commit": commit} if commit else self.source.newest()),
-                self.options,
+                self.options | ({"validation": self._kind_of_validation()} if self.val_fraction else {}),
                 tokenizer=self.tokenizer.digest,
                 vocab_size=self.tokenizer.vocab_size,
                 end_of_text=self.tokenizer.end_of_text,
             )
-        self.manifest = manifest
+        self.manifest, self._spread = manifest, manifest.options.get("validation") == SPREAD
         self.source.pin(manifest)
         manifest.save(self.out)
         return manifest
+
+    def _kind_of_validation(self) -> str:
+        assert isinstance(self.source, TextFiles)
+        return SPREAD if self.source.has_documents(MANY) and any(map(self._is_val, range(MANY))) else "the end"
+
+    def _is_val(self, document: int) -> bool:
+        """Whether a document is one for validation: a fixed function of its number, for the same shards in each run."""
+        digest = hashlib.blake2b(str(document).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.val_fraction * 2**64
 
     def _check_same(self, manifest: Manifest) -> None:
         if difference := self._difference(manifest):
@@ -142,7 +155,9 @@ class Producer:
 
     def everything(self) -> None:
         """Makes what is missing. Raises UserError where a split stays empty."""
-        if self.val_fraction and self.manifest.complete:  # only when all is read is it known where the end begins
+        if (
+            self.val_fraction and not self._spread and self.manifest.complete
+        ):  # only when all is read is it known where the end begins
             self.manifest.shards, self.manifest.complete = [], False
         self.make_validation()
         for number in self.missing(self.manifest.of("train")):  # which a streamed run has deleted
@@ -154,7 +169,7 @@ class Producer:
         """Makes the validation shards, unless they are here."""
         known = self.manifest.of("val")
         here = not self.missing(known)
-        if not self.val_documents or (here and (self.manifest.of("train") or self.manifest.complete)):
+        if not (self.val_documents or self._spread) or (here and (self.manifest.of("train") or self.manifest.complete)):
             return
         number = len(known) if here else 0
         while self.make("val", number):
@@ -193,7 +208,7 @@ class Producer:
         if not self.manifest.of("train"):
             others = " besides the documents for validation; lower val_documents" if self.val_documents else ""
             raise UserError(f"{self.source}: holds no text{others}")
-        if self.val_fraction:
+        if self.val_fraction and not self._spread:
             self._hold_out_the_end()
         self.manifest.documents, self.manifest.complete = self._documents, True
         self.manifest.save(self.out)
@@ -246,7 +261,7 @@ class Producer:
     def _read(self, split: str, position: dict) -> Iterator[Run]:
         """The documents of a split from a position on; for training none that equals one for validation."""
         held_out: set[bytes] = set()
-        if split == "train" and self.val_documents:
+        if split == "train" and (self.val_documents or self._spread):
             val = np.concatenate([open_shard(shard).read() for shard in self.manifest.shards_in(self.out, "val")])
             first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
             held_out = {document.tobytes() for document in np.split(val, first)}
@@ -269,7 +284,9 @@ class Producer:
     def _documents_from(self, split: str, position: dict) -> Iterator[Document]:
         for document in self.source.documents(position["stream"]):
             self._documents = document.index + 1
-            if split == "val" and document.index >= self.val_documents:
+            if split == "val" and self.val_documents and document.index >= self.val_documents:
                 return
+            if self._spread and self._is_val(document.index) != (split == "val"):
+                continue
             if document.index >= position["document"]:
                 yield document

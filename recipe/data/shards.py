@@ -218,6 +218,11 @@ class Manifest:
             )
         return manifest
 
+    @property
+    def validation(self) -> str:
+        """What was held out for validation, where the preparation chose: " (the end)"."""
+        return f" ({self.options['validation']})" if "validation" in self.options else ""
+
     def tokens(self, split: str) -> int:
         """Tokens in the shards of a split."""
         return sum(shard["tokens"] for shard in self.of(split))

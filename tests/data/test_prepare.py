@@ -260,6 +260,29 @@ def test_validation_documents_are_never_trained_on(tmp_path, monkeypatch):
     assert tokens_in(tmp_path / "out", "train") == tokens_of(d for d in REPEATED[30:] if d not in REPEATED[:30])
 
 
+def test_many_documents_are_validated_on_from_all_over(tmp_path, monkeypatch, capsys):
+    """A thousand: about the share, the same after an interruption and for a lost shard, and none is trained on too."""
+    set_up_logging()
+    texts = [f"{i} {TEXT[i * 50 : i * 50 + 200]}" for i in range(2000)] + ["7 again"] * 40
+    data = data_of(write_jsonl(tmp_path / "d.jsonl", texts), tmp_path / "out", shard_tokens=20_000)
+    interrupted_at(monkeypatch, data, 4)
+    manifest = prepare(data)
+    assert "val tokens (documents from all over it), 2040 documents" in capsys.readouterr().out
+    documents = {}
+    for split in ("train", "val"):
+        text = encoding().decode(tokens_in(tmp_path / "out", split))
+        documents[split] = text.split("<|endoftext|>")[1:]
+    val = [int(document.split()[0]) for document in documents["val"] if "again" not in document]
+    assert 150 < len(val) < 250
+    assert all(sum(lo <= number < lo + 500 for number in val) > 25 for lo in range(0, 2000, 500))
+    assert not set(documents["val"]) & set(documents["train"])
+    assert set(documents["val"]) | set(documents["train"]) == set(texts)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / manifest.of("train")[2]["file"]).unlink()
+    prepare(data)
+    assert contents(tmp_path / "out") == before
+
+
 def test_patience_with_the_hub_ends(monkeypatch):
     """After fifteen minutes without an answer, and at once where it never answered."""
     clock = [0.0]
