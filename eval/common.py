@@ -20,7 +20,7 @@ from huggingface_hub.utils import logging as hub_logging
 from eval.loglikelihood import LanguageModel
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
 from recipe.utils.download import within
-from recipe.utils.errors import UserError, first_line, no_safetensors, reading
+from recipe.utils.errors import ExitCode, UserError, first_line, no_safetensors, reading
 
 HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
 
@@ -96,9 +96,12 @@ def positive_int(text: str) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; an error of the user's becomes one line on stderr and exit code 2 instead of a traceback."""
+    """Run a command; an error of the user's becomes one line on stderr and exit code 2 instead of a traceback, and
+    Ctrl-C exit code 130."""
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.LEFT_AT_ONCE)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

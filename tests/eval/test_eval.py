@@ -303,6 +303,19 @@ def test_without_a_network_the_hub_fails_within_seconds(command, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
+    ("raised", "code", "said"), [(KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "Lower ")]
+)
+def test_an_end_that_is_no_mistake_of_ours_is_no_traceback(raised, code, said, capsys):
+    def main():
+        raise raised
+
+    with pytest.raises(SystemExit) as stopped:
+        common.run_main(main)
+    assert stopped.value.code == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
         (hellaswag, ["runs/absent"], "runs/absent"),
