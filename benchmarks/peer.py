@@ -26,7 +26,7 @@ from benchmarks.runs import device
 from recipe.config import Config, parse_config
 from recipe.data.dataset import TokenDataset
 from recipe.data.shards import find_shards
-from recipe.engine import device as hardware
+from recipe.engine import hardware
 from recipe.model.build import build_model
 from recipe.optim.optimizer import make_optimizer
 

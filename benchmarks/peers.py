@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.runs import Run, Void, device, interleave, shards, times_as_fast, trainer
 from recipe.config import parse_config
-from recipe.engine import device as hardware
+from recipe.engine import hardware
 from recipe.utils.errors import UserError
 
 COMPARED = 20  # steps whose losses must agree

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from recipe.config import Config
-from recipe.engine import device as hardware
+from recipe.engine import hardware
 from recipe.estimate.memory import flops_per_token, parameter_count
 
 FLOPS_FORMULA = "6 N + 12 L D T a token (PaLM, appendix B), N without position embeddings, the true vocabulary"

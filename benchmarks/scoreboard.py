@@ -24,7 +24,7 @@ from benchmarks import report
 from benchmarks.runs import Run, Void, device, shards, trainer
 from eval.published import SPEED_SOURCES, SPEEDS
 from recipe.config import Config, parse_config
-from recipe.engine import device as hardware
+from recipe.engine import hardware
 from recipe.estimate.cost import cpu_flops
 from recipe.utils.units import si
 

@@ -47,7 +47,7 @@ OPENAI_LOSS_SOURCE = {
 
 
 class Speed(NamedTuple):
-    """`run` is a key of SPEED_SOURCES; `device` its name in recipe.engine.device.DEVICES, or one not listed there;
+    """`run` is a key of SPEED_SOURCES; `device` its name in recipe.engine.hardware.DEVICES, or one not listed there;
     `size` a recipe of the same model; `memory` in MiB per device, None if not published."""
 
     run: str

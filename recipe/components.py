@@ -21,8 +21,8 @@ from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets, training_windows
 from recipe.data.prefetch import BatchLoader
 from recipe.data.tokenizer import open_tokenizer
-from recipe.engine.base import Engine
 from recipe.engine.launch import max_restarts
+from recipe.engine.strategy import Strategy
 from recipe.evaluation import Evaluator
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
@@ -43,7 +43,7 @@ _OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "
 class Components:
     """What `train` drives."""
 
-    engine: Engine  # device, processes, precision
+    strategy: Strategy  # device, processes, how a step is taken
     model: torch.nn.Module  # prepared
     optimizer: torch.optim.Optimizer  # prepared
     batches: BatchLoader  # this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device
@@ -56,73 +56,75 @@ class Components:
         """Raises UserError, on all processes, where one process could not read its data, which stopped the run. A
         collective call."""
         error = self.batches.error()
-        if self.engine.processes.anywhere(error is not None):
+        if self.strategy.runtime.processes.anywhere(error is not None):
             cause = error or "the data of another process cannot be read; its error message has the cause"
             raise UserError(f"{cause}{'' if saved else '; the last checkpoint could not be written either'}")
 
 
 @contextmanager
 def open_components(
-    config: Config, batch: BatchPlan, engine: Engine, directory: RunDirectory, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, strategy: Strategy, directory: RunDirectory, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
     """Builds everything from the configuration, or restores it from `checkpoint`; `directory` is the run's. A
     collective call. Raises UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     with ExitStack() as closing:
-        opened = open_datasets(config, batch, engine.processes, step, state.get("data"))
+        processes = strategy.runtime.processes
+        opened = open_datasets(config, batch, processes, step, state.get("data"))
         train_data, val_data = closing.enter_context(opened)
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
             train_data.load_state_dict(state["data"])
-        raw_model, model, optimizer = _model_and_optimizer(config, batch, engine, checkpoint)
+        raw_model, model, optimizer = _model_and_optimizer(config, batch, strategy, checkpoint)
         batches = BatchLoader(
             train_data,
             batch,
-            engine.processes.rank,
+            processes.rank,
             step,
             config.optimizer.max_steps,
-            to_device=engine.to_device,
-            pin=engine.device.type == "cuda",
+            to_device=strategy.device.put,
+            pin=strategy.device.type == "cuda",
         )
         closing.callback(batches.close)
         if checkpoint:
-            engine.load_state_dict(state["grad_scaler"])
-            engine.spike_filter.load_state_dict(state["spike_filter"])
-            if engine.processes.is_main:
+            if strategy.grad_scaler and state["grad_scaler"]:
+                strategy.grad_scaler.load_state_dict(state["grad_scaler"])
+            strategy.spike_filter.load_state_dict(state["spike_filter"])
+            if processes.is_main:
                 set_aside(directory, checkpoint)
-        metrics = Metrics(config, engine, batches, checkpoint, closing)
-        others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": engine}
-        others["spike_filter"] = engine.spike_filter
+        metrics = Metrics(config, strategy, batches, checkpoint, closing)
+        others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": strategy.grad_scaler}
+        others["spike_filter"] = strategy.spike_filter
         trained = raw_model, optimizer
-        checkpoints = CheckpointManager(config, engine, trained, metrics, others, checkpoint, directory)
+        checkpoints = CheckpointManager(config, strategy, trained, metrics, others, checkpoint, directory)
         closing.callback(checkpoints.join)
         yield Components(
-            engine=engine,
+            strategy=strategy,
             model=model,
             optimizer=optimizer,
             batches=batches,
             metrics=metrics,
-            evaluator=Evaluator(config, batch, engine, raw_model, val_data, metrics),
+            evaluator=Evaluator(config, batch, strategy, raw_model, val_data, metrics),
             checkpoints=checkpoints,
             first_step=step,
         )
 
 
 def _model_and_optimizer(
-    config: Config, batch: BatchPlan, engine: Engine, checkpoint: Checkpoint | None
+    config: Config, batch: BatchPlan, strategy: Strategy, checkpoint: Checkpoint | None
 ) -> tuple[GPT2LMHeadModel, torch.nn.Module, torch.optim.Optimizer]:
     """The model, the prepared model and its prepared optimizer. The weights are loaded before `prepare` and the
-    optimizer state after it, so that every engine and number of processes can take them."""
+    optimizer state after it, so that every strategy and number of processes can take them."""
     opt, run = config.optimizer, config.run
-    raw_model = build_model(config, load_init_from=checkpoint is None, **engine.model_options)
+    raw_model = build_model(config, load_init_from=checkpoint is None, **strategy.device.model_options)
     if checkpoint:
         raw_model.load_weights(checkpoint.weights, str(checkpoint.path))
-    engine.place(raw_model, compile=run.torch_compile_mode if run.torch_compile else "")
-    optimizer = make_optimizer(raw_model, opt, **engine.optimizer_options)
-    model, optimizer = engine.prepare(raw_model, optimizer, batch, opt)
+    strategy.place(raw_model, compile=run.torch_compile_mode if run.torch_compile else "")
+    optimizer = make_optimizer(raw_model, opt, **strategy.device.optimizer_options(strategy.runtime.processes))
+    model, optimizer = strategy.prepare(raw_model, optimizer, batch, opt)
     if checkpoint:
         steps = checkpoint.state["optimizer_steps"]
-        engine.load_optimizer_state(raw_model, optimizer, checkpoint.optimizer_state, steps)
+        strategy.scatter(raw_model, optimizer, checkpoint.optimizer_state, steps)
     return raw_model, model, optimizer
 
 
@@ -216,16 +218,17 @@ def with_steps(config: Config, processes: Processes) -> Config:
     return config
 
 
-def check_same_launch(config: Config, engine: Engine) -> None:
+def check_same_launch(config: Config, strategy: Strategy) -> None:
     """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
-    one, where a restart would start over, and where the engine cannot run the optimizer or the loss. A collective
+    one, where a restart would start over, and where the run cannot have its optimizer or loss. A collective
     call."""
-    if engine.optimizers and config.optimizer.optim not in engine.optimizers:
+    runtime = strategy.runtime
+    if runtime.optimizers and config.optimizer.optim not in runtime.optimizers:
         raise UserError(
-            f"optim {config.optimizer.optim} is not supported on {engine.name}; launch with accelerate_configs/"
-            f"ddp.yaml or single.yaml, or choose --optim {' or '.join(engine.optimizers)} and its learning rate"
+            f"optim {config.optimizer.optim} is not supported on {strategy}; launch with accelerate_configs/"
+            f"ddp.yaml or single.yaml, or choose --optim {' or '.join(runtime.optimizers)} and its learning rate"
         )
-    has_triton = engine.device.type == "cuda" and find_spec("triton")
+    has_triton = strategy.device.type == "cuda" and find_spec("triton")
     if config.run.fused_loss and not (has_triton or config.run.plan_device):
         raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
     if config.run.fresh and (limit := max_restarts()):
@@ -237,10 +240,10 @@ def check_same_launch(config: Config, engine: Engine) -> None:
     here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
     code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
     digest = hashlib.sha256(code).hexdigest()[:8]
-    here |= {"precision": engine.precision, "torch": torch.__version__, "code of recipe/": digest}
-    main = engine.processes.broadcast_object(here)
+    here |= {"precision": strategy.device.precision, "torch": torch.__version__, "code of recipe/": digest}
+    main = strategy.runtime.processes.broadcast_object(here)
     differing = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in here.items() if v != main.get(k)]
-    with engine.processes.shared_error("the configuration is not the same"):
+    with strategy.runtime.processes.shared_error("the configuration is not the same"):
         if differing:
             raise UserError(
                 f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the "

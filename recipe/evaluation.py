@@ -15,7 +15,7 @@ from recipe.config import BatchPlan, Config
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import Dataset
 from recipe.data.tokenizer import open_tokenizer
-from recipe.engine.base import Engine
+from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.model.loss import IGNORE_INDEX
 from recipe.monitor.metrics import Metrics
@@ -37,12 +37,12 @@ class Evaluator:
         self,
         config: Config,
         batch: BatchPlan,
-        engine: Engine,
+        strategy: Strategy,
         raw_model: GPT2LMHeadModel,
         data: Dataset,
         metrics: Metrics,
     ):
-        self.config, self.batch, self.engine = config, batch, engine
+        self.config, self.batch, self.strategy = config, batch, strategy
         self.raw_model, self.data, self.metrics = raw_model, data, metrics
         self.tokenizer = open_tokenizer(config.data.tokenizer)
 
@@ -72,20 +72,22 @@ class Evaluator:
         self, model: torch.nn.Module, data: TokenDataset, windows: int, tick: Callable[[int, int], None]
     ) -> float:
         """Mean loss in nats a token over the first `windows` of a data set. A collective call."""
-        engine, micro, length = self.engine, self.batch.micro, self.config.data.sequence_length
-        rank, world_size = engine.processes.rank, engine.processes.world_size
+        device, runtime, micro = self.strategy.device, self.strategy.runtime, self.batch.micro
+        rank, world_size = runtime.processes.rank, runtime.processes.world_size
         batches = -(-windows // (micro * world_size))
-        total = torch.zeros(2, device=engine.device)  # sum of losses, number of sequences
-        engine.flush()  # so that a lazy device does not compile the zeros into the first batch's program
+        total = torch.zeros(2, device=device.torch_device)  # sum of losses, number of sequences
+        device.flush()  # so that a lazy device does not compile the zeros into the first batch's program
         for number in range(batches):
             tick(number, batches)
-            engine.agreement.check_stop()
+            runtime.agreement.check_stop()
             rows, targets = self._validation_batch(data, number * world_size + rank, windows)
-            weight = ((targets != IGNORE_INDEX).sum().view(1) / length).to(engine.device)  # (1,) sequences
-            loss = model(engine.to_device(rows), engine.to_device(targets))
+            weight = ((targets != IGNORE_INDEX).sum().view(1) / self.config.data.sequence_length).to(
+                device.torch_device
+            )  # (1,) sequences
+            loss = model(device.put(rows), device.put(targets))
             total += torch.stack((loss.float(), torch.ones_like(total[0]))) * weight
-            engine.flush()
-        loss_sum, sequences = engine.processes.sum(total).tolist()
+            device.flush()
+        loss_sum, sequences = runtime.processes.sum(total).tolist()
         return loss_sum / sequences
 
     def _validation_batch(self, data: TokenDataset, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,18 +101,19 @@ class Evaluator:
     def hellaswag(self) -> dict[str, float]:
         """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies, as columns of
         metrics.jsonl."""
-        engine, rows, done = self.engine, load_rows(self.config.run.hellaswag_limit), count()
-        rank, world_size = engine.processes.rank, engine.processes.world_size
+        device, runtime = self.strategy.device, self.strategy.runtime
+        rows, done = load_rows(self.config.run.hellaswag_limit), count()
+        rank, world_size = runtime.processes.rank, runtime.processes.world_size
         batches = -(-len(rows) // (world_size * HELLASWAG_BATCH))
         with (
             self.metrics.paused("HellaSwag") as tick,
-            whole_model(engine, self.raw_model) as live,
-            engine.autocast(),
+            whole_model(self.strategy, self.raw_model) as live,
+            device.autocast(),
         ):
 
             def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
                 tick(next(done), batches)
-                engine.agreement.check_stop()  # equally often on every process
+                runtime.agreement.check_stop()  # equally often on every process
                 return live.transformer(ids, positions, mask)
 
             model = LanguageModel(
@@ -119,11 +122,12 @@ class Evaluator:
                 encode=self._encode,
                 n_positions=self.config.model.n_positions,
                 device=live.head_weight.device,
-                multiples=engine.eval_multiples,
-                place=engine.to_device,
+                multiples=device.eval_multiples,
+                place=device.put,
             )
             counts = count_correct(model, rows, batch_size=HELLASWAG_BATCH, rank=rank, world_size=world_size)
-        n_rows, *correct = engine.processes.sum(torch.tensor(list(counts.values()), device=engine.device)).tolist()
+        totals = torch.tensor(list(counts.values()), device=device.torch_device)
+        n_rows, *correct = runtime.processes.sum(totals).tolist()
         scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
         shown = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
         logger.info("HellaSwag (%d rows): %s", n_rows, shown)
@@ -136,7 +140,7 @@ class Evaluator:
         """A continuation of a newline, which it prints: the same text for the same seed on every process."""
         run = self.config.run
         prompt = self._encode("\n") or [self.tokenizer.end_of_text]
-        with self.metrics.paused("sampling"), whole_model(self.engine, self.raw_model) as live:
+        with self.metrics.paused("sampling"), whole_model(self.strategy, self.raw_model) as live:
             text = self.tokenizer.decode(continuation(live, prompt, run.seed)).decode(errors="replace")
         logger.info("step %d: sample %r", step, text)
         return {"sample": text}
@@ -164,11 +168,11 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 
 
 @contextmanager
-def whole_model(engine: Engine, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
+def whole_model(strategy: Strategy, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
     """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
     collective call."""
     live = model
-    if (weights := engine.full_state_dict(model)) is not None:
+    if (weights := strategy.unsharded_weights(model)) is not None:
         with torch.device("meta"):  # no second copy: the gathered tensors become the parameters
             live = GPT2LMHeadModel(model.config)
         live.load_state_dict(weights, assign=True)

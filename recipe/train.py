@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the engine listens; the imports take seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens; the imports take seconds
 if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     if find_spec("accelerate") is None:
@@ -19,7 +19,6 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
         )
         sys.exit(2)
 
-import torch
 
 from recipe.components import (
     Components,
@@ -32,10 +31,10 @@ from recipe.components import (
     with_vocabulary,
 )
 from recipe.config import BatchPlan, Config, batch_arithmetic, due_at, parse_config
-from recipe.engine.base import Engine
-from recipe.engine.factory import open_engine
+from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.shutdown import Interrupted
+from recipe.engine.strategy import Strategy
 from recipe.estimate.micro_batch import micro_batch
 from recipe.hub.upload import Uploads, open_uploads
 from recipe.monitor.summary import announce, summarize
@@ -50,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         check_tracker(config.run.report_to)
-        engine = open_engine(config.run.precision, config.run.plan_device, deterministic=config.run.deterministic)
-        set_up_logging(main=engine.processes.is_main)
-        code = run(config, engine)
-        engine.close()
+        strategy = open_strategy(config.run.precision, config.run.plan_device, deterministic=config.run.deterministic)
+        set_up_logging(main=strategy.runtime.processes.is_main)
+        code = run(config, strategy)
+        strategy.runtime.close()
         return code
     except (UserError, OSError, RuntimeError) as error:  # the last where another process is gone
         return fail(error)
@@ -63,49 +62,35 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.RUN_AGAIN
 
 
-def run(config: Config, engine: Engine) -> ExitCode:
+def run(config: Config, strategy: Strategy) -> ExitCode:
     """A run from its configuration to its last line."""
-    check_same_launch(config, engine)
-    config = with_steps(with_vocabulary(config, engine.processes), engine.processes)
-    config, found = micro_batch(config, engine)
-    batch = batch_arithmetic(config, engine.processes.world_size, engine.devices)
-    announce(config, batch, engine, found)
+    processes, stop = strategy.runtime.processes, strategy.runtime.stop
+    check_same_launch(config, strategy)
+    config = with_steps(with_vocabulary(config, processes), processes)
+    config, found = micro_batch(config, strategy)
+    batch = batch_arithmetic(config, processes.world_size, strategy.device.count)
+    announce(config, batch, strategy, found)
     if config.run.dry_run:
-        check_inputs(config, batch, engine.processes)
+        check_inputs(config, batch, processes)
         return ExitCode.DONE
     if config.run.max_hours:
-        engine.stop.after(config.run.max_hours)
-    with open_run_directory(config, engine.processes) as (directory, checkpoint):
-        uploads, code = open_uploads(config, engine.processes), ExitCode.DONE
-        if not is_complete(config, engine.processes, checkpoint):
-            with open_components(config, batch, engine, directory, checkpoint) as parts:
+        stop.stop_after(config.run.max_hours)
+    with open_run_directory(config, processes) as (directory, checkpoint):
+        uploads, code = open_uploads(config, processes), ExitCode.DONE
+        if not is_complete(config, processes, checkpoint):
+            with open_components(config, batch, strategy, directory, checkpoint) as parts:
                 val_loss, saved = train(config, batch, parts, uploads)
             code = summarize(config, parts.metrics, val_loss, saved)
         if code == ExitCode.DONE:
-            engine.stop.at_boundary()  # from now on Ctrl-C leaves the uploads for later
-            code = uploads.wait(stopped=lambda: engine.stop.requested)
+            stop.heartbeat()  # from now on Ctrl-C leaves the uploads for later
+            code = uploads.wait(stopped=lambda: stop.requested)
     return code
-
-
-def optimizer_step(
-    engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ends a step, whose gradients the last micro-step has averaged over processes. A collective call.
-
-    `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for a
-    skipped step, else 0.0: both () on the device, nothing waits for them.
-    """
-    grad_norm = engine.clip_gradients(model, optimizer)
-    skip = engine.should_skip(grad_norm, loss)
-    engine.step(optimizer, skip)
-    engine.zero_grad(optimizer)
-    return grad_norm, skip
 
 
 def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads) -> tuple[float | None, bool]:
     """Trains to max_steps, or until all processes have agreed to stop. Returns the last validation loss in nats per
     token, None where the run was stopped, and whether the last checkpoint was written."""
-    engine, model, optimizer, metrics = parts.engine, parts.model, parts.optimizer, parts.metrics
+    strategy, model, optimizer, metrics = parts.strategy, parts.model, parts.optimizer, parts.metrics
     step, stopping = parts.first_step, False
     model.train()
 
@@ -115,7 +100,7 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
         # once in a while: read what the device has gathered, which waits for it
         record = metrics.record(step, read=due.log or due.eval)
         # once in a while: a checkpoint. Not while steps are skipped: the weights are those of a spike.
-        if due.last or (due.save and not engine.spike_filter.skipping):
+        if due.last or (due.save and not strategy.spike_filter.skipping):
             parts.checkpoints.save(step, record)
 
         try:
@@ -132,7 +117,8 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
             uploads.start()  # a checkpoint goes to the Hub with its evaluations
             if due.last:
                 break
-            engine.agreement.wait_for_batches(parts.batches)  # no process starts a step that another cannot finish
+            # no process starts a step that another cannot finish
+            strategy.runtime.agreement.wait_for_batches(parts.batches)
         except Interrupted:  # raised on all processes, between two steps
             stopping = True
             break
@@ -140,16 +126,16 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
         # a single training step
         set_lr(optimizer, step, config.optimizer)
         if config.model.dropout:
-            engine.seed_dropout(config.run.seed, step)
+            strategy.seed_dropout(config.run.seed, step)
         for micro_step in range(batch.accumulation):
             sequences = next(parts.batches)  # (micro, T + 1)
-            with engine.micro_step(model, last=micro_step == batch.accumulation - 1):
+            with strategy.micro_step(model, last=micro_step == batch.accumulation - 1):
                 loss = model(sequences[:, :-1], sequences[:, 1:]) / batch.accumulation
-                engine.backward(loss)
+                strategy.backward(loss)
                 metrics.loss.add(loss.detach())
-        grad_norm, skipped = optimizer_step(engine, model, optimizer, metrics.loss.step)
+        grad_norm, skipped = strategy.update(model, optimizer, metrics.loss.step)
         metrics.end_step(grad_norm, skipped)
-        engine.flush()
+        strategy.device.flush()
         step += 1
 
     if stopping:

@@ -4,11 +4,12 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from recipe import components
 from recipe.components import check_same_launch
 from recipe.config import parse_config
+from recipe.engine.device import Device
+from recipe.engine.runtime import Runtime
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 
@@ -27,7 +28,7 @@ class Launch(Processes):
 
 
 def node(processes: Processes, precision: str = "fp32") -> SimpleNamespace:
-    return SimpleNamespace(processes=processes, precision=precision, device=torch.device("cpu"), optimizers=None)
+    return SimpleNamespace(runtime=Runtime(processes), device=Device("cpu", "CPU", precision))
 
 
 def test_a_node_that_is_launched_differently_is_refused(monkeypatch, tmp_path):

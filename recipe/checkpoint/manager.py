@@ -27,7 +27,7 @@ from recipe.checkpoint.provenance import about
 from recipe.checkpoint.run_dir import DirectoryLost, RunDirectory
 from recipe.config import Config
 from recipe.data.tokenizer import GPT2Tokenizer, open_tokenizer
-from recipe.engine.base import Engine
+from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import steps_taken
 from recipe.utils.errors import UserError, first_line, writing
@@ -52,7 +52,7 @@ class CheckpointManager:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        strategy: Strategy,
         trained: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
         metrics: Metrics,
         others: dict,
@@ -62,7 +62,7 @@ class CheckpointManager:
         """`trained` are the model without wrappers and its prepared optimizer; `others` are the further components, by
         name, whose `state_dict` a checkpoint keeps, besides these and the metrics'; `directory` is the
         run's, which the main process has locked."""
-        self._config, self._engine, self._metrics = config, engine, metrics
+        self._config, self._strategy, self._metrics = config, strategy, metrics
         self._model, self._optimizer = trained
         self._components = {**others, "metrics": metrics}
         self._directory = directory
@@ -70,13 +70,13 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._unsaved: Checkpoint | None = None  # what the last save has failed to write
         self._error: Exception | None = None  # its error
-        if engine.processes.is_main:
+        if strategy.runtime.processes.is_main:
             tokenizer = open_tokenizer(config.data.tokenizer)
             self._files = _model_files(self._model, tokenizer)
             self._origin = {
                 "config": redacted(config.flat()),
-                "engine": engine.name,
-                "about": about(config, engine, self._saved_step, resumed.state["about"] if resumed else []),
+                "engine": str(strategy),
+                "about": about(config, strategy, self._saved_step, resumed.state["about"] if resumed else []),
                 "tokenizer": {name: getattr(tokenizer, name) for name in _OF_TOKENIZER},
             }
 
@@ -90,13 +90,13 @@ class CheckpointManager:
             "record": dict(record),
             "tokens": step * self._config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self._optimizer),
-        } | {name: component.state_dict() for name, component in self._components.items()}
+        } | {name: part.state_dict() if part else {} for name, part in self._components.items()}
         with self._metrics.paused("saving"):
             began = time.monotonic()
             self.join()
             self._unsaved = None  # its memory is for this one
-            tensors = self._engine.snapshot(self._model, self._optimizer)
-            if self._engine.processes.is_main:
+            tensors = self._strategy.gather(self._model, self._optimizer)
+            if self._strategy.runtime.processes.is_main:
                 path = checkpoint_path(self._directory.path, step)
                 checkpoint = Checkpoint(path, step, *tensors, self._origin | state)
                 # A daemon: a second Ctrl-C, which ends the process at once, does not wait for it.
@@ -115,8 +115,8 @@ class CheckpointManager:
         """Whether the run's last checkpoint is committed; where the disk has failed, it is tried again for a minute.
         Prunes once more, now that all evaluations are known. A collective call. Raises UserError where the run's
         directory is not there any more."""
-        processes = self._engine.processes
-        self._engine.stop.leave()
+        processes = self._strategy.runtime.processes
+        self._strategy.runtime.stop.training_finished()
         self.wait()
         with processes.shared_error("the last checkpoint cannot be saved"):
             if processes.is_main:
@@ -131,7 +131,7 @@ class CheckpointManager:
     def _try_again(self, checkpoint: Checkpoint) -> None:
         """Tries the last save again until it succeeds, the patience is over or Ctrl-C ends it; at last, on a full disk,
         with the room of the older checkpoints that nothing protects, except for the newest whole one."""
-        stop, path, deadline = self._engine.stop, self._directory.path, time.monotonic() + _PATIENCE
+        stop, path, deadline = self._strategy.runtime.stop, self._directory.path, time.monotonic() + _PATIENCE
         stopped = stop.requested  # before: it is this save that must be tried
         way_out = f"free some space or mend {path}; Ctrl-C gives up"
         logger.warning("waiting    the last save is tried again for %.0f s: %s", _PATIENCE, way_out)
@@ -153,14 +153,14 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, waited: float, *, again: bool = False) -> None:
         began = time.monotonic()
         try:
-            with self._engine.stop.patient():  # a signal waits for it, even where the step hangs
+            with self._strategy.runtime.stop.suspend_watchdog():  # a signal waits for it, even where the step hangs
                 self._directory.check()
                 self._metrics.sync()
                 save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on, unless it has lost its directory
             self._unsaved, self._error, self._metrics.warning = checkpoint, error, f"step {checkpoint.step} not saved"
             if isinstance(error, DirectoryLost):
-                self._engine.stop.requested = True
+                self._strategy.runtime.stop.requested = True
                 logger.warning("step %d: NOT SAVED: %s", checkpoint.step, error)
             elif not again:
                 reason, found = getattr(error, "strerror", None) or first_line(error), checkpoints(self._directory.path)

@@ -15,8 +15,7 @@ import recipe
 from recipe.checkpoint.run_dir import HARMLESS
 from recipe.config import BLOCK, ROOT, Config, DataConfig, batch_arithmetic, data_sets
 from recipe.data.shards import Manifest
-from recipe.engine import device as hardware
-from recipe.engine.base import Engine
+from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact, redacted
 
@@ -29,19 +28,20 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "d
 _OUTSIDE = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}
 
 
-def about(config: Config, engine: Engine, step: int, earlier: list[dict] | None) -> list[dict]:
+def about(config: Config, strategy: Strategy, step: int, earlier: list[dict] | None) -> list[dict]:
     """The parts of a run, each {"from_step", "device", "engine", "processes", ...}: the `earlier` ones and, if anything
     differs from the last of them, a new one from `step` on."""
+    device, processes = strategy.device, strategy.runtime.processes
     now = {
-        "device": hardware.processor() if engine.device.type == "cpu" else engine.name.split(",")[0],
-        "engine": engine.name,
-        "method": engine.method,
-        "processes": engine.processes.world_size,
-        "nodes": engine.processes.nodes,
-        "precision": engine.precision,
-        "compiled": bool(config.run.torch_compile and not engine.no_compile),
+        "device": device.chip,
+        "engine": str(strategy),
+        "method": strategy.runtime.method,
+        "processes": processes.world_size,
+        "nodes": processes.nodes,
+        "precision": device.precision,
+        "compiled": bool(config.run.torch_compile and not device.no_compile),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "micro_batch_size": batch_arithmetic(config, engine.processes.world_size, engine.devices).micro,
+        "micro_batch_size": batch_arithmetic(config, processes.world_size, device.count).micro,
         "python": platform.python_version(),
         "packages": _versions(),
         "recipe": recipe.__version__,

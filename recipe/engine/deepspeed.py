@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1, 2 and 3 behind the engine's methods; imported where the launch asks for DeepSpeed, and only there.
+"""DeepSpeed ZeRO 1, 2 and 3 as a strategy; imported where the launch asks for DeepSpeed, and only there.
 
 ds_configs/*.json decides how to shard. Everything else in DeepSpeed's configuration (batch, accumulation, clipping,
 precision) is written from the recipe before it starts, and read back afterwards.
@@ -9,87 +9,62 @@ import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from recipe.config import ROOT, BatchPlan
-from recipe.engine.base import TIMEOUT, Engine
+from recipe.engine import hardware
+from recipe.engine.device import local_device
 from recipe.engine.launch import wants_cpu
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import TIMEOUT, Strategy, processes_of, start_accelerator
 from recipe.optim.optimizer import MOMENTS, MUON, state_names
 from recipe.utils.errors import UserError, reading
 
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
-class ZeroEngine(Engine):
+class ZeroStrategy(Strategy):
     """ZeRO-1, 2 or 3, on GPUs or on CPU processes."""
 
-    supported = (DistributedType.DEEPSPEED,)
+    @classmethod
+    def open(cls, precision: str, sharding: str = "") -> Strategy:
+        """As Strategy's."""
+        cpu = _prepare_environment()
+        precision = hardware.resolve_precision(precision, cpu=cpu)
+        handlers = [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
+        # DeepSpeed is told of the precision by its configuration, which `_wrap` completes.
+        accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        runtime = Runtime(processes_of(accelerator), f"zero{stage}")
+        return cls(local_device(accelerator.device, precision, runtime), runtime, accelerator)
 
-    def __init__(self, precision: str):
-        if "LOCAL_RANK" not in os.environ:
-            raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
-        cpu = wants_cpu()
-        if cpu == torch.cuda.is_available():
-            found = "a GPU was found" if cpu else "no GPU was found"
-            raise UserError(
-                f"{found}; for ZeRO on the CPU put ACCELERATE_USE_CPU=true CUDA_VISIBLE_DEVICES= before the launch"
-            )
-        # With it set, Accelerate would silently ignore DeepSpeed.
-        os.environ.pop("ACCELERATE_USE_CPU", None)
-        if cpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no accelerator
-            import deepspeed.ops
-
-            # Otherwise it looks for compilers, and compiles for a minute an operator that only inference calls.
-            deepspeed.ops.__compatible_ops__ = {}
-        # DeepSpeed 0.19 still uses the old names of torch's collectives.
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        file = Path(os.environ.get(_CONFIG_FILE, ""))
-        if not file.is_file():  # launched from another directory
-            os.environ[_CONFIG_FILE] = str(file := ROOT / file)
-        fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-        if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
-            raise UserError(
-                f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
-                "sharding, the recipe precision, accumulation and clipping"
-            )
-        check_sharding_only(file)
-        super().__init__(
-            precision,
-            mixed_precision="no",  # `prepare` writes it into DeepSpeed's configuration
-            handlers=[InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if cpu else {}))],
-        )
-        self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage
-        self.method, self.sharding = f"ZeRO-{self.zero_stage}", f"zero{self.zero_stage}"
-        if self.zero_stage == 3:
-            self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
-            self.optimizers = ("adamw",)  # Muon cannot be told there which part of a matrix a process has
-
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         if self.spike_filter.limits:
             raise UserError(
                 f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, "
                 "whose step takes the norm and moves the weights in one call; remove it, or launch with ddp.yaml"
             )
-        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config |= {
             "train_batch_size": batch.sequences,
             "train_micro_batch_size_per_gpu": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
-            "gradient_clipping": self.max_grad_norm,
+            "gradient_clipping": self._max_grad_norm,
         }
         # It would wait for the GPU in every micro-step, inside the compiled model, where torch 2.13 cannot trace it.
         config["timers"] = {"throughput": {"enabled": False}}
-        if self.precision == "bf16":
+        if self.device.precision == "bf16":
             # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
             # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
             safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
-        if self.precision == "fp16":  # torch_autocast in float16 does not go together with clipping (deepspeed 0.19)
-            # The scale starts and grows as in torch's GradScaler.
+        if self.device.precision == "fp16":
+            # torch_autocast in float16 does not go together with clipping (deepspeed 0.19). The scale starts and
+            # grows as in torch's GradScaler.
             config["fp16"] = {
                 "enabled": True,
                 "loss_scale": 0,
@@ -99,14 +74,14 @@ class ZeroEngine(Engine):
                 "min_loss_scale": 1,
             }
             whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
-        self.accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
-        prepared, optimizer = self.accelerator.prepare(model, optimizer)
+        self._accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
+        prepared, optimizer = self._accelerator.prepare(model, optimizer)
         assert prepared.gradient_accumulation_steps() == batch.accumulation
-        assert prepared.gradient_clipping() == self.max_grad_norm
+        assert prepared.gradient_clipping() == self._max_grad_norm
         self._zero = _Internals(prepared)
-        if self.zero_stage < 3:
+        if self.runtime.sharding != "zero3":
             self._zero.describe_to_muon(optimizer)
-        if self.precision == "fp16":
+        if self.device.precision == "fp16":
             # The spike filter ends a run that overflows for ever, with an error that explains it.
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
             for name, p in model.named_parameters():  # DeepSpeed's fp32 weights are made from fp16 ones
@@ -122,27 +97,20 @@ class ZeroEngine(Engine):
             self._zero.engine.step()  # counts the micro-step; at the boundary `clip_gradients` does
 
     def backward(self, loss: torch.Tensor) -> None:
-        """As Engine's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
+        """As Strategy's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has already divided by the accumulation
 
-    def clip_gradients(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """As Engine's. DeepSpeed does the rest of the step in the same call: it skips a norm that is not finite, moves
-        the weights, and clears the gradients."""
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Strategy's. DeepSpeed clips, skips a norm that is not finite, updates and clears in one call."""
         self._zero.engine.step()
-        return torch.as_tensor(self._zero.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        norm = self._zero.engine.get_global_grad_norm()
+        grad_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device.torch_device)
+        return grad_norm, self._should_skip(grad_norm, loss)
 
-    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """Done by `clip_gradients`."""
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Done by `clip_gradients`."""
-
-    def autocast(self):
-        """bf16 as in training; for fp16 DeepSpeed itself casts the model."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
-
-    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """As Engine's, gathered tensor by tensor. A collective call."""
+    def gather(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """As Strategy's, gathered tensor by tensor. A collective call."""
         weights, state = {}, {}
         if optimizer.state:  # there is none before the first step
             self._zero.link()
@@ -151,14 +119,14 @@ class ZeroEngine(Engine):
             parts = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
             for key, into in parts.items():
                 whole = self._zero.get(p, key)
-                if self.processes.is_main:
+                if self.runtime.processes.is_main:
                     into[f"{key}.{name}" if key else name] = whole.cpu()
         return weights, state
 
-    def load_optimizer_state(
+    def scatter(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
     ) -> None:
-        """As Engine's; each process keeps its shard."""
+        """As Strategy's; each process keeps its shard."""
         if tensors:
             self._zero.make_state(steps)
             names = state_names(model, optimizer)
@@ -166,18 +134,27 @@ class ZeroEngine(Engine):
                 for key in names[name]:
                     self._zero.set(p, tensors[f"{key}.{name}"], key)
 
-    def full_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        """As Engine's: gathered under ZeRO-3, else None. A collective call."""
-        if self.zero_stage < 3:
+    def unsharded_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        """As Strategy's: gathered under ZeRO-3, else None. A collective call."""
+        if self.runtime.sharding != "zero3":
             return None
         return {name: self._zero.get(p) for name, p in model.named_parameters()}
 
+    @cached_property
+    def grad_scaler(self):
+        """As Strategy's, of DeepSpeed's own loss scale."""
+        return _LossScale(self._zero.optimizer.loss_scaler) if self.device.precision == "fp16" else None
+
+
+class _LossScale:
+    """DeepSpeed's loss scale, with the state of torch's GradScaler."""
+
+    def __init__(self, scaler):
+        self._scaler = scaler
+
     def state_dict(self) -> dict:
-        """As Engine's, of DeepSpeed's own loss scale."""
-        if self.precision != "fp16":
-            return {}
-        scaler = self._zero.optimizer.loss_scaler
-        return {  # as torch's GradScaler writes it
+        scaler = self._scaler
+        return {
             "scale": float(scaler.cur_scale),
             "growth_factor": scaler.scale_factor,
             "backoff_factor": 1 / scaler.scale_factor,
@@ -186,10 +163,42 @@ class ZeroEngine(Engine):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """As Engine's."""
-        if state and self.precision == "fp16":
-            scaler = self._zero.optimizer.loss_scaler
-            scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
+        scaler = self._scaler
+        scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
+
+
+def _prepare_environment() -> bool:
+    """Makes the environment what DeepSpeed needs, and returns whether it is to run on the CPU. Raises UserError for a
+    launch that would not train what the recipe describes."""
+    if "LOCAL_RANK" not in os.environ:
+        raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
+    cpu = wants_cpu()
+    if cpu == torch.cuda.is_available():
+        found = "a GPU was found" if cpu else "no GPU was found"
+        raise UserError(
+            f"{found}; for ZeRO on the CPU put ACCELERATE_USE_CPU=true CUDA_VISIBLE_DEVICES= before the launch"
+        )
+    # With it set, Accelerate would silently ignore DeepSpeed.
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    if cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no accelerator
+        import deepspeed.ops
+
+        # Otherwise it looks for compilers, and compiles for a minute an operator that only inference calls.
+        deepspeed.ops.__compatible_ops__ = {}
+    # DeepSpeed 0.19 still uses the old names of torch's collectives.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    file = Path(os.environ.get(_CONFIG_FILE, ""))
+    if not file.is_file():  # launched from another directory
+        os.environ[_CONFIG_FILE] = str(file := ROOT / file)
+    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
+        raise UserError(
+            f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
+            "sharding, the recipe precision, accumulation and clipping"
+        )
+    check_sharding_only(file)
+    return cpu
 
 
 def check_sharding_only(file: Path) -> None:

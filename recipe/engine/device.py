@@ -1,312 +1,148 @@
-"""The hardware: precision, peak, memory, threads, allocator. Uses PyTorch, but not Accelerate."""
+"""Device: what the rest of the recipe has to know of what a process computes on, here or, for a plan, elsewhere."""
 
-import ctypes
-import os
-import platform
-import re
-import resource
-import sys
+from __future__ import annotations
+
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
-from recipe.utils.errors import UserError
+from recipe.engine import hardware
+from recipe.engine.runtime import Runtime
+from recipe.model.attention import block_attention
+from recipe.utils.processes import Processes
+from recipe.utils.units import plural
+
+XLA_COMPILES = "XLA itself compiles whole steps"
+_ELSEWHERE = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU or a TPU device: its dense bf16 (fp16 where it has no bf16) peak in FLOP/s with sums in fp32; its memory in
-    10^9 bytes; whether it has bf16."""
+    """Facts of a device and what is called on it. The devices behind one process count as one, with `count`.
 
-    peak: float
-    memory: float
-    bf16: bool = True
-
-
-# From the vendors' data sheets, as said above each group. A GPU with another name has no peak rather than a guess: a
-# laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold with several sizes of
-# memory stands here with one of them; "A100 40GB" and "V100 32GB" are for plans alone. One with an SXM socket stands
-# here without it. A chip of TPU v2 and v3 is two devices, each with half of its memory; a chip of a later one is one
-# device. Apple publishes no such peak of its chips.
-DEVICES = {
-    # Nvidia's data sheets of these products. The P100 has no tensor cores.
-    "B200": Device(2250e12, 180),
-    "GH200": Device(989e12, 96),
-    "H200": Device(989e12, 141),
-    "H200 NVL": Device(835e12, 141),
-    "H100": Device(989e12, 80),
-    "H100 PCIE": Device(756e12, 80),
-    "H100 NVL": Device(835e12, 94),
-    "A100": Device(312e12, 80),
-    "A100 40GB": Device(312e12, 40),
-    "A100 PCIE": Device(312e12, 80),
-    "A40": Device(149.7e12, 48),
-    "A30": Device(165e12, 24),
-    "A10": Device(125e12, 24),
-    "A10G": Device(70e12, 24),
-    "L40S": Device(362e12, 48),
-    "L40": Device(181e12, 48),
-    "L4": Device(121e12, 24),
-    "T4": Device(65e12, 16, bf16=False),
-    "V100": Device(125e12, 16, bf16=False),
-    "V100 32GB": Device(125e12, 32, bf16=False),
-    "V100 PCIE": Device(112e12, 16, bf16=False),
-    "P100": Device(21.2e12, 16, bf16=False),
-    "P100 PCIE": Device(18.7e12, 16, bf16=False),
-    # Nvidia's papers on GA102, AD102 and the RTX Blackwell PRO
-    "RTX A6000": Device(154.8e12, 48),
-    "RTX 6000 ADA": Device(364.2e12, 48),
-    "RTX PRO 6000": Device(503.8e12, 96),
-    # GeForce: the same papers and that on RTX Blackwell for 3070, 3080, 3090, 4070 Ti, 4080, 4090, 5070 and above; the
-    # others by what these have in common: 4 FLOP a core and cycle, at the boost clock on Nvidia's product page.
-    "RTX 5090": Device(209.5e12, 32),
-    "RTX 5080": Device(112.6e12, 16),
-    "RTX 5070 TI": Device(87.9e12, 16),
-    "RTX 5070": Device(61.7e12, 12),
-    "RTX 5060 TI": Device(47.4e12, 16),
-    "RTX 5060": Device(38.4e12, 8),
-    "RTX 4090": Device(165.2e12, 24),
-    "RTX 4080 SUPER": Device(104.4e12, 16),
-    "RTX 4080": Device(97.5e12, 16),
-    "RTX 4070 TI SUPER": Device(88.2e12, 16),
-    "RTX 4070 TI": Device(80.2e12, 12),
-    "RTX 4070 SUPER": Device(71.1e12, 12),
-    "RTX 4070": Device(58.4e12, 12),
-    "RTX 4060 TI": Device(44.2e12, 8),
-    "RTX 4060": Device(30.2e12, 8),
-    "RTX 3090 TI": Device(80e12, 24),
-    "RTX 3090": Device(71e12, 24),
-    "RTX 3080 TI": Device(68.4e12, 12),
-    "RTX 3080": Device(59.5e12, 10),
-    "RTX 3070 TI": Device(43.5e12, 8),
-    "RTX 3070": Device(40.6e12, 8),
-    "RTX 3060 TI": Device(32.5e12, 8),
-    "RTX 3060": Device(25.5e12, 12),
-    # AMD's data sheets
-    "MI300X": Device(1307.4e12, 192),
-    "MI325X": Device(1307.4e12, 256),
-    # Google's pages on each generation, docs.cloud.google.com/tpu
-    "TPU V2": Device(22.5e12, 8),
-    "TPU V3": Device(61.5e12, 16),
-    "TPU V4": Device(275e12, 32),
-    "TPU V5E": Device(197e12, 16),
-    "TPU V5P": Device(459e12, 95),
-    "TPU V6E": Device(918e12, 32),
-}
-# Parts of a name beside the model: vendor, socket, edition, the size of a job; and memory.
-_BESIDE = re.compile(
-    r"^(NVIDIA |AMD )?(TESLA |GEFORCE |INSTINCT )?"
-    r"| SXM\d?(?= |$)| (BLACKWELL WORKSTATION EDITION|GENERATION|SMALL|MEDIUM|LARGE)$"
-)
-_MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
-
-
-def known_name(name: str) -> str:
-    """The name in DEVICES of what CUDA or the XLA engine calls `name`; empty where it is not known.
-
-    The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
-    slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
+    Attributes:
+        type: cuda, cpu, mps or xla, also of a device that is not here.
+        name: for people: NVIDIA H100 80GB HBM3; CPU (2 threads a process); TPU v5e.
+        precision: resolved: fp32, tf32, bf16 or fp16.
+        torch_device: this process's; meta for one that is not here.
+        chip: what the numbers of a run may depend on: `name`, or the name of the processor.
+        count: how many this process drives: more are the TPU cores behind one process.
+        memory: bytes of each device's own memory; None where it has none or it is not known.
+        peak_flops: of all `count` in FLOP/s; None where it is not known.
+        no_compile: why torch.compile is ignored.
+        attention, checkpoint: functions that replace the model's own where the device has better ones.
+        adamw: which of torch's implementations of AdamW.
+        pad_vocab_to: the rows of the head's product are rounded up to a multiple of this.
+        eval_multiples: an evaluation's sequences, positions and scored tokens are padded to these.
+        sum_dtype: for sums over many steps.
+        idle_gpus: GPUs of this node that the launch does not use.
+        note: what else to tell the user.
     """
-    model = _MEMORY.sub("", _model(name))
-    return model if model in DEVICES else ""
+
+    type: str
+    name: str
+    precision: str
+    torch_device: torch.device = _ELSEWHERE
+    chip: str = ""
+    count: int = 1
+    memory: int | None = None
+    peak_flops: float | None = None
+    no_compile: str = ""
+    attention: Callable | None = None
+    checkpoint: Callable | None = None
+    adamw: str = "fused"
+    pad_vocab_to: int = 1
+    eval_multiples: tuple[int, int, int] = (1, 1, 1)
+    sum_dtype: torch.dtype = torch.float64
+    idle_gpus: int = 0
+    note: str = ""
+
+    @property
+    def model_options(self) -> dict:
+        """Arguments of build_model that depend on the device."""
+        return {"attention": self.attention, "checkpoint": self.checkpoint, "pad_vocab_to": self.pad_vocab_to}
+
+    def optimizer_options(self, processes: Processes) -> dict:
+        """Arguments of make_optimizer: how AdamW and Muon compute on this device."""
+        half = self.precision == "bf16" and self.type != "cpu"  # a CPU's small products in bf16 are slow
+        muon = {"dtype": torch.bfloat16 if half else torch.float32, "rank": processes.rank}
+        return {"muon": muon | {"world_size": processes.world_size}, self.adamw: True}
+
+    def autocast(self) -> torch.autocast:
+        """Context: the run's precision, for parts of the model that are called by themselves."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        return torch.autocast(self.type, half or torch.bfloat16, enabled=half is not None)
+
+    def put(self, rows: torch.Tensor) -> torch.Tensor:
+        """A micro-batch (micro, ...) on the device, or its rows divided over those of this process."""
+        return rows.to(self.torch_device, non_blocking=self.type == "cuda")
+
+    def seed(self, seed: int) -> None:
+        """Seeds the device's random numbers, from which dropout draws."""
+        torch.manual_seed(seed)
+
+    def flush(self) -> None:
+        """Makes a lazy device run what it has recorded so far; others already do."""
+
+    def counters(self) -> dict[str, int | None]:
+        """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),
+        the process's largest resident set; None where it is not known."""
+        return {"peak_memory_bytes": hardware.peak_memory(self.torch_device)}
 
 
-def _model(name: str) -> str:
-    """A name in the spelling of DEVICES, with its memory."""
-    return _BESIDE.sub("", " ".join(re.split(r"[\s_-]+", name.strip().upper())))
-
-
-def peak_flops(name: str) -> float | None:
-    """Dense half-precision peak in FLOP/s of the device called `name`; None where it is not known."""
-    return DEVICES[found].peak if (found := known_name(name)) else None
-
-
-def named_devices(text: str) -> tuple[int, str]:
-    """ "8xh100", "H100:8", "a100_80gb", "rtx4090", "a10g-largex2", "8xtpu v5e", or "v5e-8" as Google names it -> how
-    many, and the name in DEVICES. Raises UserError for an unknown name."""
-    if tpus := re.fullmatch(r"(?:tpu-?)?(v\d\w?)-([1-9]\d*)", text.strip().lower().replace("litepod", "e")):
-        name, cores = tpus[1], int(tpus[2])  # the chips of v4 and v5p have two cores, but are one device
-        text = f"{max(1, cores // 2) if name in ('v4', 'v5p') else cores} x TPU {name}"
-    before = re.fullmatch(r"\s*([1-9]\d*)\s*x(.*)", text, re.IGNORECASE)
-    after = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
-    readings = [("1", text), before and before.groups(), after and (after[2], after[1])]
-    for count, name in filter(None, readings):
-        model = re.sub(r"^(RTX|TPU)(?=\w)", r"\1 ", _model(name))
-        for known in (f"{kind}{one}" for one in (model, _MEMORY.sub("", model)) for kind in ("", "RTX ", "TPU ")):
-            if known in DEVICES:
-                return int(count), known
-    raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raises UserError where this build of PyTorch has no code for the GPU."""
-    try:
-        if device.type == "cuda":
-            torch.ones(1, device=device).add_(1)
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):
-            raise
-        raise UserError(
-            f"PyTorch {torch.__version__} has no kernels for this node's {torch.cuda.get_device_name(device)}, only "
-            f"for {', '.join(torch.cuda.get_arch_list())}; install another build (docs/troubleshooting.md). "
-            "ACCELERATE_USE_CPU=true trains on the CPU"
-        ) from error
-
-
-def set_up_allocator() -> None:
-    """Lets the segments of CUDA's allocator grow, where the user has not configured it; call it before CUDA starts.
-
-    Between segments of fixed size up to 11 % of the memory is lost, more than HEADROOM leaves (docs/log.md).
-    """
-    if torch.version.cuda and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def use_deterministic_algorithms() -> None:
-    """Makes two runs of the same program equal to the bit, compiled too; call it before CUDA starts.
-
-    On a GPU attention then does without cuDNN, and Inductor tunes no kernels. On a CPU it costs nothing: what else
-    differs there is the embedding's gradient, which compiled code would add up atomically.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # It would only help to find bugs, and takes time. (An attribute of the module's class.)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that the allocator of a CUDA device has held since the last `reset_peak_memory`; elsewhere the
-    process's largest resident set, which cannot be reset."""
+def local_device(device: torch.device, precision: str, runtime: Runtime) -> Device:
+    """The device of this process, set up for training in the (resolved) precision. Raises UserError where PyTorch
+    cannot use it."""
+    hardware.check_kernels(device)
+    local_world_size = runtime.processes.local_world_size
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        name = torch.cuda.get_device_name(device)
+        return Device(
+            "cuda",
+            name,
+            precision,
+            device,
+            chip=name,
+            memory=torch.cuda.get_device_properties(device).total_memory,
+            peak_flops=hardware.peak_flops(name),
+            pad_vocab_to=128,  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
+            eval_multiples=(1, 64, 1),  # few lengths: cuDNN plans attention with a mask for each of them
+            idle_gpus=max(0, torch.cuda.device_count() - local_world_size),
+            no_compile=runtime.no_compile,
+        )
+    if device.type == "cpu":
+        hardware.use_deterministic_algorithms()
+        hardware.tune_cpu(local_world_size=local_world_size)
+        name = f"CPU ({plural(torch.get_num_threads(), 'thread')} a process)"
+        return Device(
+            "cpu",
+            name,
+            precision,
+            device,
+            chip=hardware.processor(),
+            attention=block_attention if precision == "bf16" else None,
+            no_compile=runtime.no_compile,
+        )
+    return Device(device.type, device.type.upper(), precision, device, chip=device.type, sum_dtype=torch.float32)
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Frees cached memory, and resets `peak_memory` where the device can."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes of a CUDA device's memory not in use by other processes, this one's CUDA context or its tensors."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
-    """Peak bytes of tensors on a CUDA device while `work` ran, including those from before; None where memory ran
-    out."""
-    reset_peak_memory(device)
-    try:
-        work()
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:  # PyTorch's allocator raises its own type; cuBLAS, Triton and CUDA only a message
-        said = str(error).lower()
-        if "out of memory" not in said and "alloc_failed" not in said:
-            raise
-        return None
-    return torch.cuda.max_memory_allocated(device)
-
-
-def resolve_precision(precision: str, *, cpu: bool) -> str:
-    """Resolves `auto` to the fastest precision that the device (with `cpu`, the processor) computes natively. Raises
-    UserError where the device lacks the one named."""
-    if torch.cuda.is_available() and not cpu:  # is_bf16_supported() counts emulation
-        return gpu_precision(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability() >= (8, 0))
-    if precision == "auto":
-        # MPS stays in fp32 until its autocast has been tested here.
-        mps = torch.backends.mps.is_available() and not cpu
-        return "bf16" if not mps and _cpu_has_bf16() else "fp32"
-    if precision == "fp16":
-        raise UserError("precision fp16 needs a CUDA GPU (Accelerate would silently run fp32); use auto, bf16 or fp32")
-    if precision == "tf32":
-        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
-    return precision
-
-
-def gpu_precision(precision: str, name: str, bf16: bool) -> str:
-    """As `resolve_precision`, for the GPU called `name`; `bf16`: whether it computes that natively."""
-    if precision == "auto":
-        return "bf16" if bf16 else "fp16"
-    if precision == "tf32" and not bf16:
-        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
-    if precision == "bf16" and not bf16:
-        raise UserError(f"precision bf16 is only emulated on {name}; use auto or fp16")
-    return precision
-
-
-def tpu_precision(precision: str, best: str = "bf16") -> str:
-    """As `resolve_precision`, for a TPU; `best` is what `auto` becomes."""
-    if precision in ("fp16", "tf32"):
-        raise UserError(f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32")
-    return best if precision == "auto" else precision
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether bf16 is faster than fp32 on this CPU: with AMX, and with AVX512-BF16 on an AMD. An Intel with AVX512-BF16
-    alone takes a step 1.5 times as fast in fp32 (docs/log.md)."""
-    try:
-        processor = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "amx_bf16" in processor or ("avx512_bf16" in processor and "AuthenticAMD" in processor)
-
-
-def processor() -> str:
-    """The processor's name."""
-    with suppress(OSError, IndexError):
-        return re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
-    return platform.processor() or "CPU"
-
-
-def compile_graph(model: torch.nn.Module, mode: str) -> None:
-    """Compiles in place, which keeps `_orig_mod.` out of the names, as one graph; with tuned kernels (max-autotune) or
-    without."""
-    if torch.are_deterministic_algorithms_enabled():
-        import torch._inductor.config as inductor
-
-        inductor.deterministic = True  # or a kernel's sums would depend on which of its variants was faster
-    # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
-    model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
-
-
-def tune_cpu(local_world_size: int) -> None:
-    """Sets threads and allocator for training on a CPU, `local_world_size` processes on this node.
-
-    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 where it is not set, which would leave all cores but one
-    idle; the user's own value stands. glibc returns large blocks to the kernel on every free and takes fresh, zeroed
-    pages on every malloc; keeping them made the loss on a vocabulary of 50,257 1.7 (fp32) and 2.4 (bf16) times as fast
-    (docs/log.md).
-    """
-    if "OMP_NUM_THREADS" not in os.environ or _threads_are_the_launchers():
-        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = min(cores, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(max(1, cores // local_world_size))
-    if platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # malloc.h
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_top_pad, 64 * 2**20)
-
-
-def _threads_are_the_launchers() -> bool:
-    """Whether OMP_NUM_THREADS=1 comes from a launcher that was itself started without the variable (or, where the
-    system does not show it, from any launcher)."""
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if os.environ.get("OMP_NUM_THREADS") != "1" or not launched:
-        return False
-    try:
-        launcher = psutil.Process().parent()
-        return "OMP_NUM_THREADS" not in launcher.environ() and "--num_cpu_threads_per_process" not in launcher.cmdline()
-    except (psutil.Error, OSError, AttributeError):
-        return True
+def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) -> Device:
+    """A device that is not here, `name` in DEVICES, or `count` TPU cores behind one process. Raises UserError where it
+    lacks the precision."""
+    sheet = hardware.DEVICES[name]
+    if name.startswith("TPU"):
+        kind, resolved, no_compile = "xla", hardware.tpu_precision(precision), XLA_COMPILES
+    else:
+        kind, resolved, no_compile = "cuda", hardware.gpu_precision(precision, name, sheet.bf16), runtime.no_compile
+    return Device(
+        kind,
+        name,
+        resolved,
+        chip=name,
+        count=count,
+        memory=int(1e9 * sheet.memory),
+        peak_flops=sheet.peak * count,
+        no_compile=no_compile,
+    )

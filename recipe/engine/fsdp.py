@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipe.config import BatchPlan
-from recipe.engine import device as hardware
-from recipe.engine.base import Engine
+from recipe.engine import hardware
 from recipe.engine.launch import wants_cpu
+from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 
@@ -28,7 +28,7 @@ _NOT_HERE = {
 }
 
 
-class FsdpEngine(Engine):
+class FsdpStrategy(Strategy):
     """Each block is gathered while it runs, in bf16 where that is the precision; the sharded weights, gradients and
     optimizer state are fp32.
 
@@ -36,52 +36,51 @@ class FsdpEngine(Engine):
     weights before sharding.
     """
 
-    method = "FSDP"
-
-    def __init__(self, precision: str):
-        resolved = hardware.resolve_precision(precision, cpu=wants_cpu())
-        self.sharding = take_settings(resolved)
-        super().__init__(resolved)
+    @classmethod
+    def open(cls, precision: str, sharding: str = "") -> Strategy:
+        """As Strategy's."""
+        precision = hardware.resolve_precision(precision, cpu=wants_cpu())
+        return super().open(precision, sharding=take_settings(precision))
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
-        """As Engine's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since weights
-        are gathered between them. A collective call."""
+        """As Strategy's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since
+        weights are gathered between them. A collective call."""
         if compile:
             for block in model.transformer.h:
                 hardware.compile_graph(block, compile)
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self.precision == "bf16" else None, reduce_dtype=torch.float32
+            param_dtype=torch.bfloat16 if self.device.precision == "bf16" else None, reduce_dtype=torch.float32
         )
-        mesh = init_device_mesh(self.device.type, (self.processes.world_size,))
+        mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
         # The root holds the rest, the embeddings and the last layer norm: the head reads the embedding too.
         for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.sharding == "fsdp")
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.runtime.sharding == "fsdp")
 
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         return model, optimizer
 
     def micro_step(self, model: torch.nn.Module, *, last: bool):
         """Nothing to set. A collective call in every micro-step."""
         return nullcontext()
 
-    def snapshot(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """As Engine's. A collective call."""
+    def gather(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """As Strategy's. A collective call."""
         _shards(model)
-        return super().snapshot(model, optimizer)
+        return super().gather(model, optimizer)
 
-    def load_optimizer_state(
+    def scatter(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
     ) -> None:
-        """As Engine's; each process keeps its shard."""
+        """As Strategy's; each process keeps its shard."""
         shards, parts = _shards(model), {}
         for key, tensor in tensors.items():
-            p = shards[key.partition(".")[2]]
-            parts[key] = distribute_tensor(tensor.to(self.device), p.device_mesh, p.placements, src_data_rank=None)
-        super().load_optimizer_state(model, optimizer, parts, steps)
+            p, placed = shards[key.partition(".")[2]], tensor.to(self.device.torch_device)
+            parts[key] = distribute_tensor(placed, p.device_mesh, p.placements, src_data_rank=None)
+        super().scatter(model, optimizer, parts, steps)
 
     @torch.no_grad()
-    def full_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """As Engine's. A collective call."""
+    def unsharded_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """As Strategy's. A collective call."""
         return {name: p.full_tensor() for name, p in _shards(model).items()}
 
 
@@ -94,7 +93,7 @@ def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
 
 
 def take_settings(precision: str) -> str:
-    """Takes the launch's settings of FSDP out of the environment, and returns the engine's `sharding`: fsdp where
+    """Takes the launch's settings of FSDP out of the environment, and returns the `sharding`: fsdp where
     blocks are freed between forward and backward, else fsdp_gathered. Raises UserError where the file asks for what is
     not supported, and for the (resolved) precision fp16."""
     del os.environ["ACCELERATE_USE_FSDP"]

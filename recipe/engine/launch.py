@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.redaction import redact
 
-_PATIENCE = 20  # seconds in which the process that reports an error must have ended; processes start at different times
+EXIT_GRACE_S = 20  # in which the process that reports an error must have ended; processes start at different times
 
 # Messages of gloo and NCCL where the process at the other end of a connection, or its node, has died.
 _LOST_PEER = re.compile(
@@ -86,7 +86,7 @@ def fail(error: Exception) -> int:
         )
     if several and not is_local_main_process():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        time.sleep(_PATIENCE)
+        time.sleep(EXIT_GRACE_S)
     print(redact(message), file=sys.stderr, flush=True)
     if several:  # a normal exit would destroy a process group that others are still using, and abort
         sys.stdout.flush()

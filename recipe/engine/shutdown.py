@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed on by a launcher that heard it too
-_LEAST_PATIENCE = 20.0  # seconds in which a run must reach its next step boundary
+MIN_STEP_GRACE_S = 20.0  # seconds in which a run must reach its next step boundary
 _POLL = 0.2  # seconds between two looks: at the launcher, and at the signals while a step waits for its data
 
 
@@ -47,6 +47,9 @@ class StopSignal:
         self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
         self._last_boundary = self._longest_step = 0.0  # 0: there was none
         self._long_work: list[object] = []
+
+    def listen(self) -> None:
+        """Takes over the signals of this process; call it in the main thread."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -57,12 +60,12 @@ class StopSignal:
         launcher = os.getppid() if launched else None
         threading.Thread(target=self._listen, args=(reading, launcher), name="signals", daemon=True).start()
 
-    def after(self, hours: float) -> None:
+    def stop_after(self, hours: float) -> None:
         """Requests a stop at the first boundary `hours` from now."""
         self._hours, self._deadline = hours, time.monotonic() + 3600 * hours
 
-    def at_boundary(self) -> None:
-        """Notes that the main thread is at a place where it can stop."""
+    def heartbeat(self) -> None:
+        """Call it wherever the main thread can stop."""
         now = time.monotonic()
         if self._last_boundary:
             self._longest_step = max(self._longest_step, now - self._last_boundary)
@@ -72,7 +75,7 @@ class StopSignal:
             self.requested, self._deadline = True, math.inf
 
     @contextmanager
-    def patient(self) -> Generator[None, None, None]:
+    def suspend_watchdog(self) -> Generator[None, None, None]:
         """Context for work, in any thread, that may take much longer than a step."""
         self._long_work.append(None)
         try:
@@ -82,8 +85,8 @@ class StopSignal:
                 self._last_boundary = time.monotonic()
             self._long_work.pop()
 
-    def leave(self) -> None:
-        """Notes that the loop has ended: no boundary will come any more."""
+    def training_finished(self) -> None:
+        """Call it after the loop: no boundary will come any more."""
         self._long_work.append(None)  # what comes now may take as long as it needs
 
     def _in_main_thread(self, number: int, _frame) -> None:
@@ -128,7 +131,7 @@ class StopSignal:
                 "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
             )
         elif not self._long_work:
-            patience = max(_LEAST_PATIENCE, 3 * self._longest_step)
+            patience = max(MIN_STEP_GRACE_S, 3 * self._longest_step)
             if now - max(self._last_boundary, self._heard) > patience:
                 if begun:
                     logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
@@ -176,7 +179,7 @@ class Agreement:
 
     def _receive(self) -> bool:
         """Whether any process was late at the last `_send`, or nothing was sent. Raises Interrupted."""
-        self._signal.at_boundary()
+        self._signal.heartbeat()
         if self._sent is not None:
             self._sent.wait()
         stop, late = self._flags.tolist()

@@ -1,4 +1,4 @@
-"""The torch_xla engine: one process drives all of its TPU cores (SPMD). Imported by factory.py, where it is needed.
+"""The torch_xla strategy: one process drives all of its TPU cores (SPMD). Imported by factory.py, where it is needed.
 
 The model is written for one device with a large batch. The rows of the batch are divided over the devices, weights and
 optimizer state are replicated, and XLA's partitioner adds the all-reduce of the gradients: no replica can drift.
@@ -15,7 +15,8 @@ import logging
 import math
 import os
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,97 +35,95 @@ from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
 from torch_xla.utils.checkpoint import checkpoint
 
 from recipe.config import BatchPlan
-from recipe.engine import device as hardware
-from recipe.engine.base import Engine
-from recipe.engine.shutdown import Agreement
+from recipe.engine import hardware
+from recipe.engine.device import XLA_COMPILES, Device
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import Strategy, start_accelerator
 from recipe.optim.optimizer import state_names
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
+from recipe.utils.units import plural
 
 _FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
 _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"
 
 
-class XlaEngine(Engine):
-    """TPU cores, or the CPU as XLA's devices, behind one process; on a pod one process a host, with the same rows.
+@dataclass(frozen=True)
+class XlaDevice(Device):
+    """TPU cores, or the CPU as XLA's devices, behind one process; `mesh` is all of them."""
 
-    `processes.world_size` is 1 whatever the number of hosts: each runs the same program on the same global batch.
-    """
+    mesh: xs.Mesh | None = None
 
-    supported = (DistributedType.XLA,)  # what Accelerate makes of 'NO' where torch_xla is installed
-    optimizers = ("adamw", "muon")  # whose state `prepare` creates
-    adamw = "capturable"  # keeps the step count in tensors
-    no_compile = "XLA itself compiles whole steps"
+    def put(self, rows: torch.Tensor) -> torch.Tensor:
+        """(micro, ...) with its rows divided over the devices."""
+        spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
+        return xm.send_cpu_data_to_device(rows, self.torch_device, spec)[0]
 
-    def __init__(self, precision: str):
-        _check_launch()
-        xr.use_spmd()  # before anything is on the device
-        self.generation = _generation()
-        if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
-            cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
-            xr.initialize_cache(str(Path(cache).expanduser()))
-        super().__init__(
-            hardware.tpu_precision(precision, "bf16" if self.generation else "fp32"),
-            # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be
-            # fp32.
-            mixed_precision="no",
-            handlers=[],
-        )
-        if self.precision == "fp32":
-            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
-            torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
-        self.devices = xr.global_runtime_device_count()
-        if known := hardware.known_name(f"TPU {self.generation}"):
-            # From the data sheet: torch_xla 2.9 reports nothing of the devices behind SPMD's one.
-            sheet = hardware.DEVICES[known]
-            self.memory, self.peak_flops = int(1e9 * sheet.memory), sheet.peak * self.devices
-        self.mesh = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
-        self.eval_multiples = (math.lcm(32, self.devices), 64, 1024)  # few shapes, each of which is compiled
-        self.checkpoint = checkpoint
-        if self.generation in _FLASH and find_spec("jax"):
-            self.attention = partial(_flash_or_sdpa, mesh=self.mesh)
-        elif self.generation in _FLASH:
-            self.note = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
-        self._pod = xr.process_count() > 1
-        self.processes = Processes()  # of the global batch, whose losses and norms are those of all hosts
-        if self._pod:  # one process a host; not tested: no pod was at hand
-            torch.distributed.init_process_group("gloo", init_method="xla://")
-            self.processes = Processes(is_main=xr.process_index() == 0, hosts=torch.distributed.group.WORLD)
-        self.agreement = Agreement(self.stop, self.processes.hosts)
+    def seed(self, seed: int) -> None:
+        """One mask for the whole batch, divided like its rows: devices draw different ones."""
+        torch_xla.manual_seed(seed, str(self.torch_device))
 
-    # What the device is
-
-    @property
-    def name(self) -> str:
-        """As Engine's, with the number of devices."""
-        kind = f"TPU {self.generation}" if self.generation else "XLA's CPU client"
-        processes = f", a process on each of {xr.process_count()} hosts" if self._pod else " behind one process"
-        return f"{kind}, {self.devices} device{'s' if self.devices > 1 else ''}{processes}"
+    def flush(self) -> None:
+        """Compiles and runs what has been recorded so far."""
+        torch_xla.sync()
 
     def counters(self) -> dict[str, int | None]:
         """Also compilations, the number of programs compiled so far: if it keeps growing, time is lost. The peak
         memory of a TPU is not known."""
         compiled = xla_metrics.metric_data("CompileTime")
-        memory = {"peak_memory_bytes": None} if self.generation else super().counters()
+        memory = {"peak_memory_bytes": None} if xr.device_type() == "TPU" else super().counters()
         return memory | {"compilations": compiled[0] if compiled else 0}
 
-    # Preparing and stepping
+
+class XlaStrategy(Strategy):
+    """Devices behind one process; on a pod one process a host, with the same rows.
+
+    `processes.world_size` is 1 whatever the number of hosts: each runs the same program on the same global batch.
+    """
+
+    device: XlaDevice
+
+    @classmethod
+    def open(cls, precision: str, sharding: str = "") -> Strategy:
+        """As Strategy's."""
+        _check_launch()
+        xr.use_spmd()  # before anything is on the device
+        generation = _generation()
+        if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
+            cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
+            xr.initialize_cache(str(Path(cache).expanduser()))
+        precision = hardware.tpu_precision(precision, "bf16" if generation else "fp32")
+        # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.
+        # XLA is also what it makes of 'NO' where torch_xla is installed.
+        accelerator = start_accelerator(precision, "no", [], (DistributedType.XLA,))
+        if precision == "fp32":
+            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
+            torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
+        device = _device(accelerator.device, generation, precision)
+        hosts, processes = xr.process_count(), Processes()  # of the global batch, whose losses are those of all hosts
+        if hosts > 1:  # one process a host; not tested: no pod was at hand
+            torch.distributed.init_process_group("gloo", init_method="xla://")
+            processes = Processes(is_main=xr.process_index() == 0, hosts=torch.distributed.group.WORLD)
+        behind = f"a process on each of {hosts} hosts" if hosts > 1 else "behind one process"
+        how = f"{plural(device.count, 'device')}{', ' if hosts > 1 else ' '}{behind}"
+        # The optimizers whose state `_wrap` creates.
+        return cls(device, Runtime(processes, how=how, optimizers=("adamw", "muon")), accelerator)
 
     def place(self, model: torch.nn.Module, *, compile: str) -> None:
-        """As Engine's, replicated over the devices; XLA compiles every step anyway."""
-        model.to(self.device)
+        """As Strategy's, replicated over the devices; XLA compiles every step anyway."""
+        model.to(self.device.torch_device)
         self._replicate(model.parameters())
 
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
         """Creates the optimizer's state and, for accumulation, the gradients, so that all steps are one program."""
-        if self.precision == "bf16":
-            model.forward = self.autocast()(model.forward)
+        if self.device.precision == "bf16":
+            model.forward = self.device.autocast()(model.forward)
         names, params = state_names(model, optimizer), dict(model.named_parameters())
         zeros = {f"{key}.{name}": torch.zeros_like(params[name]) for name, keys in names.items() for key in keys}
-        self.load_optimizer_state(model, optimizer, zeros, 0)
+        self.scatter(model, optimizer, zeros, 0)
         for group in optimizer.param_groups:
             for scheduled in {"lr", "momentum"} & group.keys():
-                group[scheduled] = torch.zeros(1, device=self.device)
+                group[scheduled] = torch.zeros(1, device=self.device.torch_device)
         # Accumulation adds to zeroed gradients: with None, the first micro-step would be a program of its own.
         # A step of one micro-step adds to nothing, and frees the gradients' memory in between.
         self._accumulates = batch.accumulation > 1
@@ -132,22 +131,27 @@ class XlaEngine(Engine):
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             self._replicate(p.grad for p in model.parameters())
-        self.flush()
+        self.device.flush()
         return model, optimizer
 
     @contextmanager
     def micro_step(self, model: torch.nn.Module, *, last: bool) -> Generator[None, None, None]:
         """The gradients' all-reduce is part of each micro-step's program."""
-        self.flush()  # what was recorded between steps (a running loss set to 0) must not become part of this program
+        # What was recorded between steps (a running loss set to 0) must not become part of this program.
+        self.device.flush()
         yield
-        self.flush()
+        self.device.flush()
 
     def backward(self, loss: torch.Tensor) -> None:
         """A plain backward pass: SPMD averages the gradients in the same program."""
         loss.backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-        """As Engine's, without waiting to know `skip`."""
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Strategy's, without waiting to know whether the step is skipped."""
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm or float("inf"))
+        skip = self._should_skip(grad_norm, loss)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = [*parameters, *(tensor for state in optimizer.state.values() for tensor in state.values())]
         before = [tensor.detach().clone() for tensor in changed]  # recorded only: the program copies nothing
@@ -155,43 +159,51 @@ class XlaEngine(Engine):
         with torch.no_grad():
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(torch.where(skip > 0, old, tensor))
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """As Engine's; gradients that are accumulated become zeros (see `_prepare`)."""
-        optimizer.zero_grad(set_to_none=not self._accumulates)
-
-    def autocast(self):
-        """torch_xla's own, since Accelerate is told of no mixed precision here."""
-        return torch.autocast("xla", torch.bfloat16) if self.precision == "bf16" else nullcontext()
-
-    def _seed(self, seed: int) -> None:
-        """One mask for the whole batch, divided like its rows: devices draw different ones."""
-        torch_xla.manual_seed(seed, str(self.device))
-
-    def flush(self) -> None:
-        """Compiles and runs what has been recorded so far."""
-        torch_xla.sync()
+        optimizer.zero_grad(set_to_none=not self._accumulates)  # what is accumulated becomes zeros (see `_wrap`)
+        return grad_norm, skip
 
     def _replicate(self, tensors) -> None:
         """Marks tensors as replicated, as the outputs of a program are; without it, the first optimizer step would be
         compiled twice."""
         for t in tensors:
-            xs.mark_sharding(t, self.mesh, (None,) * t.ndim)
+            xs.mark_sharding(t, self.device.mesh, (None,) * t.ndim)
 
     # Weights and optimizer state
 
-    def load_optimizer_state(
+    def scatter(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
     ) -> None:
-        """As Engine's, replicated over the devices."""
-        super().load_optimizer_state(model, optimizer, tensors, steps)
+        """As Strategy's, replicated over the devices."""
+        super().scatter(model, optimizer, tensors, steps)
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
-        self.flush()
+        self.device.flush()
 
-    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """(micro, ...) with its rows divided over the devices."""
-        spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
-        return xm.send_cpu_data_to_device(rows, self.device, spec)[0]
+
+def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
+    """The devices of this host, by the data sheet: torch_xla 2.9 reports nothing of those behind SPMD's one."""
+    count, known = xr.global_runtime_device_count(), hardware.known_name(f"TPU {generation}")
+    mesh = xs.Mesh(np.arange(count), (count,), ("data",))
+    flash = generation in _FLASH
+    name = f"TPU {generation}" if generation else "XLA's CPU client"
+    jax = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
+    return XlaDevice(
+        "xla",
+        name,
+        precision,
+        device,
+        chip=name,
+        count=count,
+        memory=int(1e9 * hardware.DEVICES[known].memory) if known else None,
+        peak_flops=hardware.DEVICES[known].peak * count if known else None,
+        no_compile=XLA_COMPILES,
+        attention=partial(_flash_or_sdpa, mesh=mesh) if flash and find_spec("jax") else None,
+        checkpoint=checkpoint,
+        adamw="capturable",  # keeps the step count in tensors
+        eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled
+        sum_dtype=torch.float32,
+        note=jax if flash and not find_spec("jax") else "",
+        mesh=mesh,
+    )
 
 
 def _check_launch() -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from recipe.engine.device import known_name
+from recipe.engine.hardware import known_name
 from recipe.utils.units import si
 
 

@@ -1,7 +1,7 @@
 """`micro_batch_size: auto`: the largest micro-batch that fits a device, found by a few trial steps and then fixed; and
 `gradient_checkpointing: auto`: false where a useful micro-batch fits without.
 
-A trial step is a real forward and backward of the run's own model, compiled if the run is, on made-up tokens. What is
+A trial step is a real forward and backward of the run's own model, compiled if the run is, on dummy tokens. What is
 allocated later (AdamW's moments, what ZeRO shards) is added by arithmetic. A trial has no side effects: its model is
 deleted, and the random numbers continue as if there had been none.
 """
@@ -16,8 +16,8 @@ import torch
 
 from recipe.checkpoint.format import checkpoints, state_of
 from recipe.config import AUTO, Config, batch_arithmetic
-from recipe.engine import device as hardware
-from recipe.engine.base import Engine
+from recipe.engine import hardware
+from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes, update_bytes
 from recipe.model.build import build_model
 from recipe.utils.errors import UserError
@@ -31,7 +31,7 @@ UNMEASURED = 8  # sequences, at most, where a step's memory cannot be measured: 
 _SAME = ("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size", "fused_loss")
 
 
-def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
+def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
     Both come from the run's newest checkpoint if a step takes the same memory on the same devices; else from trial
@@ -42,19 +42,20 @@ def micro_batch(config: Config, engine: Engine) -> tuple[Config, str]:
     wanted, switch = config.optimizer.micro_batch_size, config.run.gradient_checkpointing
     if wanted != AUTO and switch != "auto":
         return config, ""
-    share = batch_arithmetic(_with(config, 1, switch), engine.processes.world_size, engine.devices).accumulation
+    device, processes = strategy.device, strategy.runtime.processes
+    share = batch_arithmetic(_with(config, 1, switch), processes.world_size, device.count).accumulation
     sizes = [n for n in range(1, share + 1) if share % n == 0] if wanted == AUTO else [min(wanted, share)]
-    earlier = engine.processes.broadcast_object(_of_checkpoint(config, engine) if engine.processes.is_main else None)
+    earlier = processes.broadcast_object(_of_checkpoint(config, strategy) if processes.is_main else None)
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
     else:
-        if wanted == AUTO and (engine.memory is None or engine.name.startswith("TPU")):
+        if wanted == AUTO and (device.memory is None or device.type == "xla"):
             sizes = [n for n in sizes if n <= UNMEASURED]
-        if engine.memory is None:
+        if device.memory is None:
             size, checkpointing = sizes[-1], bool(switch)
             why = "auto tries what fits on a GPU, and takes this elsewhere"
         else:
-            size, checkpointing, why = _chosen(config, engine, sizes)
+            size, checkpointing, why = _Search(strategy, device.memory).chosen(config, sizes)
     how = f", with{'' if checkpointing else 'out'} gradient checkpointing" if switch == "auto" else ""
     line = f"micro      {plural(size, 'sequence')} a device{how}: {why}"
     return _with(config, size, checkpointing), line
@@ -66,100 +67,111 @@ def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
     return dataclasses.replace(config, optimizer=optimizer, run=run)
 
 
-def _chosen(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, bool, str]:
-    """One of `sizes`, whether with gradient checkpointing, and how both were found. Raises UserError."""
-    switch = config.run.gradient_checkpointing
-    if switch == "auto":
-        useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] or sizes[-1:]
-        size, why = _fitting(_with(config, useful[0], False), engine, useful)
-        if size:
-            return size, False, why
-        if config.optimizer.micro_batch_size != AUTO:
-            return sizes[0], True, "without it a step does not fit"
-    size, why = _fitting(_with(config, sizes[0], bool(switch)), engine, sizes)
-    if not size:
-        raise UserError(f"not even one sequence per device fits: {why}. What helps: {REMEDIES}")
-    return size, bool(switch), why
+def memory_kind(config: Config, strategy: Strategy) -> dict:
+    """The arguments of memory_estimate that the device and the sharding decide."""
+    compiled = config.run.torch_compile and not strategy.device.no_compile
+    return {"precision": strategy.device.precision, "sharding": strategy.runtime.sharding, "compiled": compiled}
 
 
-def _fitting(config: Config, engine: Engine, sizes: list[int]) -> tuple[int, str]:
-    """The largest of `sizes` (ascending) that fits the devices of all processes, 0 where none does, and how it was
-    found. What is estimated to take more than the memory by more than the estimate's accuracy is not tried."""
-    dry, free, memory = config.run.dry_run, hardware.free_memory(engine.device), engine.memory
-    assert memory is not None  # or UNMEASURED would have been taken
-    budget = HEADROOM * (memory if dry or free is None else min(free, memory))
+class _Search:
+    """The search for what fits into `memory` bytes on the device of each process. Collective calls."""
 
-    def estimate(size: int) -> int:
-        sized = _with(config, size, config.run.gradient_checkpointing)
-        batch = batch_arithmetic(sized, engine.processes.world_size, engine.devices)
-        return memory_estimate(config, batch, **engine_kind(config, engine))
+    def __init__(self, strategy: Strategy, memory: int):
+        self.strategy, self.memory, self.device = strategy, memory, strategy.device
+        self.processes, self.sharding = strategy.runtime.processes, strategy.runtime.sharding
 
-    # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
-    can_try = free and engine.sharding in ("", "zero1") and not (engine.sharding and engine.precision == "fp16")
-    most = (1 + ACCURACY) * budget if can_try and not dry else budget
-    likely = [size for size in reversed(sizes) if not engine.processes.anywhere(estimate(size) > most)]
-    size, peak, how = 0, 0, "the peak of a trial step"
-    if likely and (dry or not can_try):
-        size, peak = likely[0], estimate(likely[0])
-        how = "an estimate; the run itself tries it" if can_try else "an estimate"
-    elif likely:  # or a model would be compiled for nothing
-        size, peak = _tried(config, engine, likely, budget)
-    if not size:
-        return 0, f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(memory)} may be used"
-    return size, f"{gb(peak)} of {gb(memory)}, {how}"
+    def chosen(self, config: Config, sizes: list[int]) -> tuple[int, bool, str]:
+        """One of `sizes`, whether with gradient checkpointing, and how both were found. Raises UserError."""
+        switch = config.run.gradient_checkpointing
+        if switch == "auto":
+            useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] or sizes[-1:]
+            size, why = self._fitting(_with(config, useful[0], False), useful)
+            if size:
+                return size, False, why
+            if config.optimizer.micro_batch_size != AUTO:
+                return sizes[0], True, "without it a step does not fit"
+        size, why = self._fitting(_with(config, sizes[0], bool(switch)), sizes)
+        if not size:
+            raise UserError(f"not even one sequence per device fits: {why}. What helps: {REMEDIES}")
+        return size, bool(switch), why
+
+    def _fitting(self, config: Config, sizes: list[int]) -> tuple[int, str]:
+        """The largest of `sizes` (ascending) that fits the devices of all processes, 0 where none does, and how it was
+        found. What is estimated to take more than the memory by more than the estimate's accuracy is not tried."""
+        dry, free = config.run.dry_run, hardware.free_memory(self.device.torch_device)
+        budget = HEADROOM * (self.memory if dry or free is None else min(free, self.memory))
+
+        def estimate(size: int) -> int:
+            sized = _with(config, size, config.run.gradient_checkpointing)
+            batch = batch_arithmetic(sized, self.processes.world_size, self.device.count)
+            return memory_estimate(config, batch, **memory_kind(config, self.strategy))
+
+        # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
+        half_first = self.sharding and self.device.precision == "fp16"
+        can_try = free and self.sharding in ("", "zero1") and not half_first
+        most = (1 + ACCURACY) * budget if can_try and not dry else budget
+        likely = [size for size in reversed(sizes) if not self.processes.anywhere(estimate(size) > most)]
+        size, peak, how = 0, 0, "the peak of a trial step"
+        if likely and (dry or not can_try):
+            size, peak = likely[0], estimate(likely[0])
+            how = "an estimate; the run itself tries it" if can_try else "an estimate"
+        elif likely:  # or a model would be compiled for nothing
+            size, peak = self._tried(config, likely, budget)
+        if not size:
+            return (
+                0,
+                f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(self.memory)} may be used",
+            )
+        return size, f"{gb(peak)} of {gb(self.memory)}, {how}"
+
+    def _tried(self, config: Config, sizes: list[int], budget: float) -> tuple[int, int]:
+        """The first of `sizes` with which a step takes at most `budget` bytes on the device of each process, 0 where
+        none does, and the peak bytes of that step here. The model is the process's own, unprepared, and deleted at the
+        end."""
+        logger.info("micro      trying how many sequences a device holds at once")
+        device, world_size, precision = self.device.torch_device, self.processes.world_size, self.device.precision
+        with torch.random.fork_rng([device] if self.device.type == "cuda" else []):
+            model = build_model(config, load_init_from=False, **self.device.model_options)
+            self.strategy.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
+            model.train()
+            # The trial holds all fp32 weights and gradients: add what else the run will hold, or subtract what it
+            # shards.
+            later = state_bytes(config, world_size, self.sharding, precision)
+            held = 2 * sum(p.nbytes for p in model.parameters())
+            update = held + update_bytes(config, world_size, precision)
+            for size in sizes:
+                measured = hardware.peak_while(device, partial(self._step, config, model, size))
+                peak = 0 if measured is None else max(measured, update) + later - held
+                model.zero_grad()
+                if not self.processes.anywhere(measured is None or peak > budget):
+                    break
+            else:
+                size = 0
+            del model
+            torch.compiler.reset()  # or the run's model would be compiled beside this one
+            gc.collect()
+            hardware.reset_peak_memory(device)
+        return size, peak
+
+    def _step(self, config: Config, model: torch.nn.Module, size: int) -> None:
+        shape = (size, config.data.sequence_length + 1)
+        tokens = torch.arange(shape[0] * shape[1], device=self.device.torch_device)
+        rows = (tokens % config.model.vocab_size).view(shape)
+        for _ in range(2):  # in the second one gradients are there, as after the first micro-step of a run
+            with self.device.autocast():
+                loss = model(rows[:, :-1], rows[:, 1:])
+            loss.backward()
 
 
-def engine_kind(config: Config, engine: Engine) -> dict:
-    """The arguments of memory_estimate that the engine decides."""
-    compiled = config.run.torch_compile and not engine.no_compile
-    return {"precision": engine.precision, "sharding": engine.sharding, "compiled": compiled}
-
-
-def _tried(config: Config, engine: Engine, sizes: list[int], budget: float) -> tuple[int, int]:
-    """The first of `sizes` with which a step takes at most `budget` bytes on the device of each process, 0 where none
-    does, and the peak bytes of that step here. The model is the process's own, unprepared, and deleted at the end."""
-    logger.info("micro      trying how many sequences a device holds at once")
-    with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
-        model = build_model(config, load_init_from=False, **engine.model_options)
-        engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
-        model.train()
-        # The trial holds whole fp32 weights and gradients: add what else the run will hold, or subtract what it shards.
-        later = state_bytes(config, engine.processes.world_size, engine.sharding, engine.precision)
-        whole = 2 * sum(p.nbytes for p in model.parameters())
-        update = whole + update_bytes(config, engine.processes.world_size, engine.precision)
-        for size in sizes:
-            measured = hardware.peak_while(engine.device, partial(_step, config, engine, model, size))
-            peak = 0 if measured is None else max(measured, update) + later - whole
-            model.zero_grad()
-            if not engine.processes.anywhere(measured is None or peak > budget):
-                break
-        else:
-            size = 0
-        del model
-        torch.compiler.reset()  # or the run's model would be compiled beside this one
-        gc.collect()
-        hardware.reset_peak_memory(engine.device)
-    return size, peak
-
-
-def _step(config: Config, engine: Engine, model: torch.nn.Module, size: int) -> None:
-    shape = (size, config.data.sequence_length + 1)
-    rows = (torch.arange(shape[0] * shape[1], device=engine.device) % config.model.vocab_size).view(shape)
-    for _ in range(2):  # in the second one gradients are there, as after the first micro-step of a run
-        with engine.autocast():
-            loss = model(rows[:, :-1], rows[:, 1:])
-        loss.backward()
-
-
-def _of_checkpoint(config: Config, engine: Engine) -> tuple[int, bool] | None:
-    """Micro-batch and gradient checkpointing in the newest checkpoint of this run, if it was saved by the same engine
+def _of_checkpoint(config: Config, strategy: Strategy) -> tuple[int, bool] | None:
+    """Micro-batch and gradient checkpointing in the newest checkpoint of this run, if it was saved by the same strategy
     for the same model."""
     now = config.flat()
     found = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
     try:
         state = state_of(found[-1])
         before = state["config"]
-        same = state["engine"] == engine.name and all(now[k] in (before[k], "auto") for k in _SAME)
+        same = state["engine"] == str(strategy) and all(now[k] in (before[k], "auto") for k in _SAME)
         return (int(before["micro_batch_size"]), before["gradient_checkpointing"]) if same else None
     except (IndexError, OSError, ValueError, KeyError, TypeError):
         return None  # there is none, or it is damaged: which of them is whole is decided later

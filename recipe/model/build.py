@@ -21,7 +21,7 @@ def build_model(
     """The recipe's model on the CPU, with random weights or those of `init_from`.
 
     `load_init_from=False` leaves the weights random, for a caller that will replace them. `pad_vocab_to`, for the loss,
-    and `device_options`, for GPT2LMHeadModel, depend on the device (`Engine.model_options`). Raises UserError where
+    and `device_options`, for GPT2LMHeadModel, depend on the device (`Device.model_options`). Raises UserError where
     `init_from` cannot be loaded or has another architecture.
     """
     model = config.model

@@ -19,7 +19,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint
 from recipe.config import Config
 from recipe.data.prefetch import BatchLoader
-from recipe.engine.base import Engine
+from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import flops_per_token
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
@@ -49,13 +49,19 @@ class Metrics:
     """
 
     def __init__(
-        self, config: Config, engine: Engine, batches: BatchLoader, checkpoint: Checkpoint | None, closing: ExitStack
+        self,
+        config: Config,
+        strategy: Strategy,
+        batches: BatchLoader,
+        checkpoint: Checkpoint | None,
+        closing: ExitStack,
     ):
         """For a new run, or one that resumes from `checkpoint`. `closing` closes what is opened here. Raises
         UserError."""
-        self._config, self._engine, self._batches = config, engine, batches
+        processes = strategy.runtime.processes
+        self._config, self._strategy, self._batches = config, strategy, batches
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
-        self.loss = RunningLoss(engine.device, engine.sum_dtype)
+        self.loss = RunningLoss(strategy.device.torch_device, strategy.device.sum_dtype)
         self.seconds = self.pauses = self._save_wait = 0.0
         self.warning = ""
         step, known, run_id = 0, {}, None
@@ -67,18 +73,18 @@ class Metrics:
             self.seconds, self.pauses, self._save_wait = (before[x] for x in ("seconds", "pauses", "save_wait"))
             self.loss.load_state_dict(before["running_loss"])
         self._log: MetricsLog | None = None  # the main process alone has one
-        if engine.processes.is_main:
+        if processes.is_main:
             self._log = MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step)
             closing.callback(self._log.close)
             known = self._log.earlier | known
         opt = config.optimizer
-        self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=engine.processes.is_main)
+        self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=processes.is_main)
         closing.callback(self._progress.close)
-        self.tracker = Tracker(config, step, run_id, active=engine.processes.is_main)
+        self.tracker = Tracker(config, step, run_id, active=processes.is_main)
         closing.callback(self.tracker.close)
         self._step = step
         self._read_at, self._known = step, known  # the step of the last reading, and its known values
-        self._grad_norm = torch.zeros((), device=engine.device)  # of the last step
+        self._grad_norm = torch.zeros((), device=strategy.device.torch_device)  # of the last step
         self._window_begun = time.perf_counter()  # moved forward by the pauses
 
     def record(self, step: int, *, read: bool) -> dict:
@@ -92,8 +98,8 @@ class Metrics:
         return {"learning_rate": lr_at(step, self._config.optimizer)} | known if read else dict(known)
 
     def _read(self, step: int) -> dict:
-        engine = self._engine
-        loss = self.loss.read(engine.processes.mean)  # waits for the device, before the clock is read
+        device, processes = self._strategy.device, self._strategy.runtime.processes
+        loss = self.loss.read(processes.mean)  # waits for the device, before the clock is read
         now = time.perf_counter()
         seconds, self._window_begun = now - self._window_begun, now
         self.seconds += seconds
@@ -104,10 +110,10 @@ class Metrics:
             "learning_rate": lr_at(step - 1, self._config.optimizer),
             "tokens_per_second": rate,
             "data_wait": self._batches.waited() / seconds,
-            "mfu": rate * self._flops_per_token / (engine.peak_flops * engine.processes.world_size)
-            if engine.peak_flops
+            "mfu": rate * self._flops_per_token / (device.peak_flops * processes.world_size)
+            if device.peak_flops
             else None,
-            "skipped_steps": engine.spike_filter.check(step),
+            "skipped_steps": self._strategy.spike_filter.check(step),
         }
 
     def write(self, step: int, record: dict) -> None:
@@ -121,7 +127,7 @@ class Metrics:
             **record,
             "seconds": round(self.seconds, 3),
             "save_wait": self._save_wait / (self._save_wait + self.seconds) if self.seconds else 0.0,
-            **self._engine.counters(),
+            **self._strategy.device.counters(),
         }
         if self._log:
             self._log.write(line)
@@ -141,7 +147,7 @@ class Metrics:
         there counts as pause. Yields a function that reports how many of how many batches are done."""
         begun = time.perf_counter()
         try:
-            with self._engine.stop.patient(), self._progress.during(what) as tick:
+            with self._strategy.runtime.stop.suspend_watchdog(), self._progress.during(what) as tick:
                 yield tick
         finally:
             pause = time.perf_counter() - begun
@@ -163,7 +169,7 @@ class Metrics:
     def state_dict(self) -> dict:
         """The state for the checkpoint, as JSON, with the SHA-256 of the lines of metrics.jsonl before this step, so
         that an audit knows them for the run's. A collective call, which waits for the device."""
-        loss = self.loss.state_dict(self._engine.processes.mean)
+        loss = self.loss.state_dict(self._strategy.runtime.processes.mean)
         lines = self._log.sha256_before(self._step) if self._log else ""
         times = {"seconds": self.seconds, "pauses": self.pauses, "save_wait": self._save_wait}
         return times | {"running_loss": loss, "lines_sha256": lines}

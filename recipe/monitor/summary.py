@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from recipe.config import BLOCK, ROOT, BatchPlan, Config, data_sets
-from recipe.engine.base import Engine
 from recipe.engine.launch import has_tpu
+from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
 from recipe.estimate.memory import (
     HEADROOM,
@@ -18,7 +18,7 @@ from recipe.estimate.memory import (
     memory_estimate,
     parameter_count,
 )
-from recipe.estimate.micro_batch import engine_kind
+from recipe.estimate.micro_batch import memory_kind
 from recipe.monitor.metrics import Metrics
 from recipe.utils.errors import ExitCode
 from recipe.utils.units import duration, gb, plural, si
@@ -26,14 +26,14 @@ from recipe.utils.units import duration, gb, plural, si
 logger = logging.getLogger(__name__)
 
 
-def announce(config: Config, batch: BatchPlan, engine: Engine, found: str) -> None:
+def announce(config: Config, batch: BatchPlan, strategy: Strategy, found: str) -> None:
     """Logs the opening panel; `found` is the line about an automatic micro-batch, or empty."""
-    for line in describe(config, batch, engine, found):
+    for line in describe(config, batch, strategy, found):
         logger.info(line)
 
 
-def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") -> Iterator[str]:
-    """The lines of the opening panel on this engine; `found` as for `announce`."""
+def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = "") -> Iterator[str]:
+    """The lines of the opening panel on these devices; `found` as for `announce`."""
     model, opt, run, sets = config.model, config.optimizer, config.run, data_sets(config.data)
     yield f"run        {run.run_name} ({run.config})"
     if len(sets) > 1:
@@ -44,12 +44,12 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
         f"model      {parameter_count(model):,} parameters: {model.n_layer} layers, {model.n_head} heads, "
         f"{model.n_embd} wide, {flops / 1e6:,.1f} MFLOP a token"
     )
-    device, _, how = engine.name.partition(", ")
-    kind = engine_kind(config, engine)
+    device, runtime = strategy.device, strategy.runtime
+    kind = memory_kind(config, strategy)
     compiled = f", compiled ({run.torch_compile_mode})" if kind["compiled"] else ""
-    yield f"device     {device}, {engine.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
-    where = f" on {plural(engine.processes.nodes, 'node')}" if batch.world_size > 1 else ""
-    yield f"engine     {how or 'one device'}{where}"
+    yield f"device     {device.name}, {device.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
+    where = f" on {plural(runtime.processes.nodes, 'node')}" if batch.world_size > 1 else ""
+    yield f"engine     {runtime.how or 'one device'}{where}"
     devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
     yield (
         f"batch      {opt.total_batch_tokens:,} tokens = {plural(batch.world_size, 'process', 'es')} x "
@@ -64,7 +64,7 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
         f"{opt.lr_scheduler_type}, decaying from step {opt.decay_start:,}" if opt.decay_start else opt.lr_scheduler_type
     )
     yield f"optimizer  {muon}AdamW {opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up; {shape}"
-    needed, there_is = memory_estimate(config, batch, **kind), engine.memory
+    needed, there_is = memory_estimate(config, batch, **kind), device.memory
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"
     if there_is and needed > HEADROOM * there_is:
         helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"
@@ -73,32 +73,32 @@ def describe(config: Config, batch: BatchPlan, engine: Engine, found: str = "") 
     # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
     most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
     yield f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {most} at once, in {run.output_dir}"
-    yield _forecast(config, batch, engine)
-    if engine.idle_gpus:
-        yield f"note       {engine.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
-    if engine.device.type == "cpu" and (has_tpu() or find_spec("torch_tpu")):
+    yield _forecast(config, batch, strategy)
+    if device.idle_gpus:
+        yield f"note       {device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
+    if device.type == "cpu" and (has_tpu() or find_spec("torch_tpu")):
         yield "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
-    if run.torch_compile and engine.no_compile:
-        yield f"note       not compiled: {engine.no_compile}"
-    if engine.note:
-        yield f"note       {engine.note}"
+    if run.torch_compile and device.no_compile:
+        yield f"note       not compiled: {device.no_compile}"
+    if device.note:
+        yield f"note       {device.note}"
 
 
-def _forecast(config: Config, batch: BatchPlan, engine: Engine) -> str:
+def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     """How long the whole run takes."""
-    run, opt, devices = config.run, config.optimizer, batch.world_size * batch.devices
+    run, opt, device, count = config.run, config.optimizer, strategy.device, batch.world_size * batch.devices
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
     # The known GPU peaks are for half precision; the peak of another precision is not known, unless it is the best that
     # the device has.
-    if engine.peak_flops and (engine.precision in ("bf16", "fp16") or run.precision == "auto"):
-        peak = engine.peak_flops * batch.world_size
-        mfu, basis = mfu_of(engine.name.partition(", ")[0], devices, parameter_count(config.model))
+    if device.peak_flops and (device.precision in ("bf16", "fp16") or run.precision == "auto"):
+        peak = device.peak_flops * batch.world_size
+        mfu, basis = mfu_of(device.chip, count, parameter_count(config.model))
         basis = f"at {basis}"
-    elif engine.device.type == "cpu":
-        peak, mfu = cpu_flops(engine.precision) * batch.world_size, ASSUMED_MFU
+    elif device.type == "cpu":
+        peak, mfu = cpu_flops(device.precision) * batch.world_size, ASSUMED_MFU
         basis = f"if a step reaches {100 * mfu:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
     else:
-        why = "the peak of this device" if not engine.peak_flops else f"its peak in {engine.precision}"
+        why = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
         return f"time       {why} is not known; the progress shows it after the first steps"
     return f"time       about {duration(flops / (peak * mfu))} {basis}"
 

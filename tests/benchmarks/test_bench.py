@@ -14,7 +14,7 @@ from benchmarks import gpu_tests, peers, runs, scoreboard
 from benchmarks.peer import transformers_model
 from benchmarks.runs import Run, Void, interleave, times_as_fast, trainer
 from recipe.config import parse_config
-from recipe.engine import device as hardware
+from recipe.engine import hardware
 from tests import processes as programs
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "sequence_length": 32}

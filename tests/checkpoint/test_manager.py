@@ -16,6 +16,9 @@ from recipe.checkpoint.format import checkpoints, protect, prune, step_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, run_directory
 from recipe.config import parse_config
+from recipe.engine.device import Device
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests.checkpoint import save
@@ -25,30 +28,21 @@ class Run:
     """A run whose only weights are four times `value`, with a CheckpointManager in `directory`."""
 
     def __init__(self, directory):
-        self.directory, self.value, self.stop = directory, 1.0, SimpleNamespace(patient=nullcontext, leave=lambda: None)
-        self.stop.requested = False
+        self.directory, self.value = directory, 1.0
         self.synced = []
         self.metrics = SimpleNamespace(warning="", val_losses={}, paused=lambda what: nullcontext())
         self.metrics.state_dict, self.metrics.sync = lambda: {"seconds": 3.0}, lambda: self.synced.append(True)
-        engine = SimpleNamespace(
-            device=torch.device("cpu"),
-            devices=1,
-            name="CPU",
-            method="DDP",
-            precision="fp32",
-            no_compile="",
-            stop=self.stop,
-        )
-        engine.processes, engine.snapshot = Processes(), self._snapshot
+        strategy = Strategy(Device("cpu", "CPU", "fp32"), Runtime(Processes()))
+        strategy.gather, self.stop = self._gather, strategy.runtime.stop
         config = parse_config([f"--output_dir={directory}", "--save_total_limit=1", "--lr_scheduler_type=linear"])
         model = SimpleNamespace(config=SimpleNamespace(n_positions=64))
         model.save_config = lambda path: (path / "config.json").write_bytes(b"{}")
         trained, scaler = (model, SimpleNamespace(state={})), SimpleNamespace(state_dict=lambda: {"scale": 2.0})
         others, self.lock = {"grad_scaler": scaler}, RunDirectory(directory)
         self.lock.acquire()
-        self.manager = CheckpointManager(config, engine, trained, self.metrics, others, None, self.lock)
+        self.manager = CheckpointManager(config, strategy, trained, self.metrics, others, None, self.lock)
 
-    def _snapshot(self, *_trained) -> tuple[dict, dict]:
+    def _gather(self, *_trained) -> tuple[dict, dict]:
         return {"a": torch.full((4,), self.value)}, {"exp_avg.a": torch.ones(4)}
 
     def save(self, step: int) -> None:

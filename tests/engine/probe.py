@@ -1,4 +1,4 @@
-"""Run by tests on an engine: three steps of a tiny model, then facts that only the process itself can see, as JSON.
+"""Run by tests on a strategy: three steps of a tiny model, then facts that only the process itself can see, as JSON.
 
 probe.py PRECISION eager|compile
 """
@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config
 
 from recipe.config import BatchPlan, OptimizerConfig
-from recipe.engine import device
-from recipe.engine.factory import open_engine
+from recipe.engine import hardware
+from recipe.engine.factory import open_strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import MOMENTS, make_optimizer, steps_taken
-from recipe.train import optimizer_step
 from recipe.utils.errors import UserError
 
 precision, mode = sys.argv[1:]
 if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
     from deepspeed.accelerator import cpu_accelerator
 
-    device.resolve_precision = lambda precision, cpu: precision
+    hardware.resolve_precision = lambda precision, cpu: precision
     cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda self: True
-engine = open_engine(precision)
-generator = torch.Generator().manual_seed(engine.processes.rank)
+strategy = open_strategy(precision)
+device, processes = strategy.device, strategy.runtime.processes
+generator = torch.Generator().manual_seed(processes.rank)
 # 33 wide: nothing divides by the number of processes.
 off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None, "eos_token_id": None}
 model = GPT2LMHeadModel(
@@ -39,50 +39,50 @@ model = GPT2LMHeadModel(
     gradient_checkpointing=mode == "compile",
 )
 initial = {k: v.clone() for k, v in model.state_dict().items()}
-engine.place(model, compile="default" if mode == "compile" else "")
-optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **engine.optimizer_options)
-world_size = engine.processes.world_size
+strategy.place(model, compile="default" if mode == "compile" else "")
+optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-3), **device.optimizer_options(processes))
+world_size = processes.world_size
 batch = BatchPlan(sequences=4 * world_size, world_size=world_size, micro=2, accumulation=2)
 refused = ""
-if engine.sharding.startswith("zero"):
+if strategy.runtime.sharding.startswith("zero"):
     try:
-        engine.prepare(model, optimizer, batch, OptimizerConfig(skip_loss_z=5.0))
+        strategy.prepare(model, optimizer, batch, OptimizerConfig(skip_loss_z=5.0))
     except UserError as error:
         refused = str(error)
-wrapped, optimizer = engine.prepare(model, optimizer, batch, OptimizerConfig())
+wrapped, optimizer = strategy.prepare(model, optimizer, batch, OptimizerConfig())
 
-restored, _ = engine.snapshot(model, optimizer)
+restored, _ = strategy.gather(model, optimizer)
 given = {
     f"{m}.{k}": torch.rand(v.shape, generator=torch.Generator().manual_seed(2))
     for m in MOMENTS
     for k, v in initial.items()
 }
-engine.load_optimizer_state(model, optimizer, given, 7)
-_, found = engine.snapshot(model, optimizer)
+strategy.scatter(model, optimizer, given, 7)
+_, found = strategy.gather(model, optimizer)
 result = {
-    "rank": engine.processes.rank,
+    "rank": processes.rank,
     "refused": refused,
     "weights_kept": all(torch.equal(restored[k], initial[k]) for k in restored),
     "optimizer_state_kept": all(torch.equal(found[k], given[k]) for k in found),
     "names": [len(restored), len(found)],
 }
-spike_filter = engine.spike_filter
-always = SimpleNamespace(limits={}, should_skip=lambda norm, loss: torch.ones((), device=engine.device))
+spike_filter = strategy.spike_filter
+always = SimpleNamespace(limits={}, should_skip=lambda norm, loss: torch.ones((), device=device.torch_device))
 
 
 def step(factor: float = 1.0, filter=spike_filter) -> float:
     """The gradient norm of a step whose loss is multiplied by `factor`."""
     for micro_step in range(batch.accumulation):
-        rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(engine.device)
-        with engine.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
+        rows = torch.randint(0, 515, (batch.micro, 17), generator=generator).to(device.torch_device)
+        with strategy.micro_step(wrapped, last=micro_step == batch.accumulation - 1):
             loss = wrapped(rows[:, :-1], rows[:, 1:]) * factor / batch.accumulation
-            engine.backward(loss)
-    engine.spike_filter = filter
-    return optimizer_step(engine, wrapped, optimizer, loss)[0].item()
+            strategy.backward(loss)
+    strategy.spike_filter = filter
+    return strategy.update(wrapped, optimizer, loss)[0].item()
 
 
 def everything() -> dict:
-    weights, state = engine.snapshot(model, optimizer)
+    weights, state = strategy.gather(model, optimizer)
     return weights | state | {"steps": torch.tensor(steps_taken(optimizer))}
 
 
@@ -101,7 +101,7 @@ result |= {
     "norm": norms[-1],
     "state_bytes": sum(own(t).nbytes for s in state.values() for t in s.values() if t.dim() > 0),
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-    "scaler": engine.state_dict(),
+    "scaler": strategy.grad_scaler.state_dict() if strategy.grad_scaler else {},
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
     # DeepSpeed's own measurement of the speed, for which it waits for a GPU in every micro-step.
     "timed": hasattr(wrapped, "tput_timer") and wrapped.tput_timer.config.enabled,
@@ -115,5 +115,5 @@ result["norm_after"], result["changed_after"] = step(), changes(before)
 result["skipped"] = spike_filter.check(0)
 sys.stdout.write("PROBE " + json.dumps(result) + "\n")
 sys.stdout.flush()
-engine.processes.anywhere(False)  # all are done
-engine.close()
+processes.anywhere(False)  # all are done
+strategy.runtime.close()

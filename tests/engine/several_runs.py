@@ -10,14 +10,14 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipe.config import parse_config
-from recipe.engine.factory import open_engine
+from recipe.engine.factory import open_strategy
 from recipe.train import run
 from recipe.utils.log import set_up_logging
 
 directories, *arguments = sys.argv[1:]
 configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
-engine = open_engine(configs[0].run.precision)
-set_up_logging(main=engine.processes.is_main)
+strategy = open_strategy(configs[0].run.precision)
+set_up_logging(main=strategy.runtime.processes.is_main)
 for config in configs:
-    assert run(config, engine) == 0
-engine.close()
+    assert run(config, strategy) == 0
+strategy.runtime.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import JobHardware
 
-from recipe.engine import device
+from recipe.engine import hardware
 from recipe.utils.errors import UserError
 
 
@@ -18,7 +18,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-        monkeypatch.setattr(device, "_cpu_has_bf16", lambda: cpu_bf16)
+        monkeypatch.setattr(hardware, "_cpu_has_bf16", lambda: cpu_bf16)
 
     return pretend
 
@@ -38,8 +38,8 @@ def machine(monkeypatch):
 )
 def test_auto_takes_what_the_device_does_natively(machine, found, cpu, precision):
     machine(**found)
-    assert device.resolve_precision("auto", cpu=cpu) == precision
-    assert device.resolve_precision("fp32", cpu=cpu) == "fp32"
+    assert hardware.resolve_precision("auto", cpu=cpu) == precision
+    assert hardware.resolve_precision("fp32", cpu=cpu) == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_auto_takes_what_the_device_does_natively(machine, found, cpu, precision
 def test_a_precision_that_the_device_lacks_is_refused(machine, found, precision, message):
     machine(**found)
     with pytest.raises(UserError, match=message):
-        device.resolve_precision(precision, cpu=False)
+        hardware.resolve_precision(precision, cpu=False)
 
 
 def test_a_gpu_for_which_this_build_has_no_code_is_refused(machine, monkeypatch):
@@ -63,8 +63,8 @@ def test_a_gpu_for_which_this_build_has_no_code_is_refused(machine, monkeypatch)
     machine(capability=(6, 0))
     monkeypatch.setattr(torch, "ones", no_code)
     with pytest.raises(UserError, match=r"has no kernels for this node's Tesla T4, only for .*ACCELERATE_USE_CPU=true"):
-        device.check_kernels(torch.device("cuda", 0))
-    device.check_kernels(torch.device("cpu"))
+        hardware.check_kernels(torch.device("cuda", 0))
+    hardware.check_kernels(torch.device("cpu"))
 
 
 # As CUDA reports them: every way to write a name, and peaks in TFLOP/s.
@@ -101,8 +101,8 @@ UNKNOWN = [
 
 
 def test_peaks_are_those_of_the_data_sheets_where_the_whole_name_is_known():
-    assert {name: device.peak_flops(name) for name in NAMES} == {name: tera * 1e12 for name, tera in NAMES.items()}
-    assert [name for name in UNKNOWN if device.peak_flops(name)] == []
+    assert {name: hardware.peak_flops(name) for name in NAMES} == {name: tera * 1e12 for name, tera in NAMES.items()}
+    assert [name for name in UNKNOWN if hardware.peak_flops(name)] == []
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_peaks_are_those_of_the_data_sheets_where_the_whole_name_is_known():
     ],
 )
 def test_a_plan_takes_the_common_ways_to_name_devices(text, count, name):
-    assert device.named_devices(text) == (count, name)
+    assert hardware.named_devices(text) == (count, name)
 
 
 def test_a_plan_takes_the_names_of_hugging_face_jobs():
     flavors = [flavor.value for flavor in JobHardware if not flavor.value.startswith(("cpu", "inf"))]
-    counts = {flavor: device.named_devices(flavor)[0] for flavor in flavors}
+    counts = {flavor: hardware.named_devices(flavor)[0] for flavor in flavors}
     assert counts["a100x8"] == counts["rtx-pro-6000x8"] == 8
     assert counts["a10g-largex2"] == 2
     assert counts["t4-small"] == counts["l40sx1"] == 1
@@ -143,14 +143,14 @@ def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch)
     gpu = torch.device("cuda", 0)
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 42)
-    assert device.peak_while(gpu, lambda: None) == 42
+    assert hardware.peak_while(gpu, lambda: None) == 42
 
     def fail(error):
         raise error
 
-    assert device.peak_while(gpu, lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))) is None
+    assert hardware.peak_while(gpu, lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))) is None
     with pytest.raises(RuntimeError, match="illegal"):
-        device.peak_while(gpu, lambda: fail(RuntimeError("an illegal memory access was encountered")))
+        hardware.peak_while(gpu, lambda: fail(RuntimeError("an illegal memory access was encountered")))
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch)
 def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_environment, threads):
     found = []
     launcher = SimpleNamespace(environ=lambda: launchers_environment, cmdline=lambda: ["accelerate", "launch"])
-    monkeypatch.setattr(device.psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
-    monkeypatch.setattr(device.psutil, "cpu_count", lambda logical: 2)
+    monkeypatch.setattr(hardware.psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
+    monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -174,5 +174,5 @@ def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_env
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     else:
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    device.tune_cpu(local_world_size=1)
+    hardware.tune_cpu(local_world_size=1)
     assert (found or [1]) == [threads]

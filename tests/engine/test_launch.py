@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -148,12 +148,12 @@ def test_an_environment_that_would_change_the_run_is_refused(variables, message)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
-    from recipe.engine.deepspeed import ZeroEngine
+    from recipe.engine.deepspeed import ZeroStrategy
 
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     with pytest.raises(UserError, match="no GPU was found; for ZeRO on the CPU put ACCELERATE_USE_CPU=true"):
-        ZeroEngine("fp32")
+        ZeroStrategy.open("fp32")
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_zero_without_a_gpu_must_be_asked_for(monkeypatch):
     ],
 )
 def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, asked, message):
-    monkeypatch.setattr("recipe.engine.device.resolve_precision", lambda precision, cpu: precision)  # as on a GPU
+    monkeypatch.setattr("recipe.engine.hardware.resolve_precision", lambda precision, cpu: precision)  # as on a GPU
     for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | asked).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
-        factory.open_engine("fp16")
+        factory.open_strategy("fp16")
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,13 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
     """The image's TPU_PROCESS_ADDRESSES=local names no host, and libtpu would wait for it."""
     found = []
     engine = ModuleType("recipe.engine.xla")
-    engine.XlaEngine = lambda precision: found.append(os.environ.get("TPU_PROCESS_ADDRESSES"))
+    opened = SimpleNamespace(runtime=SimpleNamespace(stop=SimpleNamespace(listen=lambda: None)))
+    record = lambda precision: found.append(os.environ.get("TPU_PROCESS_ADDRESSES")) or opened  # noqa: E731
+    engine.XlaStrategy = SimpleNamespace(open=record)
     monkeypatch.setitem(sys.modules, "recipe.engine.xla", engine)
     monkeypatch.setattr(factory, "check_launch", lambda: None)
     monkeypatch.setattr(factory, "is_torch_xla_available", lambda: True)
     for value in ("local", "10.0.0.1:8476"):
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
-        factory.open_engine()
+        factory.open_strategy()
     assert found == [None, "10.0.0.1:8476"]

@@ -17,9 +17,10 @@ from recipe.engine import shutdown
 from recipe.utils.log import set_up_logging
 set_up_logging()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-shutdown._LEAST_PATIENCE = {patience}
+shutdown.MIN_STEP_GRACE_S = {patience}
 {before}
 stop = shutdown.StopSignal()
+stop.listen()
 {begin}
 try:
     print("ready", flush=True)
@@ -28,7 +29,7 @@ except KeyboardInterrupt:
     print("unwound", flush=True)
     sys.exit(75)
 """
-LOOP = "while not stop.requested: time.sleep(0.01); stop.at_boundary()"
+LOOP = "while not stop.requested: time.sleep(0.01); stop.heartbeat()"
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def start(tmp_path):
 
     def start(body: str, *, before: str = "", begun: bool = True, patience: float = 20.0, **env: str):
         script = tmp_path / f"{len(started)}.py"
-        begin = "stop.at_boundary()" if begun else ""
+        begin = "stop.heartbeat()" if begun else ""
         script.write_text(PROGRAM.format(body=body, before=before, begin=begin, patience=patience))
         started.append(programs.Running(script, env=os.environ | env))
         until(lambda: started[-1].stdout == "ready\n")
@@ -97,7 +98,7 @@ def test_a_process_that_reaches_no_boundary_ends_by_itself_after_long_work_of_an
     before = """
 import threading
 def save():
-    with stop.patient():
+    with stop.suspend_watchdog():
         time.sleep(2.5)
         print('saved', flush=True)
 """
@@ -109,14 +110,14 @@ def save():
 
 @pytest.mark.parametrize("hours", [1e-9, 1e30])
 def test_hours_that_are_over_before_the_first_step_end_the_run_after_it(start, hours):
-    boundaries = "stop.at_boundary(); assert not stop.requested; stop.stepping = True; stop.at_boundary()"
-    running = start(f"stop.after({hours}); time.sleep(0.1); {boundaries}; print(stop.requested)")
+    boundaries = "stop.heartbeat(); assert not stop.requested; stop.stepping = True; stop.heartbeat()"
+    running = start(f"stop.stop_after({hours}); time.sleep(0.1); {boundaries}; print(stop.requested)")
     assert running.wait(60) == 0, running.stdout
     assert ("max_hours  1e-09 hours have passed\nTrue\n" in running.stdout) == (hours < 1)
 
 
 def test_the_last_checkpoint_may_take_its_time(start):
-    running = start("time.sleep(0.3); stop.leave(); time.sleep(2.5)", patience=1.0)
+    running = start("time.sleep(0.3); stop.training_finished(); time.sleep(2.5)", patience=1.0)
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) == 0
 
@@ -140,7 +141,7 @@ def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched
 
 def test_agreeing_costs_no_step():
     """The flags for a step are sent before the step before it computes, and waited for after it."""
-    signals = SimpleNamespace(requested=False, stepping=False, at_boundary=lambda: None)
+    signals = SimpleNamespace(requested=False, stepping=False, heartbeat=lambda: None)
     batches = SimpleNamespace(ready=lambda seconds, ahead=0: True, error=lambda ahead=0: None)
     agreement = Agreement(signals, "the hosts")
     events = []

@@ -31,13 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.engine.factory import open_engine
+from recipe.engine.factory import open_strategy
 from recipe.estimate.memory import memory_estimate, state_bytes
 from recipe.model import loss
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel, LayerNorm
 from recipe.optim import optimizer as optim
-from recipe.train import optimizer_step
 
 OPTIONS = ["--config=gpt2", "--dataset_name=x", "--warmup_steps=0", "--precision=bf16", "--torch_compile=false"]
 
@@ -109,34 +108,34 @@ def measure(words: str, fake: bool) -> dict:
     config = parse_config([*OPTIONS, *shlex.split(options)])
     if vocabulary:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=int(vocabulary)))
-    engine = open_engine(config.run.precision)
-    batch = batch_arithmetic(config, engine.processes.world_size)
-    type(engine).pad_vocab_to = 128
+    strategy = open_strategy(config.run.precision)
+    batch = batch_arithmetic(config, strategy.runtime.processes.world_size)
     LayerNorm.forward = cudas_layer_norm
     opt, shape = config.optimizer, (batch.micro, config.data.sequence_length + 1)
 
     # The CPU's own attention keeps probabilities, which a GPU's does not.
-    engine.attention = flash_attention if fake else None
+    attention = flash_attention if fake else None
+    strategy.device = device = dataclasses.replace(strategy.device, pad_vocab_to=128, attention=attention)
     loss._by_rows = lambda hidden: False  # nor does a GPU take the loss by rows
     with FakeTensorMode() if fake else contextlib.nullcontext():
         if fake:  # the weights are drawn with a generator, which fakes do not take
             GPT2LMHeadModel._init_weights = lambda self, generator: None
-            engine.accelerator.device_placement = False  # they are where they belong, and cannot be moved
-        model = build_model(config, load_init_from=False, **engine.model_options)
+            strategy._accelerator.device_placement = False  # they are where they belong, and cannot be moved
+        model = build_model(config, load_init_from=False, **device.model_options)
         if not fake:
-            engine.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
-        optimizer = optim.make_optimizer(model, opt, **engine.optimizer_options)
-        prepared, optimizer = engine.prepare(model, optimizer, batch, opt)
+            strategy.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
+        optimizer = optim.make_optimizer(model, opt, **device.optimizer_options(strategy.runtime.processes))
+        prepared, optimizer = strategy.prepare(model, optimizer, batch, opt)
         prepared.train()
 
         def micro_steps():
             for number in range(batch.accumulation):
                 rows = torch.arange(shape[0] * shape[1]).remainder(config.model.vocab_size).view(shape)
-                with engine.micro_step(prepared, last=number == batch.accumulation - 1):
-                    engine.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
+                with strategy.micro_step(prepared, last=number == batch.accumulation - 1):
+                    strategy.backward(prepared(rows[:, :-1], rows[:, 1:]) / batch.accumulation)
 
         def update():
-            optimizer_step(engine, prepared, optimizer, torch.zeros(()))
+            strategy.update(prepared, optimizer, torch.zeros(()))
 
         parameters = sum(p.nbytes for p in model.parameters())
         if fake:
@@ -150,12 +149,14 @@ def measure(words: str, fake: bool) -> dict:
             micro_steps()
             update()
             peak = alive() + profiled(lambda: (micro_steps(), update()))
-    kind = {"precision": engine.precision, "sharding": engine.sharding}
+    kind = {"precision": device.precision, "sharding": strategy.runtime.sharding}
     return {
         "options": words,
         "measured": peak,
         "estimate": memory_estimate(config, batch, compiled=config.run.torch_compile, **kind),
-        "state": state_bytes(config, engine.processes.world_size, engine.sharding, engine.precision),
+        "state": state_bytes(
+            config, strategy.runtime.processes.world_size, strategy.runtime.sharding, device.precision
+        ),
     }
 
 

@@ -8,8 +8,8 @@ pretended.
 import os
 import sys
 
-from recipe.engine import device
-from recipe.engine.base import Engine
+from recipe.engine import hardware
+from recipe.engine.device import Device
 from recipe.model import loss
 from recipe.train import main
 from tests.estimate.memory_probe import profiled
@@ -30,9 +30,9 @@ def memory(_) -> int:
     return BYTES[int(os.environ.get("RANK", 0))]
 
 
-Engine.memory = property(memory, lambda engine, found: None)
+Device.memory = property(memory, lambda device, found: None)
 if PARAMETERS:
-    device.free_memory, device.peak_while = memory, peak_while
+    hardware.free_memory, hardware.peak_while = memory, peak_while
 
 if __name__ == "__main__":
     sys.exit(main())

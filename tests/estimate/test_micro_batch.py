@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from recipe.config import parse_config
-from recipe.engine.factory import open_engine
+from recipe.engine.factory import open_strategy
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import micro_batch
 from tests import processes as programs
@@ -91,7 +91,7 @@ XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--
 )
 def test_xl_does_without_gradient_checkpointing_where_a_useful_micro_batch_fits(given, sequences, checkpointing):
     config = parse_config([*XL, *given.split()])
-    config, line = micro_batch(config, open_engine("bf16", config.run.plan_device))
+    config, line = micro_batch(config, open_strategy("bf16", config.run.plan_device))
     assert config.optimizer.micro_batch_size == sequences
     assert config.run.gradient_checkpointing is checkpointing
     assert ("gradient checkpointing" in line) == ("--gradient" not in given)
@@ -109,7 +109,7 @@ def test_xl_does_without_gradient_checkpointing_where_a_useful_micro_batch_fits(
 )
 def test_a_tpu_takes_what_is_estimated_to_fit(device, options, sequences):
     config = parse_config(["--config=gpt2-medium", "--dataset_name=x", f"--dry_run={device}", *options.split()])
-    config, line = micro_batch(config, open_engine("auto", device))
+    config, line = micro_batch(config, open_strategy("auto", device))
     assert config.optimizer.micro_batch_size == sequences
     assert "an estimate" in line or "without it a step does not fit" in line
 

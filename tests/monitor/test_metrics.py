@@ -3,13 +3,16 @@
 import json
 import os
 import resource
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recipe.config import parse_config
+from recipe.engine.device import Device
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import flops_per_token
 from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss, read_metrics
 from recipe.utils.errors import UserError
@@ -105,14 +108,13 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     )
     tokens, now = config.optimizer.total_batch_tokens, [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    engine = SimpleNamespace(device=torch.device("cpu"), sum_dtype=torch.float64, peak_flops=1e6)
-    engine.processes = Processes()
-    engine.counters = lambda: {"peak_memory_bytes": 7}
-    engine.spike_filter = SimpleNamespace(check=lambda step: 2)
-    engine.stop, batches = SimpleNamespace(patient=nullcontext), SimpleNamespace(waited=lambda: 0.5)
+    monkeypatch.setattr(Device, "counters", lambda self: {"peak_memory_bytes": 7})
+    device = Device("cpu", "CPU", "fp32", torch.device("cpu"), peak_flops=1e6)
+    strategy, batches = Strategy(device, Runtime(Processes())), SimpleNamespace(waited=lambda: 0.5)
+    strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
     with ExitStack() as stack:
-        metrics = Metrics(config, engine, batches, None, stack)
+        metrics = Metrics(config, strategy, batches, None, stack)
         with metrics.paused("saving"):  # a moment, as there is nothing to save yet
             now[0] += 4.0
         metrics.write(0, metrics.record(0, read=True))
@@ -137,6 +139,6 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
 
     checkpoint = SimpleNamespace(step=5, state=json.loads(json.dumps(state)), rewound=False)
     with ExitStack() as stack:  # by a plan that evaluates nothing at this step
-        resumed = Metrics(config, engine, batches, checkpoint, stack)
+        resumed = Metrics(config, strategy, batches, checkpoint, stack)
         resumed.write(5, resumed.record(5, read=True))
     assert read_metrics(tmp_path / "metrics.jsonl") == [nothing, line]

@@ -1,13 +1,13 @@
 """The opening and the closing panel of a run."""
 
+import dataclasses
 import shlex
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.engine.factory import open_engine
+from recipe.engine.factory import open_strategy
 from recipe.estimate import micro_batch
 from recipe.estimate.memory import HEADROOM, memory_estimate
 from recipe.monitor import summary
@@ -16,12 +16,14 @@ from tests.conftest import ROOT
 
 
 def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
-    """The opening panel's lines by their labels, of a plan for `devices`; `changes` are of the engine."""
+    """The opening panel's lines by their labels, of a plan for `devices`; `changes` are of the device."""
     config = parse_config([*arguments, f"--dry_run={devices}"])
-    of = open_engine(config.run.precision, config.run.plan_device)
-    vars(of).update(changes)
+    of = open_strategy(config.run.precision, config.run.plan_device)
+    of.device = dataclasses.replace(of.device, **changes)
     config, found = micro_batch.micro_batch(config, of)
-    lines = summary.describe(config, batch_arithmetic(config, of.processes.world_size, of.devices), of, found)
+    lines = summary.describe(
+        config, batch_arithmetic(config, of.runtime.processes.world_size, of.device.count), of, found
+    )
     return {line[:11].strip(): line[11:] for line in lines}
 
 
@@ -72,7 +74,7 @@ def test_a_time_without_a_known_peak(monkeypatch):
     assert "its peak in fp32 is not known" in panel("h100", "--precision=fp32")["time"]
     monkeypatch.setattr(summary, "cpu_flops", lambda precision: 100e9)
     # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years: nobody should start this unwarned
-    cpu = panel("h100", "--config=gpt2", device=torch.device("cpu"), peak_flops=None)
+    cpu = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)
     assert cpu["time"] == (
         "about 2474 d 9 h if a step reaches 40 % of the 100 GFLOP/s that a matrix product reaches here now"
     )

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.config import OptimizerConfig
-from recipe.engine.base import Engine
+from recipe.config import BatchPlan, OptimizerConfig
+from recipe.engine.device import Device
+from recipe.engine.runtime import Runtime
+from recipe.engine.strategy import Strategy
 from recipe.optim.spike_filter import SpikeFilter
-from recipe.train import optimizer_step
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 
 CPU = torch.device("cpu")
 
@@ -78,15 +80,16 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_state(scaled):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     spikes = SimpleNamespace(limits={})
 
-    engine = Engine.__new__(Engine)
-    engine.device, engine.max_grad_norm, engine.spike_filter = CPU, 1.0, spikes
-    engine.accelerator = SimpleNamespace(scaler=scaler)
+    accelerator = SimpleNamespace(scaler=scaler, prepare=lambda model: model)
+    strategy = Strategy(Device("cpu", "CPU", "fp32", CPU), Runtime(Processes()), accelerator)
+    strategy.prepare(model, raw, BatchPlan(2, 1, 2, 1), OptimizerConfig())
+    strategy.spike_filter = spikes
 
     def step(spike: bool = False, factor: float = 1.0) -> tuple[float, float]:
         loss = model(torch.ones(2, 4)).square().mean() * factor
         (scaler.scale(loss) if scaler else loss).backward()
         spikes.should_skip = lambda norm, loss: (~torch.isfinite(norm) | torch.tensor(spike)).to(torch.float32)
-        norm, skipped = optimizer_step(engine, model, raw, loss.detach())
+        norm, skipped = strategy.update(model, raw, loss.detach())
         return norm.item(), skipped.item()
 
     def everything() -> list[torch.Tensor]:

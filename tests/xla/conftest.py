@@ -67,14 +67,14 @@ def plain(shards, once):
 
 
 @pytest.fixture(scope="session")
-def engine():
-    """An engine of four devices within this process."""
-    from recipe.engine.factory import open_engine
+def strategy():
+    """A strategy of four devices within this process."""
+    from recipe.engine.factory import open_strategy
 
-    return open_engine("fp32")
+    return open_strategy("fp32")
 
 
 @pytest.fixture
-def compilations(engine):
+def compilations(strategy):
     """A function that counts the programs compiled so far."""
-    return lambda: engine.counters()["compilations"]
+    return lambda: strategy.device.counters()["compilations"]

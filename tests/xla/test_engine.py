@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from recipe.config import BatchPlan, OptimizerConfig, parse_config
-from recipe.engine import device
-from recipe.engine.factory import open_engine
+from recipe.engine import hardware
+from recipe.engine.factory import open_strategy
 from recipe.estimate.micro_batch import micro_batch
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import set_lr
-from recipe.train import optimizer_step
 from recipe.utils.errors import UserError
 from tests.conftest import assert_equal_tensors
 from tests.xla.conftest import train_here
@@ -34,27 +33,27 @@ class Toy(torch.nn.Module):
         return (x @ self.weight + 0 * self.unused.sum() - 1).square().mean()
 
 
-def steps(engine, module, config, rows, *, accumulation, count, each=lambda step: None, spike_filter=None):
+def steps(strategy, module, config, rows, *, accumulation, count, each=lambda step: None, spike_filter=None):
     """Trains for `count` steps as the loop does."""
-    engine.place(module, compile=False)
-    optimizer = make_optimizer(module, config, **engine.optimizer_options)
-    batch = BatchPlan(accumulation * len(rows), 1, len(rows), accumulation, engine.devices)
-    module, optimizer = engine.prepare(module, optimizer, batch, config)
-    engine.spike_filter = spike_filter or engine.spike_filter
+    strategy.place(module, compile=False)
+    optimizer = make_optimizer(module, config, **strategy.device.optimizer_options(strategy.runtime.processes))
+    batch = BatchPlan(accumulation * len(rows), 1, len(rows), accumulation, strategy.device.count)
+    module, optimizer = strategy.prepare(module, optimizer, batch, config)
+    strategy.spike_filter = spike_filter or strategy.spike_filter
     for step in range(count):
         set_lr(optimizer, step, config)
         for micro_step in range(accumulation):
-            with engine.micro_step(module, last=micro_step == accumulation - 1):
-                loss = module(engine.to_device(rows)) / accumulation
-                engine.backward(loss)
-        optimizer_step(engine, module, optimizer, loss)
-        engine.flush()
+            with strategy.micro_step(module, last=micro_step == accumulation - 1):
+                loss = module(strategy.device.put(rows)) / accumulation
+                strategy.backward(loss)
+        strategy.update(module, optimizer, loss)
+        strategy.device.flush()
         each(step)
     return module, optimizer
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_skipped_step_changes_nothing_and_compiles_nothing(engine, compilations, accumulation):
+def test_a_skipped_step_changes_nothing_and_compiles_nothing(strategy, compilations, accumulation):
     """Two of six: the weights are those of four steps, and so is AdamW's count."""
     config, rows = OptimizerConfig(learning_rate=0.1, lr_scheduler_type="wsd"), torch.ones(8, 4)
     module, skips, weights, counts = Toy(), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0], [], []
@@ -69,37 +68,37 @@ def test_a_skipped_step_changes_nothing_and_compiles_nothing(engine, compilation
         counts.append(compilations())
 
     options = {"accumulation": accumulation, "each": each, "spike_filter": chosen}
-    _, optimizer = steps(engine, module, config, rows, count=6, **options)
+    _, optimizer = steps(strategy, module, config, rows, count=6, **options)
     changed = [not torch.equal(a, b) for a, b in pairwise(weights)]
     assert changed == [True, False, True, False, True]
     assert steps_taken(optimizer) == 4
     assert len(set(counts[1:])) == 1
     other = Toy()
-    steps(engine, other, config, rows, accumulation=accumulation, count=4)
+    steps(strategy, other, config, rows, accumulation=accumulation, count=4)
     assert torch.equal(other.weight.detach().cpu(), weights[-1])
 
 
-def test_rows_are_divided_among_the_devices_and_all_else_is_whole_on_each(engine):
+def test_rows_are_divided_among_the_devices_and_all_else_is_whole_on_each(strategy):
     from torch_xla import _XLAC
 
     config = OptimizerConfig(learning_rate=0.1, max_steps=3)
-    module, optimizer = steps(engine, Toy(), config, torch.ones(8, 4), accumulation=2, count=3)
-    assert _XLAC._get_xla_sharding_spec(engine.to_device(torch.ones(8, 4))) == "{devices=[4,1]0,1,2,3}"
+    module, optimizer = steps(strategy, Toy(), config, torch.ones(8, 4), accumulation=2, count=3)
+    assert _XLAC._get_xla_sharding_spec(strategy.device.put(torch.ones(8, 4))) == "{devices=[4,1]0,1,2,3}"
     tensors = [*module.parameters(), *(p.grad for p in module.parameters())]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     assert len(tensors) == 2 + 2 + 6
     assert {_XLAC._get_xla_sharding_spec(t) for t in tensors} == {"{replicated}"}
 
 
-def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(engine, compilations):
+def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(strategy, compilations):
     def mask(seed):
-        engine.seed_dropout(seed, 0)
-        rows = engine.to_device(torch.ones(8, 256))
-        with engine.micro_step(None, last=True):
+        strategy.seed_dropout(seed, 0)
+        rows = strategy.device.put(torch.ones(8, 256))
+        with strategy.micro_step(None, last=True):
             return F.dropout(rows, 0.5)
 
     mask(7)
-    engine.flush()
+    strategy.device.flush()
     count = compilations()
     first, again, *others = (mask(87_654_321_012_345_678 + i) for i in (0, 0, 1, 2, 3))
     assert compilations() == count  # read first: fetching what is divided among the devices compiles
@@ -110,7 +109,7 @@ def test_devices_draw_different_masks_and_a_seed_draws_the_same_again(engine, co
     assert all(not torch.equal(other, first) for other in others)
 
 
-def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere(engine, shards, tmp_path, capsys):
+def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere(strategy, shards, tmp_path, capsys):
     """Everything on; HellaSwag and samples in between must not shift dropout's masks. An operation that torch_xla does
     not know would be done on the CPU, each time with a transfer; it is counted under aten::."""
     from torch_xla.debug import metrics as xla_metrics
@@ -149,13 +148,13 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
     ("kind", "generation", "peak"),
     [("v3", "v3", 61.5e12), ("v5litepod", "v5e", 197e12), ("v9x", "v9x", None), (OSError(), "of unknown kind", None)],
 )
-def test_generations(engine, monkeypatch, kind, generation, peak):
+def test_generations(strategy, monkeypatch, kind, generation, peak):
     from recipe.engine import xla
 
     monkeypatch.setattr(xla.xr, "device_type", lambda: "TPU")
     monkeypatch.setattr(xla.tpu, "get_tpu_type", Mock(side_effect=[kind]))
     assert xla._generation() == generation
-    assert device.peak_flops(f"TPU {generation}") == peak
+    assert hardware.peak_flops(f"TPU {generation}") == peak
 
 
 def test_auto_takes_what_is_estimated_to_fit_a_tpu(monkeypatch):
@@ -164,12 +163,12 @@ def test_auto_takes_what_is_estimated_to_fit_a_tpu(monkeypatch):
 
     monkeypatch.setattr(xla, "_generation", lambda: "v3")
     config = parse_config(["--config=gpt2-medium", "--dataset_name=x", "--output_dir=nowhere"])
-    config, line = micro_batch(config, open_engine("bf16"))
+    config, line = micro_batch(config, open_strategy("bf16"))
     assert config.optimizer.micro_batch_size == 4
     assert line == "micro      4 sequences a device: 12.5 GB of 16.0 GB, an estimate"
 
 
-def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
+def test_flash_attention_is_called_only_where_it_compiles(strategy, monkeypatch):
     from torch_xla.experimental import custom_kernel
 
     from recipe.engine import xla
@@ -179,7 +178,7 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
 
     def attend(dtype=torch.bfloat16, length=512, dropout=0.0):
         q = torch.randn(2, 1, length, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-        return xla._flash_or_sdpa(q, q, q, dropout, mesh=engine.mesh), q
+        return xla._flash_or_sdpa(q, q, q, dropout, mesh=strategy.device.mesh), q
 
     y, q = attend(dtype=torch.float32)
     assert torch.equal(y, F.scaled_dot_product_attention(q, q, q, is_causal=True))
@@ -189,7 +188,7 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
     assert not calls
     attend()
     (options,) = calls
-    assert (options["causal"], options["sm_scale"], options["mesh"]) == (True, 16**-0.5, engine.mesh)
+    assert (options["causal"], options["sm_scale"], options["mesh"]) == (True, 16**-0.5, strategy.device.mesh)
     assert options["partition_spec"] == ("data", None, None, None)
 
 
@@ -202,7 +201,7 @@ def test_flash_attention_is_called_only_where_it_compiles(engine, monkeypatch):
         ({"WORLD_SIZE": "2"}, "2 processes, but torch_xla is installed; launch with accelerate_configs/tpu.yaml"),
     ],
 )
-def test_launches_that_are_refused(engine, monkeypatch, variables, message):
+def test_launches_that_are_refused(strategy, monkeypatch, variables, message):
     from recipe.engine.xla import _check_launch
 
     _check_launch()
@@ -215,4 +214,4 @@ def test_launches_that_are_refused(engine, monkeypatch, variables, message):
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
 def test_precisions_that_are_refused(precision):
     with pytest.raises(UserError, match=f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32"):
-        device.tpu_precision(precision)
+        hardware.tpu_precision(precision)
