@@ -28,7 +28,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
-# The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that.
+# The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that, and make,
+# which then ends too, does not call it an error.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # What a training run needs installed.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
@@ -74,7 +75,7 @@ help:
 
 train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
-	@trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)
+	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)) || [ $$stopped ]
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100: there)

@@ -9,8 +9,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -167,6 +169,22 @@ def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
     result = subprocess.run(words, cwd=ROOT, env=by_hand(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step_00000005: 1,635,744 parameters" in result.stdout  # the sampler's first line
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_make_calls_a_failed_training_an_error_and_a_ctrl_c_not(stopped, tmp_path):
+    launcher = tmp_path / "launcher"  # as Accelerate's: it ends with 1, after the training has saved
+    launcher.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nsleep 2\nexit 1\n")
+    launcher.chmod(0o755)
+    words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={launcher}"]
+    running = subprocess.Popen(words, cwd=ROOT, env=by_hand(), stdout=-1, stderr=-1, text=True, start_new_session=True)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.1)
+    if stopped:
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    printed = running.communicate(timeout=60)[1]
+    assert ("Error 1" in printed) == (not stopped)
+    assert running.returncode == (-signal.SIGINT if stopped else 2)
 
 
 def test_every_target_is_in_the_help():

@@ -15,7 +15,7 @@ from recipe.utils.units import duration, plural
 logger = logging.getLogger(__name__)
 
 # tqdm's format with our own speed and remaining time, which exclude compilation and an earlier process's steps.
-_FORMAT = "{desc}{percentage:.0f}%|{bar}| {n_fmt}{postfix}"
+_FORMAT = "{desc}{percentage:.0f}%|{bar}| {n_fmt}/{total_fmt} tok{postfix}"
 _BETWEEN_LINES = 60.0  # seconds between log lines in a long pause
 # (column of a record, format, factor of its unit), in display order.
 _FIGURES = (
@@ -25,6 +25,7 @@ _FIGURES = (
     ("mfu", "MFU {:.1f} %", 100),
     ("val_loss", "val {:.4f}", 1),
 )
+_NOT_ON_THE_BAR = {"learning_rate", "val_loss"}  # which has 80 columns; validation losses are lines above it
 
 
 class Progress:
@@ -54,13 +55,14 @@ class Progress:
 
     def report(self, record: dict, warning: str = "") -> None:
         """Shows a record of metrics.jsonl, and a warning that must not scroll away."""
-        self._newest |= {name: value for name, value in record.items() if value is not None}
+        self._newest |= {k: value for k, value in record.items() if value is not None and k not in _NOT_ON_THE_BAR}
         self._warning = f"WARNING: {warning}" if warning else ""
         self._bar.set_description(self._warning, refresh=False)
         self._bar.set_postfix_str(self._figures(self._newest))
         step = f"step {record['step']:<{len(str(self._steps))}}  {100 * record['step'] / self._steps:3.0f} %"
-        if self._show and self._bar.disable:
-            logger.info("  ".join(filter(None, (step, self._figures(record), self._warning))))
+        figures = list(filter(None, (self._figures(record), self._warning)))
+        if self._show and self._bar.disable and figures:
+            logger.info("  ".join([step, *figures]))
         elif self._show and record["val_loss"] is not None:
             logger.info("%s  validation loss %.4f", step, record["val_loss"])
 

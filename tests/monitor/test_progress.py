@@ -56,7 +56,7 @@ def test_the_bar_shows_everything_that_matters_in_eighty_columns(monkeypatch):
     progress.report(RECORD | {"step": 499})
     assert " left" not in terminal.bar  # the first step may have compiled
     progress.report(RECORD)  # and 18,573 more steps of 2.8 s
-    for figure in ("3%|", "loss 3.4124", "lr 5.7e-04", "187,234 tok/s", "MFU 47.1 %", "14 h 27 min left"):
+    for figure in ("3%|", "loss 3.4124", "261M/10.0G tok", "187,234 tok/s", "MFU 47.1 %", "14 h 27 min left"):
         assert figure in terminal.bar, terminal.bar
     assert len(terminal.bar) <= 80
     with progress.during("validating") as tick:
@@ -77,6 +77,7 @@ def test_a_log_has_a_line_for_each_record_and_one_a_minute_in_a_long_pause(capsy
     progress = Progress(1000, 2**19, 0, show=True)
     none = dict.fromkeys(RECORD)
     progress.report(none | {"step": 0, "tokens": 0, "learning_rate": 1e-6, "val_loss": 10.95})
+    progress.report(none | {"step": 2, "tokens": 2**20})  # a checkpoint alone was due
     progress.report(RECORD | {"val_loss": 3.50149, "data_wait": 0.12, "skipped_steps": 1}, "step 500 not saved")
     with progress.during("validating") as tick:
         for done in range(1, 4):
