@@ -199,6 +199,12 @@ TABLE = {
         "total_batch_tokens takes 4 sequences a step",
         "lower total_batch_tokens, or prepare more text",
     ),
+    "11 few words": (
+        lambda at: at.train(
+            at.path / "new", train_text=at.file("short.txt", "ten words are too few, however they are divided")
+        ),
+        "give more text (these are 11 tokens in all)",
+    ),
     "12 flag": (
         lambda at: at.prepare(SHAKESPEARE, shard_token=9),
         "unknown '--shard_token'; did you mean 'shard_tokens'?",

@@ -176,12 +176,13 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
 def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> None:
     """Raises UserError for data on which a run would mislead or could not take a step: validation data without a whole
     window, fewer training windows than a step takes, and a training shard that is also one for validation."""
-    for dataset in validation:
+    for one, dataset in zip(train, validation, strict=True):
         if not dataset.windows:
+            tokens, least = sum(shard.tokens for shard in one.shards + dataset.shards), 2 * dataset.sequence_length + 2
+            way_out = "raise val_fraction" if tokens > least else f"give more text (these are {tokens:,} tokens in all)"
             raise UserError(
                 f"{dataset.shards[0].path}: {dataset.shards[0].tokens} tokens, fewer than one sequence of "
-                f"sequence_length + 1 = {dataset.sequence_length + 1}; prepare more text (or a larger share, by "
-                "val_fraction), or lower sequence_length"
+                f"sequence_length + 1 = {dataset.sequence_length + 1}; {way_out}, or lower sequence_length"
             )
     for dataset in train:
         dataset.check_batch()
