@@ -55,8 +55,12 @@ CODE = {"recipe", "commit"}
 CIRCUMSTANCES = MASKS | CASTS | CODE | {"engine", "deterministic", "loss_chunk_size", "gradient_checkpointing"}
 CIRCUMSTANCES |= {"torch_compile_mode"}
 FACTOR = 8  # a run may be so many times as far from its replay as two replays are from each other
-TIGHT, TIGHT_END = 1e-4, 1e-3  # rounding, of the loss and of the weights' update, up to which a comparison says much
-LEAST = 2.0**-21  # rounding, relative: four ulps of fp32
+# Up to this rounding, of the loss, a gradient norm, HellaSwag and the weights' update, a comparison is tight; beyond it
+# rounding has grown by itself, one replay more says little of the next, and the comparison is a gross one.
+TIGHT = {"loss": 5e-5, "grad": 1e-3, "hellaswag": 0.02, "end": 1e-3}
+GROSS = {"loss": 0.05, "grad": 1.0, "hellaswag": 0.1, "end": 0.5}
+# The least rounding, relative: a mean of losses in fp32; a norm, which engines add up in more or less exact ways.
+LEAST = {"loss": 1e-6, "grad": 1e-4, "hellaswag": 0.0}
 # Columns of metrics.jsonl that no replay repeats, and fields that are paths or names on the Hub.
 TIMES = {"seconds", "save_wait", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "compilations"}
 PATHS = ("dataset_name", "val_data", "train_text", "init_from", "tokenizer")
@@ -227,15 +231,27 @@ def _kind(column: str) -> str:
     return next((kind for kind in ("loss", "grad", "hellaswag") if kind in column), "")
 
 
-def rounding(here: Numbers, again: Numbers, rows: int) -> Numbers:
-    """What rounding does to each number: the largest difference of its kind between two replays so far, and at least
-    two ulps, or one of HellaSwag's `rows`."""
-    largest, found = defaultdict(float), {}
-    for key in sorted(key for key in here if _kind(key[1])):
-        kind, value = _kind(key[1]), here[key]
-        largest[kind] = max(largest[kind], abs(value - again.get(key, value)))
-        found[key] = max(largest[kind], 1 / rows if kind == "hellaswag" else LEAST * abs(value))
+def rounding(here: Numbers, again: Numbers, rows: int, first: int) -> Numbers:
+    """What rounding does to each number: the largest difference of its kind between two replays, and at least LEAST, or
+    one of HellaSwag's `rows`. Up to twice as far from step `first`, since it grows with the steps, and a run may be
+    ahead."""
+    apart = [
+        (step, _kind(name), abs(here[step, name] - again.get((step, name), here[step, name])))
+        for step, name in here
+        if _kind(name)
+    ]
+    found = {}
+    for (step, name), value in here.items():
+        if kind := _kind(name):
+            largest = max(n for at, other, n in apart if other == kind and at <= 2 * step - first + 1)
+            found[step, name] = max(largest, 1 / rows if kind == "hellaswag" else LEAST[kind] * abs(value))
     return found
+
+
+def limit(kind: str, rounding: float, scale: float) -> float:
+    """How far a number of a run, or a tensor, may be from the replay's."""
+    tight = rounding <= TIGHT[kind] * scale
+    return max(FACTOR * rounding, (TIGHT if kind == "end" else LEAST)[kind] * scale if tight else GROSS[kind] * scale)
 
 
 def first_difference(ran: Numbers, here: Numbers, limits: Numbers, neighbors: set[int]) -> str:
@@ -305,25 +321,31 @@ def audit(interval: Interval, replays: Replays) -> str:
     if changed.keys() & CASTS and any(part["precision"] != "fp32" for part, _ in pairs):
         raise NotComparable(f"half precision is rounded elsewhere ({circumstances}); {way_out}")
     again, _ = replays.replay(interval, "again", parts[-1]["processes"])
-    rounded = rounding(here, numbers_of(again, interval.first), pairs[0][1]["hellaswag_limit"] or HELLASWAG_ROWS)
-    difference = first_difference(ran, here, {key: FACTOR * n for key, n in rounded.items()}, _neighbors(interval))
+    rounded = rounding(
+        here, numbers_of(again, interval.first), pairs[0][1]["hellaswag_limit"] or HELLASWAG_ROWS, interval.first
+    )
+    limits = {key: limit(_kind(key[1]), n, abs(here[key])) for key, n in rounded.items()}
+    difference = first_difference(ran, here, limits, _neighbors(interval))
     scales = {name: float(tensor.double().norm()) for name, tensor in replay.optimizer_state.items()}
     scales |= distances(run.weights, replays.first_weights(interval))  # of the weights, their updates
     apart, near = (distances(_tensors(one), _tensors(replay)) for one in (run, again))
     largest: dict[str, float] = defaultdict(float)  # of the weights, and of each state of the optimizer
     for name, scale in scales.items():
         largest[_state(name)] = max(largest[_state(name)], near[name] / max(scale, 1e-30))
-    limits = {name: max(FACTOR * largest[_state(name)], TIGHT_END) * scale for name, scale in scales.items()}
-    if far := [name for name, n in apart.items() if not n <= limits.get(name, 0)]:
+    far = [name for name, n in apart.items() if not n <= scales.get(name, 0) * limit("end", largest[_state(name)], 1.0)]
+    if far:
         name = min(far)
-        difference = difference or f"{name} is {apart[name]:.1e} away, rounding here explains {limits.get(name, 0):.1e}"
+        difference = (
+            difference
+            or f"{name} is {apart[name] / max(scales.get(name, 0), 1e-30):.1e} of its update, or of its norm, away"
+        )
     if difference:
         raise (NotComparable if changed.keys() & CODE else Different)(f"{difference} ({circumstances})")
     losses = [(abs(ran[key] - n) / n, rounded[key] / n) for key, n in here.items() if key[1] == "loss" and key in ran]
-    tight, says = [loss for loss in losses if loss[1] <= TIGHT], []
+    tight, says = [loss for loss in losses if loss[1] <= TIGHT["loss"]], []
     if tight:
         says.append(f"{len(tight)} lines within {max(tight)[0]:.0e}, rounding here is {max(n for _, n in tight):.0e}")
-    if largest[""] <= TIGHT_END:
+    if largest[""] <= TIGHT["end"]:
         share = max(apart[name] / max(scales[name], 1e-30) for name in run.weights)
         says.append(f"weights within {share:.0e} of their update, rounding here is {largest['']:.0e}")
     if not says:
