@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from recipe.checkpoint.format import Checkpoint, load_checkpoint, state_of
-from recipe.checkpoint.manager import CheckpointManager
+from recipe.checkpoint.manager import CheckpointManager, Stateful
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, BatchPlan, Config, data_sets
 from recipe.config.parse import check
@@ -74,7 +74,6 @@ def open_components(
         train_data, val_data = closing.enter_context(opened)
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
-            train_data.load_state_dict(state["data"])
         raw_model, model, optimizer = _model_and_optimizer(config, batch, strategy, checkpoint)
         batches = BatchLoader(
             train_data,
@@ -85,18 +84,25 @@ def open_components(
             to_device=strategy.device.put,
             pin=strategy.device.type == "cuda",
         )
-        closing.callback(batches.close)
-        if checkpoint:
-            if strategy.grad_scaler and state["grad_scaler"]:
-                strategy.grad_scaler.load_state_dict(state["grad_scaler"])
-            strategy.spike_filter.load_state_dict(state["spike_filter"])
-            if processes.is_main:
-                set_aside(directory, checkpoint)
-        metrics = Metrics(config, strategy, batches, checkpoint, closing)
-        others = {"data": train_data, "tracker": metrics.tracker, "grad_scaler": strategy.grad_scaler}
-        others["spike_filter"] = strategy.spike_filter
+        if checkpoint and processes.is_main:
+            set_aside(directory, checkpoint)
+        metrics = Metrics(config, strategy, batches, step)
+        stateful: dict[str, Stateful] = {
+            "data": train_data,
+            "metrics": metrics,
+            "tracker": metrics.tracker,
+            "spike_filter": strategy.spike_filter,
+            "grad_scaler": strategy.grad_scaler,
+        }
+        if checkpoint and checkpoint.rewound:
+            state = state | {"tracker": {}}  # it takes each step once: rewound steps are a new run there
+        for name, component in stateful.items() if checkpoint else []:
+            if state[name]:  # of a loss scale there may be none
+                component.load_state_dict(state[name])
+        closing.enter_context(batches)  # reads ahead, and verifies files by what was restored
+        closing.enter_context(metrics)
         trained = raw_model, optimizer
-        checkpoints = CheckpointManager(config, strategy, trained, metrics, others, checkpoint, directory)
+        checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, directory, checkpoint)
         closing.callback(checkpoints.join)
         yield Components(
             strategy=strategy,

@@ -57,11 +57,11 @@ _STATE = {
     "about": [_PART],
     "config": _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])},
     "tokenizer": {"name": str, "digest": str, "end_of_text": COUNT, "end_of_text_token": str},
-    "record": {...: (None, str, float)},
     "grad_scaler": {...: float},
     "spike_filter": {...: (COUNT, [(None, float)])},
     "tracker": {"run_id": _TEXT},
-    "metrics": {"seconds": float, "pauses": float, "running_loss": {"sum": float, "count": COUNT}},
+    "metrics": dict.fromkeys(("seconds", "pauses", "save_wait"), float)
+    | {"running_loss": {"sum": float, "count": COUNT}, "unwritten": {...: (None, str, float)}},
     "data": {"mixture": (None, list)},
 }
 _DATA = {"shards": [[str, COUNT, (None, SHA256)]], "complete": bool, "manifest": (None, dict)}

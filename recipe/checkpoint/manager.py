@@ -7,10 +7,10 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -33,12 +33,41 @@ from recipe.optim.optimizer import steps_taken
 from recipe.utils.errors import UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
-if TYPE_CHECKING:
-    from recipe.monitor.metrics import Metrics
-
 logger = logging.getLogger(__name__)
 _PATIENCE, _PAUSE = 60.0, 5.0  # seconds in which the last save of a run is tried again, and between two attempts
 _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it
+
+
+class Stateful(Protocol):
+    """A component of a run whose state a checkpoint keeps."""
+
+    def state_dict(self) -> dict:
+        """As JSON. A collective call."""
+        ...
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what `state_dict` returned."""
+        ...
+
+
+class RunLog(Protocol):
+    """What a manager needs of the run's metrics."""
+
+    warning: str
+    unwritten: dict
+
+    def paused(self, what: str) -> AbstractContextManager:
+        """A context whose seconds do not count as training."""
+        ...
+
+    def sync(self) -> None:
+        """Flushes the lines so far to the disk."""
+        ...
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """{step: validation loss} so far."""
+        ...
 
 
 class CheckpointManager:
@@ -54,18 +83,16 @@ class CheckpointManager:
         config: Config,
         strategy: Strategy,
         trained: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
-        metrics: Metrics,
-        others: dict,
-        resumed: Checkpoint | None,
+        stateful: dict[str, Stateful],
+        log: RunLog,
         directory: RunDirectory,
+        resumed: Checkpoint | None,
     ):
-        """`trained` are the model without wrappers and its prepared optimizer; `others` are the further components, by
-        name, whose `state_dict` a checkpoint keeps, besides these and the metrics'; `directory` is the
-        run's, which the main process has locked."""
-        self._config, self._strategy, self._metrics = config, strategy, metrics
+        """`trained` are the model without wrappers and its prepared optimizer, `stateful` the further components whose
+        state a checkpoint keeps; `directory` is the run's, which the main process has locked."""
+        self._config, self._strategy, self._log = config, strategy, log
         self._model, self._optimizer = trained
-        self._components = {**others, "metrics": metrics}
-        self._directory = directory
+        self._stateful, self._directory = stateful, directory
         self._saved_step = resumed.step if resumed else 0
         self._thread: threading.Thread | None = None
         self._unsaved: Checkpoint | None = None  # what the last save has failed to write
@@ -86,12 +113,12 @@ class CheckpointManager:
         if step <= self._saved_step:
             return
         self._saved_step = step
+        self._log.unwritten = record
         state = {
-            "record": dict(record),
             "tokens": step * self._config.optimizer.total_batch_tokens,
             "optimizer_steps": steps_taken(self._optimizer),
-        } | {name: part.state_dict() if part else {} for name, part in self._components.items()}
-        with self._metrics.paused("saving"):
+        } | {name: part.state_dict() for name, part in self._stateful.items()}
+        with self._log.paused("saving"):
             began = time.monotonic()
             self.join()
             self._unsaved = None  # its memory is for this one
@@ -108,7 +135,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until the save under way has ended: before an evaluation that can take minutes, because a kill in it
         must not cost the checkpoint."""
-        with self._metrics.paused("saving"):
+        with self._log.paused("saving"):
             self.join()
 
     def finish(self) -> bool:
@@ -155,10 +182,10 @@ class CheckpointManager:
         try:
             with self._strategy.runtime.stop.suspend_watchdog():  # a signal waits for it, even where the step hangs
                 self._directory.check()
-                self._metrics.sync()
+                self._log.sync()
                 save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on, unless it has lost its directory
-            self._unsaved, self._error, self._metrics.warning = checkpoint, error, f"step {checkpoint.step} not saved"
+            self._unsaved, self._error, self._log.warning = checkpoint, error, f"step {checkpoint.step} not saved"
             if isinstance(error, DirectoryLost):
                 self._strategy.runtime.stop.requested = True
                 logger.warning("step %d: NOT SAVED: %s", checkpoint.step, error)
@@ -168,7 +195,7 @@ class CheckpointManager:
                 newest += f" checkpoint in {self._directory.path}"
                 logger.warning("step %d: NOT SAVED: %s; %s", checkpoint.step, reason, newest)
             return
-        self._unsaved, self._error, self._metrics.warning = None, None, ""
+        self._unsaved, self._error, self._log.warning = None, None, ""
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
         how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
         logger.info("step %d: saved %s, %s", checkpoint.step, checkpoint.path, how_long)
@@ -177,7 +204,7 @@ class CheckpointManager:
     def _prune(self, newest: int, limit: int | None = None) -> None:
         try:
             self._directory.check()
-            prune(self._directory.path, newest, self._config, self._metrics.val_losses, limit)
+            prune(self._directory.path, newest, self._config, self._log.val_losses, limit)
         except (OSError, UserError) as error:  # the latter where metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from recipe.config.fields import AUTO, Config
@@ -61,6 +61,12 @@ class Due:
     save: bool
     hellaswag: bool
     sample: bool
+
+    def without(self, record: dict) -> Due:
+        """What is still due where a `record` of the step has been made by an earlier process of the run."""
+        scored = any(column.startswith("hellaswag") for column in record)
+        measured = {"eval": "val_loss" in record, "hellaswag": scored, "sample": "sample" in record}
+        return replace(self, **{name: False for name, known in measured.items() if known})
 
 
 def due_at(step: int, config: Config) -> Due:

@@ -1,5 +1,7 @@
 """Micro-batches, read ahead of the loop that trains on them."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,8 +39,15 @@ class BatchLoader:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._pending: deque[Future] = deque()
         self._waited = 0.0
-        for _ in range(2 * batch.accumulation):
+
+    def __enter__(self) -> BatchLoader:
+        """Begins to read ahead."""
+        for _ in range(2 * self._batch.accumulation):
             self._submit_next()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def _submit_next(self) -> None:
         if (index := next(self._indices, None)) is not None:

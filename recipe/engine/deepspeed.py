@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -140,10 +139,11 @@ class ZeroStrategy(Strategy):
             return None
         return {name: self._zero.get(p) for name, p in model.named_parameters()}
 
-    @cached_property
+    @property
     def grad_scaler(self):
         """As Strategy's, of DeepSpeed's own loss scale."""
-        return _LossScale(self._zero.optimizer.loss_scaler) if self.device.precision == "fp16" else None
+        fp16 = self.device.precision == "fp16"
+        return _LossScale(self._zero.optimizer.loss_scaler) if fp16 else super().grad_scaler
 
 
 class _LossScale:

@@ -40,7 +40,7 @@ class Strategy:
         device: facts of this process's device.
         runtime: the processes, and how they stop.
         spike_filter: which steps are skipped; set by `prepare`.
-        grad_scaler: with the state of the fp16 loss scale; None in other precisions.
+        grad_scaler: with the state of the fp16 loss scale, which is {} in other precisions.
     """
 
     spike_filter: SpikeFilter
@@ -120,7 +120,7 @@ class Strategy:
         `loss` is this process's mean loss of the step. Returns the gradients' global norm before clipping, and 1.0 for
         a skipped step, else 0.0: both () on the device, nothing waits for them.
         """
-        scaler, fused = self.grad_scaler, self._is_fused(optimizer)
+        scaler, fused = self._accelerator.scaler, self._is_fused(optimizer)
         if scaler:
             scaler.unscale_(optimizer)
         if fused:  # it divides the gradients by its grad_scale as it reads them: no further pass over all of them
@@ -143,7 +143,7 @@ class Strategy:
         """Whether the optimizer can divide the gradients and skip a step by itself: torch's fused ones on a CPU and on
         CUDA. The one on MPS claims it too, but ignores the divisor; and fp16's scaler does both by itself."""
         able = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return able and self.device.type != "mps" and not self.grad_scaler
+        return able and self.device.type != "mps" and not self._accelerator.scaler
 
     def _should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         mean_loss = self.runtime.processes.mean(loss) if "loss" in self.spike_filter.limits else None
@@ -154,7 +154,7 @@ class Strategy:
     @property
     def grad_scaler(self):
         """See the class: its state_dict() is that of torch's GradScaler, whatever the strategy."""
-        return self._accelerator.scaler
+        return self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
 
     @torch.no_grad()
     def gather(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint
 from recipe.config import Config
 from recipe.data.prefetch import BatchLoader
 from recipe.engine.strategy import Strategy
@@ -46,46 +45,44 @@ class Metrics:
         seconds, pauses: spent on training, and on validation, saving and the like; over the whole run, earlier
             processes included, as the seconds that training has waited for saves are.
         warning: shown on every line while it is not empty.
+        unwritten: the record of a step that is saved before its line is written.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        strategy: Strategy,
-        batches: BatchLoader,
-        checkpoint: Checkpoint | None,
-        closing: ExitStack,
-    ):
-        """For a new run, or one that resumes from `checkpoint`. `closing` closes what is opened here. Raises
-        UserError."""
-        processes = strategy.runtime.processes
+    def __init__(self, config: Config, strategy: Strategy, batches: BatchLoader, first_step: int):
+        """Of a run that starts, or continues, at `first_step`: restore the state, and enter it as a context."""
         self._config, self._strategy, self._batches = config, strategy, batches
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(strategy.device.torch_device, strategy.device.sum_dtype)
         self.seconds = self.pauses = self._save_wait = 0.0
-        self.warning = ""
-        step, known, run_id = 0, {}, None
-        if checkpoint:
-            step, known = checkpoint.step, checkpoint.state["record"]
-            # A tracker accepts each step once, so rewound steps are logged as a new run there.
-            run_id = None if checkpoint.rewound else checkpoint.state["tracker"]["run_id"]
-            before = checkpoint.state["metrics"]
-            self.seconds, self.pauses, self._save_wait = (before[x] for x in ("seconds", "pauses", "save_wait"))
-            self.loss.load_state_dict(before["running_loss"])
+        self.warning, self.unwritten = "", {}
+        self.tracker = Tracker(config, first_step)
         self._log: MetricsLog | None = None  # the main process alone has one
-        if processes.is_main:
-            self._log = MetricsLog(Path(config.run.output_dir) / "metrics.jsonl", step)
-            closing.callback(self._log.close)
-            known = self._log.earlier | known
-        opt = config.optimizer
-        self._progress = Progress(opt.max_steps, opt.total_batch_tokens, step, show=processes.is_main)
-        closing.callback(self._progress.close)
-        self.tracker = Tracker(config, step, run_id, active=processes.is_main)
-        closing.callback(self.tracker.close)
-        self._step = step
-        self._read_at, self._known = step, known  # the step of the last reading, and its known values
+        self._step = self._read_at = first_step  # of the last record, and of the last reading
+        self._known: dict = {}  # the values known of the step of the last reading
         self._grad_norm = torch.zeros((), device=strategy.device.torch_device)  # of the last step
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Metrics:
+        """Opens metrics.jsonl, the progress bar and the tracker. A collective call. Raises UserError."""
+        processes, opt = self._strategy.runtime.processes, self._config.optimizer
+        with self._closing as closing:
+            if processes.is_main:
+                self._log = MetricsLog(Path(self._config.run.output_dir) / "metrics.jsonl", self._step)
+                closing.callback(self._log.close)
+                self._known = self._log.earlier | self._known
+            self._known = processes.broadcast_object(self._known)
+            shown = processes.is_main
+            self._progress = Progress(opt.max_steps, opt.total_batch_tokens, self._step, show=shown)
+            closing.callback(self._progress.close)
+            if processes.is_main:
+                self.tracker.start()
+                closing.callback(self.tracker.close)
+            self._closing = closing.pop_all()
         self._window_begun = time.perf_counter()  # moved forward by the pauses
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._closing.close()
 
     def record(self, step: int, *, read: bool) -> dict:
         """The record of this step, to which the evaluations are added: values that an earlier process measured at it
@@ -172,7 +169,13 @@ class Metrics:
         loss = self.loss.state_dict(self._strategy.runtime.processes.mean)
         lines = self._log.sha256_before(self._step) if self._log else ""
         times = {"seconds": self.seconds, "pauses": self.pauses, "save_wait": self._save_wait}
-        return times | {"running_loss": loss, "lines_sha256": lines}
+        return times | {"running_loss": loss, "lines_sha256": lines, "unwritten": self.unwritten}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what `state_dict` returned."""
+        self.seconds, self.pauses, self._save_wait = state["seconds"], state["pauses"], state["save_wait"]
+        self.loss.load_state_dict(state["running_loss"])
+        self._known = state["unwritten"]
 
 
 class RunningLoss:

@@ -45,21 +45,23 @@ def metric_names(record: dict) -> dict[str, float | str]:
 
 
 class Tracker:
-    """The run at the tracker that `report_to` names; does nothing if that is none or `active` is false.
-
-    `run_id` comes from the checkpoint from which the run resumes at `step`.
+    """The run at the tracker that `report_to` names, which goes on at `step`; does nothing if that is none, and before
+    it is started.
 
     Attributes:
         run_id: the run's id at the tracker, for the checkpoint.
     """
 
-    def __init__(self, config: Config, step: int, run_id: str | None, *, active: bool):
-        self.run_id = run_id or secrets.token_hex(4)
-        self._name, run = config.run.report_to, config.run
+    def __init__(self, config: Config, step: int):
+        self.run_id = secrets.token_hex(4)
+        self._config, self._step, self._name = config, step, config.run.report_to
         self._tracker: GeneralTracker | None = None
-        if not active or self._name == "none":
+
+    def start(self) -> None:
+        """Opens the run at the tracker; on the main process."""
+        if self._name == "none":
             return
-        settings = redacted(config.flat())
+        run, step, settings = self._config.run, self._step, redacted(self._config.flat())
         with self._or_without_it():
             if self._name == "tensorboard":
                 tracker = self._started("tensorboard", run.output_dir, purge_step=step)
@@ -81,6 +83,10 @@ class Tracker:
     def state_dict(self) -> dict:
         """The state for the checkpoint."""
         return {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what `state_dict` returned."""
+        self.run_id = state["run_id"]
 
     def log(self, record: dict) -> None:
         """Logs a line of metrics.jsonl."""

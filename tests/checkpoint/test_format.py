@@ -182,7 +182,7 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
         ("data.manifest", {"source": {}, "options": {}, "shards": [{"file": "/x"}]}, "shards[0].split is missing"),
         ("data.mixture", [{"shards": []}] * 2, "data is not of the data sets in config.dataset_name"),
         ("metrics.running_loss.count", 1.5, "metrics.running_loss.count is 1.5"),
-        ("record.loss", [1.0], "record.loss is [1.0]"),
+        ("metrics.unwritten.loss", [1.0], "unwritten.loss is [1.0]"),
         ("about", [], "about is empty"),
         ("about", [{}], "about[0].from_step is missing"),
     ],

@@ -101,7 +101,7 @@ result |= {
     "norm": norms[-1],
     "state_bytes": sum(own(t).nbytes for s in state.values() for t in s.values() if t.dim() > 0),
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-    "scaler": strategy.grad_scaler.state_dict() if strategy.grad_scaler else {},
+    "scaler": strategy.grad_scaler.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
     # DeepSpeed's own measurement of the speed, for which it waits for a GPU in every micro-step.
     "timed": hasattr(wrapped, "tput_timer") and wrapped.tput_timer.config.enabled,

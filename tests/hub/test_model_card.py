@@ -47,11 +47,11 @@ STATE = {
     "tokens": 52_428_800,
     "optimizer_steps": 100,
     "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
-    "record": {},
     "grad_scaler": {},
     "spike_filter": {},
     "tracker": {"run_id": None},
-    "metrics": {"seconds": 61.5, "pauses": 0.0, "running_loss": {"sum": 0.0, "count": 0}},
+    "metrics": {"seconds": 61.5, "pauses": 0.0, "save_wait": 0.0, "running_loss": {"sum": 0.0, "count": 0}}
+    | {"unwritten": {}},
     "about": [PART],
     "config": CONFIG,
     "tokenizer": {"name": GPT2, "digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},

@@ -3,7 +3,7 @@
 import json
 import os
 import resource
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -113,8 +113,7 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     strategy, batches = Strategy(device, Runtime(Processes())), SimpleNamespace(waited=lambda: 0.5)
     strategy.spike_filter = SimpleNamespace(check=lambda step: 2)
 
-    with ExitStack() as stack:
-        metrics = Metrics(config, strategy, batches, None, stack)
+    with Metrics(config, strategy, batches, 0) as metrics:
         with metrics.paused("saving"):  # a moment, as there is nothing to save yet
             now[0] += 4.0
         metrics.write(0, metrics.record(0, read=True))
@@ -126,7 +125,8 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
         with metrics.paused("saving"):
             now[0] += 6.0
         record = metrics.record(5, read=True)
-        state = {"metrics": metrics.state_dict(), "record": dict(record), "tracker": {"run_id": "x"}}
+        metrics.unwritten = dict(record)
+        state = json.loads(json.dumps(metrics.state_dict()))
         metrics.write(5, record | {"val_loss": 3.0})
     nothing, line = read_metrics(tmp_path / "metrics.jsonl")
     assert (metrics.seconds, metrics.pauses) == (10.0, 10.0)
@@ -137,8 +137,10 @@ def test_a_record_holds_what_its_step_read_and_its_evaluations_also_after_a_resu
     assert (line["tokens_per_second"], line["seconds"], line["data_wait"]) == (tokens / 2.0, 10.0, 0.05)
     assert line["save_wait"] == 0.5
 
-    checkpoint = SimpleNamespace(step=5, state=json.loads(json.dumps(state)), rewound=False)
-    with ExitStack() as stack:  # by a plan that evaluates nothing at this step
-        resumed = Metrics(config, strategy, batches, checkpoint, stack)
-        resumed.write(5, resumed.record(5, read=True))
+    resumed = Metrics(config, strategy, batches, 5)  # by a plan that evaluates nothing at this step
+    resumed.load_state_dict(state)
+    with resumed:
+        record = resumed.record(5, read=True)
+        assert record["val_loss"] == 3.0  # so that it is not measured again
+        resumed.write(5, record)
     assert read_metrics(tmp_path / "metrics.jsonl") == [nothing, line]

@@ -53,7 +53,9 @@ def track(run: Path, name: str, *steps: int, loss: float = 1.0, after: int = 0, 
     """Logs `steps` as a run that resumes after step `after` does; returns the Tracker."""
     run.mkdir(exist_ok=True)
     settings = TINY | {"output_dir": run, "report_to": name, "run_name": "mine"} | fields
-    with closing(Tracker(parse_config(flags(**settings)), after, run_id, active=True)) as tracker:
+    with closing(Tracker(parse_config(flags(**settings)), after)) as tracker:
+        tracker.load_state_dict({"run_id": run_id or tracker.run_id})
+        tracker.start()
         for step in steps:
             sample = {"sample": f"Once, at step {step}"} if step == 40 else {}
             tracker.log({"step": step, "tokens": 64 * step, "loss": loss, "val_loss": None, "mfu": None} | sample)
