@@ -134,6 +134,8 @@ def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) 
     sheet = hardware.DEVICES[name]
     if name.startswith("TPU"):
         kind, resolved, no_compile = "xla", hardware.tpu_precision(precision), XLA_COMPILES
+    elif name.startswith("M1") or name == "M2":
+        kind, resolved, no_compile = "mps", hardware.plain_precision(precision), runtime.no_compile
     else:
         kind, resolved, no_compile = "cuda", hardware.gpu_precision(precision, name, sheet.bf16), runtime.no_compile
     return Device(

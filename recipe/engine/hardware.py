@@ -31,7 +31,7 @@ class DataSheet:
 # laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold with several sizes of
 # memory stands here with one of them; "A100 40GB" and "V100 32GB" are for plans alone. One with an SXM socket stands
 # here without it. A chip of TPU v2 and v3 is two devices, each with half of its memory; a chip of a later one is one
-# device. Apple publishes no such peak of its chips.
+# device.
 DEVICES = {
     # Nvidia's data sheets of these products. The P100 has no tensor cores.
     "B200": DataSheet(2250e12, 180),
@@ -89,6 +89,12 @@ DEVICES = {
     # AMD's data sheets
     "MI300X": DataSheet(1307.4e12, 192),
     "MI325X": DataSheet(1307.4e12, 256),
+    # Apple's own figures, in fp32, of its presentations of November 2020, October 2021 and June 2022; it has given none
+    # of later chips. The memory is the processor's too.
+    "M1": DataSheet(2.6e12, 16),
+    "M1 PRO": DataSheet(5.2e12, 32),
+    "M1 MAX": DataSheet(10.4e12, 64),
+    "M2": DataSheet(3.6e12, 24),
     # Google's pages on each generation, docs.cloud.google.com/tpu
     "TPU V2": DataSheet(22.5e12, 8),
     "TPU V3": DataSheet(61.5e12, 16),
@@ -99,7 +105,7 @@ DEVICES = {
 }
 # Parts of a name beside the model: vendor, socket, edition, the size of a job; and memory.
 _BESIDE = re.compile(
-    r"^(NVIDIA |AMD )?(TESLA |GEFORCE |INSTINCT )?"
+    r"^(NVIDIA |AMD |APPLE )?(TESLA |GEFORCE |INSTINCT )?"
     r"| SXM\d?(?= |$)| (BLACKWELL WORKSTATION EDITION|GENERATION|SMALL|MEDIUM|LARGE)$"
 )
 _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
@@ -221,10 +227,15 @@ def resolve_precision(precision: str, *, cpu: bool) -> str:
     UserError where the device lacks the one named."""
     if torch.cuda.is_available() and not cpu:  # is_bf16_supported() counts emulation
         return gpu_precision(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability() >= (8, 0))
+    # MPS stays in fp32 until its autocast has been tested here.
+    mps = torch.backends.mps.is_available() and not cpu
+    return plain_precision(precision, "bf16" if not mps and _cpu_has_bf16() else "fp32")
+
+
+def plain_precision(precision: str, best: str = "fp32") -> str:
+    """As `resolve_precision`, for a device without tensor cores; `best` is what `auto` becomes."""
     if precision == "auto":
-        # MPS stays in fp32 until its autocast has been tested here.
-        mps = torch.backends.mps.is_available() and not cpu
-        return "bf16" if not mps and _cpu_has_bf16() else "fp32"
+        return best
     if precision == "fp16":
         raise UserError("precision fp16 needs a CUDA GPU (Accelerate would silently run fp32); use auto, bf16 or fp32")
     if precision == "tf32":

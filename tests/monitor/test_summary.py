@@ -47,6 +47,8 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert t4["device"].startswith("T4, fp16 (auto)")  # it has no bf16
     assert t4["time"].endswith("at an assumed 40 % MFU")
     assert panel("2 x 4090", "--config=gpt2")["device"].startswith("RTX 4090, bf16")
+    mac = panel("Apple M1 Max", "--config=gpt2")
+    assert (mac["device"], mac["memory"][-7:]) == ("M1 MAX, fp32 (auto), compiled (default)", "64.0 GB")
     tpu = panel("8xtpu v5e", "--config=kaggle-tpu")
     assert tpu["batch"] == "524,288 tokens = 1 process x 8 micro-steps x 8 devices x 8 sequences x 1024"
     assert tpu == panel("v5e-8", "--config=kaggle-tpu") == panel("v5litepod-8", "--config=kaggle-tpu")
