@@ -4,6 +4,7 @@
 what the loop drives.
 """
 
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -18,7 +19,9 @@ if __package__ in (None, ""):  # as a script: import from the repository, not fr
             f"error: {sys.executable} has no Accelerate; use .venv/bin/python, set up by `make train`", file=sys.stderr
         )
         sys.exit(2)
-
+# Read when torch loads OpenMP: a thread that waits for the others soon gives up its core. By default it spins, and two
+# trainings on the same cores take a sixth of the steps that are possible (docs/log.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from recipe.components import (
     Components,

@@ -289,6 +289,11 @@ def compile_graph(model: torch.nn.Module, mode: str) -> None:
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 
+def cores_in_use() -> float:
+    """How many of this machine's cores are busy, during a fifth of a second in which this thread waits."""
+    return psutil.cpu_percent(interval=0.2) / 100 * (os.cpu_count() or 1)
+
+
 def tune_cpu(local_world_size: int) -> None:
     """Sets threads and allocator for training on a CPU, `local_world_size` processes on this node.
 
