@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -24,19 +25,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 
-from eval.published import HELLASWAG_ROWS
 from recipe.checkpoint.format import Checkpoint, checkpoint_path, load_checkpoint, state_of, verify
-from recipe.checkpoint.provenance import descends, segments
-from recipe.config import FIELDS, ROOT, data_sets, parse_config
+from recipe.checkpoint.provenance import descends
+from recipe.config import FIELDS, ROOT, Config, data_sets, parse_config
 from recipe.config.catalog import is_on_hub
 from recipe.data.dataset import check_same_data
 from recipe.data.producer import Producer
@@ -52,20 +54,45 @@ DIFFERENT = 1
 MASKS = {"device", "method", "processes", "compiled", "micro_batch_size", "packages", "precision"}
 CASTS = {"device", "method", "compiled", "fused_loss", "packages", "precision"}
 CODE = {"recipe", "commit"}
-CIRCUMSTANCES = MASKS | CASTS | CODE | {"engine", "deterministic", "loss_chunk_size", "gradient_checkpointing"}
-CIRCUMSTANCES |= {"torch_compile_mode"}
-FACTOR = 8  # a run may be so many times as far from its replay as two replays are from each other
-# Up to this rounding, of the loss, a gradient norm, HellaSwag and the weights' update, a comparison is tight; beyond it
-# rounding has grown by itself, one replay more says little of the next, and the comparison is a gross one.
-TIGHT = {"loss": 5e-5, "grad": 1e-3, "hellaswag": 0.02, "end": 1e-3}
-GROSS = {"loss": 0.05, "grad": 1.0, "hellaswag": 0.1, "end": 0.5}
-# The least rounding, relative: a mean of losses in fp32; a norm, which engines add up in more or less exact ways.
-LEAST = {"loss": 1e-6, "grad": 1e-4, "hellaswag": 0.0}
+CIRCUMSTANCES = {"engine", "deterministic", "loss_chunk_size", "gradient_checkpointing", "torch_compile_mode"}
+CIRCUMSTANCES |= MASKS | CASTS | CODE
+WAY_OUT = "start the replay as the run was, with --launch and --flags, from its commit"
 # Columns of metrics.jsonl that no replay repeats, and fields that are paths or names on the Hub.
 TIMES = {"seconds", "save_wait", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "compilations"}
-PATHS = ("dataset_name", "val_data", "train_text", "init_from", "tokenizer")
-Numbers = dict[tuple[int, str], Any]  # (step, column): value
-Tensors = dict[str, torch.Tensor]
+PATHS = {"dataset_name", "val_data", "init_from", "tokenizer"}
+Key = tuple[int, str]  # step; column of metrics.jsonl, number of a checkpoint's state, or name of a tensor
+Values = dict[Key, Any]
+Distances = dict[Key, float]
+UNROUNDED = 1e-12  # how far apart numbers that are not rounded may be here and there, such as a learning rate
+
+
+class Kind(NamedTuple):
+    """Values whose rounding is alike, by a pattern of their names. Distances are relative: to the number, to the norm
+    of the optimizer's state, to a weight's update. Up to a rounding of `tight`, a run may be 8 times as far from its
+    replay as two replays are from each other, or as `least`; beyond it rounding has grown by itself, one replay more
+    says little of the next, and a run may be as far as `gross`."""
+
+    names: str
+    least: float
+    tight: float
+    gross: float
+
+    def limit(self, rounding: float) -> float:
+        """How far a value of the run may be from the replay's."""
+        return 8 * max(rounding, self.least) if rounding <= self.tight else max(8 * rounding, self.gross)
+
+
+WEIGHT = Kind(r"^transformer\.", least=1e-4, tight=1e-3, gross=0.5)
+STATE = Kind(r"\.transformer\.", least=1e-4, tight=1e-3, gross=0.5)
+LOSS = Kind("loss|sum", least=1e-6, tight=5e-5, gross=0.05)
+NORM = Kind("grad", least=1e-4, tight=1e-3, gross=1.0)  # which engines add up in more or less exact ways
+LEFT_OUT = Kind("sample|hellaswag", least=math.inf, tight=math.inf, gross=math.inf)  # where numbers are rounded
+
+
+@cache
+def kind_of(name: str) -> Kind | None:
+    """The kind of a value; None where it is not rounded."""
+    return next((kind for kind in (WEIGHT, STATE, LOSS, NORM, LEFT_OUT) if re.search(kind.names, name)), None)
 
 
 class Different(Exception):
@@ -78,27 +105,21 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps between two checkpoints of a run; no `start` where they are its first. `is_last`: the run has no newer
-    checkpoint."""
+    """The steps `first` to `last` between two checkpoints of a run; no `start` where they are its first. `is_last`: the
+    run has no newer checkpoint."""
 
     start: Path | None
     end: Path
+    first: int
+    last: int
     is_last: bool
-
-    @property
-    def first(self) -> int:
-        """The step of its start."""
-        return step_of(self.start) if self.start else 0
-
-    @property
-    def last(self) -> int:
-        """The step of its end."""
-        return step_of(self.end)
 
     @property
     def parts(self) -> list[tuple[int, dict]]:
         """The parts of the run in it, as the run has recorded them, each with its last step."""
-        return segments(state_of(self.end)["about"], self.first, self.last)
+        parts = state_of(self.end)["about"]
+        ends = [part["from_step"] for part in parts[1:]] + [self.last]
+        return [(end, part) for end, part in zip(ends, parts, strict=True) if end > self.first]
 
 
 @dataclass(frozen=True)
@@ -111,13 +132,30 @@ class Replays:
     launch: str
     flags: list[str]
 
-    def config(self, part: dict) -> dict:
-        """The configuration with which a part of a run is replayed. Shards that must be made first are made in the
-        audit's directory. Raises UserError for another author's paths, unless flags name them."""
+    def parsed(self, part: dict) -> Config:
+        """The configuration of a part of a run, with the flags. Raises UserError for another author's paths, unless
+        flags name them."""
         values = {name: value for name, value in part["config"].items() if name in FIELDS}
         if self.repo:
             self._check_paths(values)
-        parsed = parse_config(["--config", self.written(values | {"precision": part["precision"]}), *self.flags])
+        return parse_config(["--config", self._written(values | {"precision": part["precision"]}), *self.flags])
+
+    def _check_paths(self, values: dict) -> None:
+        named = {flag.partition("=")[0].removeprefix("--") for flag in self.flags}
+        if named & {"dataset_name", "train_text"}:
+            named |= {"dataset_name", "val_data"}
+        for entry in values["dataset_name"] if isinstance(values["dataset_name"], list) else [{}]:
+            data = values | entry
+            data["dataset_name"] = data["train_text"] or data.get("name", data["dataset_name"])
+            for name in sorted(PATHS - named):
+                if data[name] not in ("", FIELDS[name].default) and not is_on_hub(data[name]):
+                    found = f"{name} {data[name]!r} of {self.repo} is a path of its author"
+                    raise UserError(f"{found}; name yours with --flags '--{name} PATH'")
+
+    def config(self, part: dict) -> dict:
+        """The fields with which a part of a run is replayed. Shards that must be made first are made in the audit's
+        directory."""
+        parsed = self.parsed(part)
         config = {name: value for name, value in parsed.flat().items() if name in FIELDS}
         entries = config["dataset_name"] if parsed.data.mixture else [config]
         for number, (one, entry) in enumerate(zip(data_sets(parsed.data), entries, strict=True)):
@@ -125,57 +163,48 @@ class Replays:
                 entry["name" if parsed.data.mixture else "dataset_name"] = str(self.directory / f"shards-{number}")
         return config | {"report_to": "none", "push_to_hub": False}
 
-    def _check_paths(self, values: dict) -> None:
-        named = {flag.partition("=")[0].removeprefix("--") for flag in self.flags}
-        if named & {"dataset_name", "train_text"}:
-            named |= {"dataset_name", "train_text", "val_data"}
-        entries = values["dataset_name"] if isinstance(values["dataset_name"], list) else [values]
-        for entry in entries:
-            entry = values | entry | ({"dataset_name": entry["name"]} if "name" in entry else {})
-            made = {"dataset_name"} if entry["train_text"] else set()
-            for name in (name for name in PATHS if name not in named | made):
-                if entry[name] not in ("", FIELDS[name].default) and not is_on_hub(entry[name]):
-                    found = f"{name} {entry[name]!r} of {self.repo} is a path of its author"
-                    raise UserError(f"{found}; name yours with --flags '--{name} PATH'")
-
-    def first_weights(self, interval: Interval) -> Tensors:
-        """The weights from which the run went on: those of the interval's start, or by the seed."""
+    def scales(self, interval: Interval, replay: Checkpoint) -> dict[str, float]:
+        """What the distances of tensors are relative to: the norms of the optimizer's state, and of the weights'
+        updates, from those of the interval's start or, by the seed, of the run's."""
         if interval.start:
-            return load_checkpoint(interval.start).weights
-        part = interval.parts[0][1]
-        parsed = parse_config(["--config", self.written(self.config(part))])
-        model = replace(parsed.model, vocab_size=part["config"]["vocab_size"])
-        return {name: p.detach() for name, p in build_model(replace(parsed, model=model)).named_parameters()}
+            start = load_checkpoint(interval.start).weights
+        else:
+            part = interval.parts[0][1]
+            config = self.parsed(part)
+            model = replace(config.model, vocab_size=part["config"]["vocab_size"])
+            start = dict(build_model(replace(config, model=model)).named_parameters())
+        updates = {name: weight - start[name].detach() for name, weight in replay.weights.items()}
+        return {name: float(tensor.double().norm()) for name, tensor in (updates | replay.optimizer_state).items()}
 
-    def written(self, values: dict) -> str:
-        """The path of a recipe with these values."""
+    def _written(self, values: dict) -> str:
         (recipe := self.directory / "recipe.yaml").write_text(yaml.safe_dump(values))
         return str(recipe)
 
-    def replay(self, interval: Interval, name: str, processes: int = 0) -> tuple[Checkpoint, list[dict]]:
-        """Trains from the interval's start to its end in a directory of its own, part by part; with `processes`, the
-        number of them here, in another order of additions. Returns the checkpoint, and what was recorded of each part.
-        Raises NotComparable where the trainer ends before."""
+    def replay(
+        self, interval: Interval, name: str, changes: Iterable[dict] = repeat({})
+    ) -> tuple[Checkpoint, list[dict]]:
+        """Trains from the interval's start to its end in a directory of its own, part by part, each with its `changes`
+        of fields. Returns the checkpoint, and what was recorded of each part. Raises NotComparable where the trainer
+        ends before."""
         (run := self.directory / name).mkdir()
         if interval.start:
             shutil.copytree(interval.start, run / interval.start.name)
         parts = []
-        for last, part in interval.parts:
-            for newer in [
-                path for path in checkpoints(run) if step_of(path) >= last
-            ]:  # it stops a little after its end
-                shutil.rmtree(newer)
-            config = self.config(part) | {"output_dir": str(run), "save_steps": last, "milestone_steps": last}
-            self._train(config | (_other_order(config, processes) if processes else {}), run, last)
+        for (last, part), change in zip(interval.parts, changes, strict=False):
+            own = {"output_dir": str(run), "save_steps": last, "milestone_steps": last}
+            self._train(self.config(part) | own | change, run, last)
             parts.append(state_of(checkpoint_path(run, last))["about"][-1])
+            for path in checkpoints(run):
+                if step_of(path) > last:  # it stops a little after its end
+                    shutil.rmtree(path)
         return load_checkpoint(checkpoint_path(run, last)), parts
 
     def _train(self, config: dict, run: Path, last: int) -> None:
         """Trains until the checkpoint of step `last` and the line of this step, or of a later one, are there."""
         program = [*(shlex.split(self.launch) or [sys.executable]), str(ROOT / "recipe/train.py")]
+        command = [*program, "--config", self._written(config)]
         checkpoint, log = checkpoint_path(run, last), self.directory / "log"
         with log.open("w") as output:
-            command = [*program, "--config", self.written(config)]
             trainer = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 while trainer.poll() is None:
@@ -183,179 +212,157 @@ class Replays:
                         break
                     time.sleep(0.1)
             finally:
-                _stop(trainer)
+                with suppress(ProcessLookupError):
+                    os.killpg(trainer.pid, signal.SIGTERM)
+                trainer.wait()
         if not checkpoint.exists():
             errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
             why = errors[-1] if errors else "it printed no error"
             raise NotComparable(f"the replay ended with exit code {trainer.returncode}; {why}")
 
 
-def _stop(trainer: subprocess.Popen) -> None:
-    """Ends the trainer and the processes that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(trainer.pid, number)
-            trainer.wait(60)
-            return
+def _other_order(part: dict) -> dict:
+    """Fields with which the same is computed as in this part of a replay, but added in another order."""
+    config, micro = part["config"], part["micro_batch_size"]
+    sequences = config["total_batch_tokens"] // config["sequence_length"] // part["processes"]
+    other = 2 if micro == 1 else 1 if micro % 2 else micro // 2
+    if sequences % other == 0 and not config["dropout"]:  # whose masks depend on the micro-batch
+        return {"micro_batch_size": other}
+    return {"loss_chunk_size": max(1, (config["loss_chunk_size"] or micro * config["sequence_length"]) // 2)}
 
 
-def _other_order(config: dict, processes: int) -> dict:
-    """Fields with which the same is computed, but added in another order."""
-    sequences = config["total_batch_tokens"] // config["sequence_length"] // processes
-    micro, chunk = min(config["micro_batch_size"], sequences), config["loss_chunk_size"]
-    others = [size for size in range(1, sequences + 1) if sequences % size == 0 and size != micro]
-    if others and not config["dropout"]:  # whose masks depend on the micro-batch
-        return {"micro_batch_size": max((size for size in others if size < micro), default=min(others))}
-    return {"loss_chunk_size": max(1, (chunk or micro * config["sequence_length"]) // 2)}
-
-
-def numbers_of(checkpoint: Checkpoint, first: int) -> Numbers:
-    """The columns of metrics.jsonl from step `first` to a checkpoint of its run, and the checkpoint's own numbers."""
-    found: Numbers = {}
+def values_of(checkpoint: Checkpoint, interval: Interval) -> Values:
+    """What a run has computed in an interval: the columns of metrics.jsonl, and what its checkpoint holds."""
+    values: Values = {}
     for line in read_metrics(checkpoint.path.parent / "metrics.jsonl"):
         step = line["step"]
-        if first <= step <= checkpoint.step:
-            there = "there twice" if (step, "the line") in found else "there"
-            found |= {(step, name): n for name, n in line.items() if n is not None and name not in TIMES}
-            found[step, "the line"] = there
-    state, metrics = checkpoint.state, checkpoint.state["metrics"]
-    own = {name: state[name] for name in ("tokens", "optimizer_steps")} | state["grad_scaler"]
-    for name, value in (state["spike_filter"] | metrics["running_loss"]).items():
-        own |= {f"{name} {i}": number for i, number in enumerate(value if isinstance(value, list) else [value])}
-    return found | {(checkpoint.step, f"the checkpoint's {name}"): n for name, n in own.items() if n is not None}
+        if (step > interval.first or not interval.start) and step <= interval.last:
+            line["the line"] = "there twice" if (step, "the line") in values else "there"
+            values |= {(step, name): n for name, n in line.items() if n is not None and name not in TIMES}
+    state, own = checkpoint.state, checkpoint.weights | checkpoint.optimizer_state
+    numbers = {name: state[name] for name in ("tokens", "optimizer_steps")} | state["grad_scaler"]
+    for name, value in (numbers | state["spike_filter"] | state["metrics"]["running_loss"]).items():
+        each = enumerate(value if isinstance(value, list) else [value])
+        own |= {f"the checkpoint's {name} {i}": number for i, number in each if number is not None}
+    return values | {(interval.last, name): value for name, value in own.items()}
 
 
-def _kind(column: str) -> str:
-    """The columns whose rounding is alike; "" for one that is not rounded."""
-    column = column.replace("sum", "loss").replace("count", "")
-    return next((kind for kind in ("loss", "grad", "hellaswag") if kind in column), "")
+def distance(name: str, run: Any, replay: Any, scale: float) -> float:
+    """How far two numbers are from each other, relative to the second, or two tensors, relative to `scale`; infinite
+    where they are unequal and neither, or the scale is 0."""
+    if isinstance(run, torch.Tensor) and isinstance(replay, torch.Tensor) and run.shape == replay.shape:
+        difference = run.double() - replay.double()
+        if scale and name.endswith("attn.c_attn.bias"):
+            difference.view(3, -1)[1] *= 0  # of keys, whose gradient is nothing but rounding; NaN stays
+        apart = float(difference.norm())
+    elif isinstance(run, int | float) and isinstance(replay, int | float):
+        apart, scale = abs(run - replay), abs(replay)
+    else:
+        return 0.0 if run is replay or (isinstance(run, str) and run == replay) else math.inf
+    return apart / scale if scale else math.inf if apart else 0.0
 
 
-def rounding(here: Numbers, again: Numbers, rows: int, first: int) -> Numbers:
-    """What rounding does to each number: the largest difference of its kind between two replays, and at least LEAST, or
-    one of HellaSwag's `rows`. Up to twice as far from step `first`, since it grows with the steps, and a run may be
-    ahead."""
-    apart = [
-        (step, _kind(name), abs(here[step, name] - again.get((step, name), here[step, name])))
-        for step, name in here
-        if _kind(name)
-    ]
-    found = {}
-    for (step, name), value in here.items():
-        if kind := _kind(name):
-            largest = max(n for at, other, n in apart if other == kind and at <= 2 * step - first + 1)
-            found[step, name] = max(largest, 1 / rows if kind == "hellaswag" else LEAST[kind] * abs(value))
-    return found
+def distances(run: Values, replay: Values, scales: dict[str, float], interval: Interval) -> Distances:
+    """The distance of each value, the first step's first. At the end of an interval that is not the last, the next may
+    have measured what the replay has not."""
+    order = sorted(run.keys() | replay.keys(), key=lambda at: (at[0], "transformer." in at[1], at[1] != "the line", at))
+    return {
+        (step, name): distance(name, run.get((step, name)), replay.get((step, name)), scales.get(name, 0.0))
+        for step, name in order
+        if (step, name) in replay or interval.is_last or step != interval.last
+    }
 
 
-def limit(kind: str, rounding: float, scale: float) -> float:
-    """How far a number of a run, or a tensor, may be from the replay's."""
-    tight = rounding <= TIGHT[kind] * scale
-    return max(FACTOR * rounding, (TIGHT if kind == "end" else LEAST)[kind] * scale if tight else GROSS[kind] * scale)
-
-
-def first_difference(ran: Numbers, here: Numbers, limits: Numbers, neighbors: set[int]) -> str:
-    """The first number of the run that is farther from the replay's than its limit, in words; "" where none is. At the
-    steps of `neighbors` another part of the run may have measured what this one has not."""
-    for key in sorted(ran.keys() | here.keys(), key=lambda key: (key[0], key[1] != "the line")):
-        (step, name), a, b = key, ran.get(key), here.get(key)
-        if a == b or (b is None and step in neighbors) or (limits and name == "sample"):
-            continue
-        numbers = isinstance(a, int | float) and isinstance(b, int | float)
-        if not (numbers and abs(a - b) <= limits.get(key, 1e-12 * abs(b))):  # so that NaN is different
-            run, replay = ("missing" if n is None else f"{n:.8g}" if isinstance(n, float) else n for n in (a, b))
-            return f"{name} of step {step:,} is {run}, and {replay} in the replay"
+def first_difference(run: Values, replay: Values, apart: Distances, limits: Distances) -> str:
+    """The first value of the run that is farther from the replay's than its limit, in words; "" where none is."""
+    for key, size in apart.items():
+        if not size <= limits.get(key, UNROUNDED):  # so that NaN is different
+            step, name = key
+            if "transformer." in name:
+                return f"{name} of step {step:,} is not the replay's" + (f", by {size:.0e}" if limits else "")
+            a, b = (values.get(key, "missing") for values in (run, replay))
+            a, b = (f"{n:.8g}" if isinstance(n, float) else n for n in (a, b))
+            return f"{name} of step {step:,} is {a}, and {b} in the replay"
     return ""
 
 
-def distances(one: Tensors, other: Tensors) -> dict[str, float]:
-    """The norm of the difference of each tensor, infinite where they are no such tensors. Without the biases of keys,
-    whose gradient is nothing but rounding."""
-    found = dict.fromkeys(one.keys() ^ other.keys(), math.inf)
-    for name in one.keys() & other.keys():
-        a, b = one[name], other[name]
-        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
-        if alike and name.endswith("attn.c_attn.bias"):
-            a, b = (torch.stack(t.chunk(3))[::2] for t in (a, b))
-        found[name] = float((a.double() - b.double()).norm()) if alike else math.inf
-    return found
-
-
-def _tensors(checkpoint: Checkpoint) -> Tensors:
-    return checkpoint.weights | checkpoint.optimizer_state
-
-
-def _neighbors(interval: Interval) -> set[int]:
-    return ({interval.first} if interval.start else set()) | (set() if interval.is_last else {interval.last})
+def check_files(interval: Interval) -> None:
+    """Raises Different where checkpoints are damaged, or metrics.jsonl is not the one whose hash they keep."""
+    for path in filter(None, (interval.start, interval.end)):
+        if problems := verify(path):
+            raise Different(f"{path} is damaged: {problems[0]}")
+        step, written = step_of(path), state_of(path)["metrics"]["lines_sha256"]
+        if sha256_before(path.parent / "metrics.jsonl", step) != written:
+            raise Different(f"the lines of metrics.jsonl before step {step:,} are not those that the run wrote")
 
 
 def audit(interval: Interval, replays: Replays) -> str:
     """What was compared of an interval, and how tightly. Raises Different and NotComparable."""
-    for path in filter(None, (interval.start, interval.end)):
-        if sha256_before(path.parent / "metrics.jsonl", step_of(path)) != state_of(path)["metrics"]["lines_sha256"]:
-            raise Different(
-                f"the lines of metrics.jsonl before step {step_of(path):,} are not those that the run wrote"
-            )
+    check_files(interval)
     run, (replay, parts) = load_checkpoint(interval.end), replays.replay(interval, "replay")
-    ran, here = (numbers_of(checkpoint, interval.first) for checkpoint in (run, replay))
+    ran, here = values_of(run, interval), values_of(replay, interval)
     if interval.is_last and (interval.last, "the line") in here.keys() - ran.keys():
         raise NotComparable("metrics.jsonl has no line of this last step; continue the run, which writes it")
-    difference = first_difference(ran, here, {}, _neighbors(interval))
+    difference = first_difference(ran, here, distances(ran, here, {}, interval), {})
     try:
         check_same_data(run.state["data"], replay.state["data"], "")
     except UserError:
         raise Different(difference or "the checkpoint says that the run read other shards") from None
-    bits = [name for name, tensor in _tensors(replay).items() if not torch.equal(tensor, _tensors(run)[name])]
-    if not difference and not bits:
+    if not difference:
         return f"{interval.last - interval.first:,} steps to the bit"
     pairs = [(a["config"] | a, b["config"] | b) for (_, a), b in zip(interval.parts, parts, strict=True)]
+    circumstances = compare_circumstances(pairs, difference)
+    again, _ = replays.replay(interval, "again", [_other_order(part) for part in parts])
+    scales = replays.scales(interval, replay)
+    apart = distances(ran, here, scales, interval)
+    rounding = rounding_of(distances(values_of(again, interval), here, scales, interval), interval.first)
+    limits = {key: kind.limit(size) for key, size in rounding.items() if (kind := kind_of(key[1]))}
+    if difference := first_difference(ran, here, apart, limits):
+        other_code = any(a[name] != b[name] for a, b in pairs for name in CODE)
+        raise (NotComparable if other_code else Different)(f"{difference} ({circumstances})")
+    return f"holds: {tightness(apart, rounding)} ({circumstances})"
+
+
+def compare_circumstances(pairs: list[tuple[dict, dict]], difference: str) -> str:
+    """In what a run and its replay were computed otherwise, in words. Raises Different if in nothing, and NotComparable
+    where rounding alone does not explain a `difference`."""
     changed = {
-        n: f"{n} {a[n]!r} in the run, {b[n]!r} here" for a, b in pairs for n in sorted(CIRCUMSTANCES) if a[n] != b[n]
+        name: f"{name} {a[name]!r} in the run, {b[name]!r} here"
+        for a, b in pairs
+        for name in sorted(CIRCUMSTANCES)
+        if a[name] != b[name]
     }
-    if not changed and all(part["deterministic"] for part, _ in pairs):
-        raise Different(difference or f"the logged numbers are equal, and {min(bits)} is not")
+    if not changed and all(run["deterministic"] for run, _ in pairs):
+        raise Different(difference)
     circumstances = "; ".join(changed.values()) or "this device is not deterministic"
-    way_out = "start the replay as the run was, with --launch and --flags, from its commit"
-    if changed.keys() & MASKS and any(part["dropout"] for part, _ in pairs):
-        raise NotComparable(f"dropout draws other masks ({circumstances}); {way_out}")
-    if changed.keys() & CASTS and any(part["precision"] != "fp32" for part, _ in pairs):
-        raise NotComparable(f"half precision is rounded elsewhere ({circumstances}); {way_out}")
-    again, _ = replays.replay(interval, "again", parts[-1]["processes"])
-    rounded = rounding(
-        here, numbers_of(again, interval.first), pairs[0][1]["hellaswag_limit"] or HELLASWAG_ROWS, interval.first
-    )
-    limits = {key: limit(_kind(key[1]), n, abs(here[key])) for key, n in rounded.items()}
-    difference = first_difference(ran, here, limits, _neighbors(interval))
-    scales = {name: float(tensor.double().norm()) for name, tensor in replay.optimizer_state.items()}
-    scales |= distances(run.weights, replays.first_weights(interval))  # of the weights, their updates
-    apart, near = (distances(_tensors(one), _tensors(replay)) for one in (run, again))
-    largest: dict[str, float] = defaultdict(float)  # of the weights, and of each state of the optimizer
-    for name, scale in scales.items():
-        largest[_state(name)] = max(largest[_state(name)], near[name] / max(scale, 1e-30))
-    far = [name for name, n in apart.items() if not n <= scales.get(name, 0) * limit("end", largest[_state(name)], 1.0)]
-    if far:
-        name = min(far)
-        difference = (
-            difference
-            or f"{name} is {apart[name] / max(scales.get(name, 0), 1e-30):.1e} of its update, or of its norm, away"
-        )
-    if difference:
-        raise (NotComparable if changed.keys() & CODE else Different)(f"{difference} ({circumstances})")
-    losses = [(abs(ran[key] - n) / n, rounded[key] / n) for key, n in here.items() if key[1] == "loss" and key in ran]
-    tight, says = [loss for loss in losses if loss[1] <= TIGHT["loss"]], []
-    if tight:
-        says.append(f"{len(tight)} lines within {max(tight)[0]:.0e}, rounding here is {max(n for _, n in tight):.0e}")
-    if largest[""] <= TIGHT["end"]:
-        share = max(apart[name] / max(scales[name], 1e-30) for name in run.weights)
-        says.append(f"weights within {share:.0e} of their update, rounding here is {largest['']:.0e}")
+    if changed.keys() & MASKS and any(run["dropout"] for run, _ in pairs):
+        raise NotComparable(f"dropout draws other masks ({circumstances}); {WAY_OUT}")
+    if changed.keys() & CASTS and any(run["precision"] != "fp32" for run, _ in pairs):
+        raise NotComparable(f"half precision is rounded elsewhere ({circumstances}); {WAY_OUT}")
+    return circumstances
+
+
+def rounding_of(near: Distances, first: int) -> Distances:
+    """What rounding does to each value, by the distances of two replays: the largest of its kind, up to twice as far
+    from step `first`, since it grows with the steps, and a run may be ahead."""
+    kinds = {(step, name): kind for step, name in near if (kind := kind_of(name))}
+    return {
+        (step, name): max(near[at] for at in kinds if kinds[at] is kind and at[0] <= 2 * step - first + 1)
+        for (step, name), kind in kinds.items()
+    }
+
+
+def tightness(apart: Distances, rounding: Distances) -> str:
+    """How near a run is to its replay where rounding is small. Raises NotComparable where it is nowhere."""
+    says = []
+    for kind, what in ((LOSS, "losses"), (WEIGHT, "weights by their update")):
+        tight = [key for key, size in rounding.items() if kind_of(key[1]) is kind and size <= kind.tight]
+        if tight:
+            far, size = (max(of[key] for key in tight) for of in (apart, rounding))
+            says.append(f"{len(tight)} {what} within {far:.0e}, rounding here is {size:.0e}")
     if not says:
-        raise NotComparable(f"rounding has grown to {largest['']:.0e} of the update ({circumstances}); {way_out}")
-    return f"holds: {'; '.join(says)} ({circumstances})"
-
-
-def _state(name: str) -> str:
-    """exp_avg. of an optimizer state's name, "" of a weight's."""
-    return name.partition("transformer.")[0]
+        raise NotComparable(f"rounding has grown too large to compare; {WAY_OUT}")
+    return "; ".join(says)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -372,25 +379,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace, directory: Path) -> int:
-    repo, run = arguments.repo, directory / "run"
-    if not repo:
-        run = arguments.run or newest_run()
-    if (arguments.last if arguments.random is None else arguments.random) < 1:
+    repo = arguments.repo
+    run = directory / "run" if repo else arguments.run or newest_run()
+    number = arguments.last if arguments.random is None else arguments.random
+    if number < 1:
         raise UserError("--last and --random count intervals, from 1 on")
     found = checkpoints_on_the_hub(repo, run) if repo else checkpoints(run)
     if not found:
         raise UserError(f"{repo or run}: no checkpoint there; name a run, such as runs/shakespeare")
-    chosen = found[-arguments.last :]
+    chosen = found[-number:]
     if arguments.random:
-        chosen = sorted(random.sample(found, min(arguments.random, len(found))), key=step_of)
+        chosen = sorted(random.sample(found, min(number, len(found))), key=step_of)
     print(f"audit      {repo or run}: {len(chosen)} of {len(found)} intervals between its checkpoints", flush=True)
     codes = set()
     for end in chosen:
-        interval = Interval(_ancestor(end, found, repo), end, end == found[-1])
-        for path in filter(None, (interval.start, end) if repo else ()):
+        start = _ancestor(end, found, repo)
+        interval = Interval(start, end, step_of(start) if start else 0, step_of(end), end == found[-1])
+        for path in filter(None, (start, end) if repo else ()):
             fetch(repo, path)
-        with tempfile.TemporaryDirectory(dir=directory) as at:
-            code, sentence = _verdict(interval, Replays(Path(at), repo, arguments.launch, shlex.split(arguments.flags)))
+        try:
+            with tempfile.TemporaryDirectory(dir=directory) as own:
+                replays = Replays(Path(own), repo, arguments.launch, shlex.split(arguments.flags))
+                code, sentence = ExitCode.DONE, audit(interval, replays)
+        except Different as error:
+            code, sentence = DIFFERENT, f"different: {error}"
+        except NotComparable as error:
+            code, sentence = ExitCode.NOT_COMPARABLE, f"cannot be compared here: {error}"
+        except KeyError as error:
+            code = ExitCode.NOT_COMPARABLE
+            sentence = f"cannot be compared here: another version wrote it, without {error}"
         print(f"step {interval.first:,} to {interval.last:,}: {sentence}", flush=True)
         codes.add(code)
     return next(code for code in (DIFFERENT, ExitCode.NOT_COMPARABLE, ExitCode.DONE) if code in codes)
@@ -402,27 +419,12 @@ def _ancestor(end: Path, found: list[Path], repo: str) -> Path | None:
     def parts(path: Path) -> list[dict]:
         if repo:
             fetch(repo, path, only="trainer_state.json")
-        with suppress(OSError, ValueError, KeyError):  # damaged, as the verdict will say
+        with suppress(UserError):  # damaged, as the verdict will say
             return state_of(path)["about"]
         return []
 
     earlier = (path for path in reversed(found) if step_of(path) < step_of(end))
     return next((path for path in earlier if descends(parts(end), step_of(path), parts(path))), None)
-
-
-def _verdict(interval: Interval, replays: Replays) -> tuple[int, str]:
-    """The exit code, and the sentence of an interval."""
-    for path in filter(None, (interval.start, interval.end)):
-        if problems := verify(path):
-            return DIFFERENT, f"{path} is damaged: {problems[0]}"
-    try:
-        return ExitCode.DONE, audit(interval, replays)
-    except Different as error:
-        return DIFFERENT, f"different: {error}"
-    except NotComparable as error:
-        return ExitCode.NOT_COMPARABLE, f"cannot be compared here: {error}"
-    except KeyError as error:
-        return ExitCode.NOT_COMPARABLE, f"cannot be compared here: another version wrote it, without {error}"
 
 
 def _parser() -> argparse.ArgumentParser:

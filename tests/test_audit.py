@@ -1,6 +1,7 @@
 """`python -m recipe.audit` on runs as they were trained, and on runs that did not compute what they say."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save
 from recipe import audit
 from recipe.checkpoint.format import load_checkpoint
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, metrics, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, flags, launch, metrics, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -50,10 +51,10 @@ def replayed_once(monkeypatch, tmp_path_factory, request):
     """Replays of the same interval with the same flags are made once for this module."""
     made, replay = request.config.stash.setdefault(_made, {}), audit.Replays.replay
 
-    def look_up(self, interval, name, processes=0):
+    def look_up(self, interval, name, *changes):
         key = (interval.first, name, *self.flags)
         if key not in made:
-            checkpoint, parts = replay(self, interval, name, processes)
+            checkpoint, parts = replay(self, interval, name, *changes)
             copy = shutil.copytree(checkpoint.path.parent, tmp_path_factory.mktemp("replays") / "run")
             made[key] = copy / checkpoint.path.name, parts
         path, parts = made[key]
@@ -138,7 +139,8 @@ def test_elsewhere_it_holds_within_what_rounding_does(resumed_run, tmp_path, cap
     for step in range(end + 5, 25, 5):
         shutil.rmtree(run / f"step_{step:08d}")
     code, sentences = audited(capsys, run, *ELSEWHERE)
-    assert sentences[0].startswith(f"step {end - 5} to {end}: holds: 3 lines within ")
+    assert sentences[0].startswith(f"step {end - 5} to {end}: holds: ")
+    assert re.search(r"losses within \de-0[789], rounding .* weights by their update within \de-0[4567],", sentences[0])
     assert sentences[0].endswith(" (micro_batch_size 4 in the run, 2 here)")
     assert code == 0
 
@@ -185,7 +187,7 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fields", "processes", "launch", "said"),
+    ("fields", "processes", "elsewhere", "said"),
     [
         ({}, 1, DDP, "holds: "),
         ({}, 1, FSDP, "holds: "),
@@ -197,12 +199,35 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({"torch_compile": "true", "n_layer": 1}, 1, (), "to the bit"),
     ],
 )
-def test_honest_runs_are_never_different(shards, tmp_path, capsys, monkeypatch, fields, processes, launch, said):
+def test_honest_runs_are_never_different(shards, tmp_path, capsys, monkeypatch, fields, processes, elsewhere, said):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     train(shards, tmp_path / "run", processes, **KEPT | {"save_steps": 100} | fields)
-    code, sentences = audited(capsys, tmp_path / "run", *launch)
+    code, sentences = audited(capsys, tmp_path / "run", *elsewhere)
     assert said in sentences[0]
     assert code == (69 if "cannot" in said else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "elsewhere"), [("ddp", DDP), ("fsdp", ())])
+@pytest.mark.parametrize("forgery", ["", "val_loss", "NaN weight"])
+def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, monkeypatch, engine, elsewhere, forgery):
+    """Replayed as it was trained, or on one process."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    def make(run):
+        fields = flags(**TINY | KEPT | {"dataset_name": shards, "output_dir": run})
+        assert launch(engine, 2, "recipe/train.py", *fields).returncode == 0
+
+    run = shutil.copytree(once(f"audited {engine}", make)[0], tmp_path / "run")
+    if forgery == "val_loss":
+        line_of(20, val_loss=metrics(run)[-1]["val_loss"] - 0.5)(run)
+    elif forgery:
+        FORGERIES[forgery][0](run)
+    code, sentences = audited(capsys, run, *elsewhere)
+    assert code == (1 if forgery else 0)
+    honest = "to the bit" if elsewhere else "holds: "
+    said = {"": honest, "val_loss": "different: val_loss of step 20 is ", "NaN weight": f"different: {WEIGHT}"}
+    assert said[forgery] in sentences[0]
 
 
 def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys):
@@ -229,4 +254,4 @@ def test_a_bit_after_which_the_run_went_on_is_found(shards, resumed_run, tmp_pat
     run = shutil.copytree(resumed_run, tmp_path / "run")
     change_weight(run / "step_00000020")
     code, sentences = audited(capsys, run)
-    assert (code, sentences) == (1, [f"step 15 to 20: different: the logged numbers are equal, and {WEIGHT} is not"])
+    assert (code, sentences) == (1, [f"step 15 to 20: different: {WEIGHT} of step 20 is not the replay's"])

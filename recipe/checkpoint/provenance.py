@@ -63,12 +63,6 @@ def descends(parts: list[dict], step: int, earlier: list[dict]) -> bool:
     return parts[: len(earlier)] == earlier and all(part["from_step"] >= step for part in parts[len(earlier) :])
 
 
-def segments(parts: list[dict], first: int, last: int) -> list[tuple[int, dict]]:
-    """Each part of a run that took steps between two steps, with its last one there."""
-    ends = [part["from_step"] for part in parts[1:]] + [last]
-    return [(end, part) for part, end in zip(parts, ends, strict=True) if first < end]
-
-
 def _versions() -> dict[str, str]:
     """The versions of the packages that are installed."""
     found = {}
