@@ -177,7 +177,9 @@ def test_make_calls_a_failed_training_an_error_and_a_ctrl_c_not(stopped, tmp_pat
     launcher.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nsleep 2\nexit 1\n")
     launcher.chmod(0o755)
     words = ["make", "train", "-o", ".venv/installed", f"LAUNCH={launcher}"]
-    running = subprocess.Popen(words, cwd=ROOT, env=by_hand(), stdout=-1, stderr=-1, text=True, start_new_session=True)
+    options = {"stdout": -1, "stderr": -1, "text": True, "start_new_session": True}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it
+    running = subprocess.Popen(words, cwd=ROOT, env=by_hand(), **options)
     while not (tmp_path / "started").exists():
         time.sleep(0.1)
     if stopped:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Forked(programs.Running):
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
-    monkeypatch.setattr(runs.subprocess, "Popen", Forked)
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,8 @@ def tiny(tmp_path) -> str:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_scoreboard_times_the_trainer(processes, tiny, tmp_path, monkeypatch, capsys):
     """`make scoreboard` without what compiles; with two processes, as `accelerate launch` starts it."""
-    monkeypatch.setattr(runs.subprocess, "Popen", Forked if processes == 1 else subprocess.Popen)
+    if processes > 1:
+        monkeypatch.setattr(runs, "subprocess", subprocess)
     whole = scoreboard.rows_of
     chosen = {1: ("fp32", "tf32", "micro-batch 4"), 2: ("fp32", "2 processes")}[processes]
     monkeypatch.setattr(scoreboard, "rows_of", lambda *a: [row for row in whole(*a) if row.name in chosen])
