@@ -147,7 +147,7 @@ TABLE = {
         f"stories yet; first run {PREPARE} with the same flags",
     ),
     "1 mistyped path": (  # it looks like ORG/NAME; the Hub is not asked here
-        lambda at: flags(dataset_name="mytext/poems"),
+        lambda at: flags(dataset_name="mytext/poems", output_dir=at.run),
         "error: mytext/poems, on the Hub because this disk has no such path, is not prepared in data/poems-",
         "--streaming true",
     ),
