@@ -86,7 +86,7 @@ def line_of(step: int, **changes):
 
 FORGERIES = {
     "val_loss": (line_of(20, val_loss=5.0), "val_loss of step 20 is 5"),
-    "val_loss left out": (line_of(20, val_loss=None), "val_loss of step 20 is missing"),
+    "val_loss removed": (line_of(20, val_loss=None), "val_loss of step 20 is missing"),
     "loss": (line_of(20, loss=2.0), "loss of step 20 is 2"),
     "NaN": (line_of(20, loss=float("nan")), "loss of step 20 is nan"),
     "gradient norm": (line_of(20, grad_norm=0.1), "grad_norm of step 20 is 0.1"),
