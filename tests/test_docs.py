@@ -31,7 +31,7 @@ BLOCKS = re.findall(
     r"```bash\n(.*?)```", "\n".join(text for page, text in PAGES.items() if page.name != "elsewhere.md"), re.DOTALL
 )
 LAUNCHES = re.findall(r"\| `((?:python|accelerate|sbatch) [^`]+)`", PAGES[ROOT / "README.md"])  # in its table
-JOB = re.search(r"^hf jobs run .*", PAGES[ROOT / "docs" / "hardware.md"], re.MULTILINE)[0]
+JOB = re.search(r"^hf jobs run .*", PAGES[ROOT / "docs" / "clusters.md"], re.MULTILINE)[0]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.search(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)[1].split())
 
