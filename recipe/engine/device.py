@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,19 +133,15 @@ def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) 
     """A device that is not here, `name` in DEVICES, or `count` TPU cores behind one process. Raises UserError where it
     lacks the precision."""
     sheet = hardware.DEVICES[name]
-    if name.startswith("TPU"):
-        kind, resolved, no_compile = "xla", hardware.tpu_precision(precision), XLA_COMPILES
-    elif name.startswith("M1") or name == "M2":
-        kind, resolved, no_compile = "mps", hardware.plain_precision(precision), runtime.no_compile
-    else:
-        kind, resolved, no_compile = "cuda", hardware.gpu_precision(precision, name, sheet.bf16), runtime.no_compile
+    kind = "xla" if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"
+    bf16 = sheet.bf16 and kind != "mps"
     return Device(
         kind,
         name,
-        resolved,
+        hardware.supported_precision(precision, name, gpu=kind == "cuda", bf16=bf16),
         chip=name,
         count=count,
         memory=int(1e9 * sheet.memory),
         peak_flops=sheet.peak * count,
-        no_compile=no_compile,
+        no_compile=XLA_COMPILES if kind == "xla" else runtime.no_compile,
     )

@@ -8,8 +8,8 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -17,8 +17,7 @@ import torch
 from recipe.utils.errors import UserError
 
 
-@dataclass(frozen=True)
-class DataSheet:
+class DataSheet(NamedTuple):
     """A GPU or a TPU device: its dense bf16 (fp16 where it has no bf16) peak in FLOP/s with sums in fp32; its memory in
     10^9 bytes; whether it has bf16."""
 
@@ -27,68 +26,37 @@ class DataSheet:
     bf16: bool = True
 
 
-# From the vendors' data sheets, as said above each group. A GPU with another name has no peak rather than a guess: a
-# laptop's GPU, a slice of one or a "D" has almost the same name (see `known_name`). A GPU sold with several sizes of
-# memory stands here with one of them; "A100 40GB" and "V100 32GB" are for plans alone. One with an SXM socket stands
-# here without it. A chip of TPU v2 and v3 is two devices, each with half of its memory; a chip of a later one is one
-# device.
+# From the vendors' data sheets. Any other device has no peak rather than a guess: a laptop's GPU, a slice of one or a
+# "D" has almost the same name (see `known_name`). A GPU sold with several sizes of memory is here with one of them;
+# "A100 40GB" and "V100 32GB" are for plans alone. A chip of TPU v2 and v3 is two devices, each with half of its memory;
+# a chip of a later one is one device.
 DEVICES = {
-    # Nvidia's data sheets of these products. The P100 has no tensor cores.
     "B200": DataSheet(2250e12, 180),
     "GH200": DataSheet(989e12, 96),
     "H200": DataSheet(989e12, 141),
-    "H200 NVL": DataSheet(835e12, 141),
     "H100": DataSheet(989e12, 80),
     "H100 PCIE": DataSheet(756e12, 80),
-    "H100 NVL": DataSheet(835e12, 94),
     "A100": DataSheet(312e12, 80),
     "A100 40GB": DataSheet(312e12, 40),
     "A100 PCIE": DataSheet(312e12, 80),
     "A40": DataSheet(149.7e12, 48),
-    "A30": DataSheet(165e12, 24),
     "A10": DataSheet(125e12, 24),
     "A10G": DataSheet(70e12, 24),
     "L40S": DataSheet(362e12, 48),
-    "L40": DataSheet(181e12, 48),
     "L4": DataSheet(121e12, 24),
     "T4": DataSheet(65e12, 16, bf16=False),
     "V100": DataSheet(125e12, 16, bf16=False),
     "V100 32GB": DataSheet(125e12, 32, bf16=False),
-    "V100 PCIE": DataSheet(112e12, 16, bf16=False),
-    "P100": DataSheet(21.2e12, 16, bf16=False),
-    "P100 PCIE": DataSheet(18.7e12, 16, bf16=False),
-    # Nvidia's papers on GA102, AD102 and the RTX Blackwell PRO
+    # Nvidia's papers on GA102, AD102 and RTX Blackwell
     "RTX A6000": DataSheet(154.8e12, 48),
     "RTX 6000 ADA": DataSheet(364.2e12, 48),
     "RTX PRO 6000": DataSheet(503.8e12, 96),
-    # GeForce: the same papers and that on RTX Blackwell for 3070, 3080, 3090, 4070 Ti, 4080, 4090, 5070 and above; the
-    # others by what these have in common: 4 FLOP a core and cycle, at the boost clock on Nvidia's product page.
     "RTX 5090": DataSheet(209.5e12, 32),
-    "RTX 5080": DataSheet(112.6e12, 16),
-    "RTX 5070 TI": DataSheet(87.9e12, 16),
-    "RTX 5070": DataSheet(61.7e12, 12),
-    "RTX 5060 TI": DataSheet(47.4e12, 16),
-    "RTX 5060": DataSheet(38.4e12, 8),
     "RTX 4090": DataSheet(165.2e12, 24),
-    "RTX 4080 SUPER": DataSheet(104.4e12, 16),
     "RTX 4080": DataSheet(97.5e12, 16),
-    "RTX 4070 TI SUPER": DataSheet(88.2e12, 16),
-    "RTX 4070 TI": DataSheet(80.2e12, 12),
-    "RTX 4070 SUPER": DataSheet(71.1e12, 12),
-    "RTX 4070": DataSheet(58.4e12, 12),
-    "RTX 4060 TI": DataSheet(44.2e12, 8),
-    "RTX 4060": DataSheet(30.2e12, 8),
-    "RTX 3090 TI": DataSheet(80e12, 24),
     "RTX 3090": DataSheet(71e12, 24),
-    "RTX 3080 TI": DataSheet(68.4e12, 12),
     "RTX 3080": DataSheet(59.5e12, 10),
-    "RTX 3070 TI": DataSheet(43.5e12, 8),
-    "RTX 3070": DataSheet(40.6e12, 8),
-    "RTX 3060 TI": DataSheet(32.5e12, 8),
-    "RTX 3060": DataSheet(25.5e12, 12),
-    # AMD's data sheets
     "MI300X": DataSheet(1307.4e12, 192),
-    "MI325X": DataSheet(1307.4e12, 256),
     # Apple's own figures, in fp32, of its presentations of November 2020, October 2021 and June 2022; it has given none
     # of later chips. The memory is the processor's too.
     "M1": DataSheet(2.6e12, 16),
@@ -223,42 +191,27 @@ def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
 
 
 def resolve_precision(precision: str, *, cpu: bool) -> str:
-    """Resolves `auto` to the fastest precision that the device (with `cpu`, the processor) computes natively. Raises
-    UserError where the device lacks the one named."""
+    """As `supported_precision`, for the device of this process: with `cpu`, the processor."""
     if torch.cuda.is_available() and not cpu:  # is_bf16_supported() counts emulation
-        return gpu_precision(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability() >= (8, 0))
+        bf16 = torch.cuda.get_device_capability() >= (8, 0)
+        return supported_precision(precision, torch.cuda.get_device_name(), gpu=True, bf16=bf16)
     # MPS stays in fp32 until its autocast has been tested here.
     mps = torch.backends.mps.is_available() and not cpu
-    return plain_precision(precision, "bf16" if not mps and _cpu_has_bf16() else "fp32")
+    return supported_precision(precision, "MPS" if mps else "a CPU", gpu=False, bf16=not mps and _cpu_has_bf16())
 
 
-def plain_precision(precision: str, best: str = "fp32") -> str:
-    """As `resolve_precision`, for a device without tensor cores; `best` is what `auto` becomes."""
+def supported_precision(precision: str, name: str, *, gpu: bool, bf16: bool) -> str:
+    """Resolves `auto` to the fastest precision of the device called `name`, a CUDA GPU or not; `bf16`: whether it
+    computes that natively. Raises UserError where it lacks the one named."""
+    if gpu:
+        able = ("bf16", "fp16", "tf32", "fp32") if bf16 else ("fp16", "fp32")
+    else:
+        able = ("bf16", "fp32") if bf16 else ("fp32", "bf16")
     if precision == "auto":
-        return best
-    if precision == "fp16":
-        raise UserError("precision fp16 needs a CUDA GPU (Accelerate would silently run fp32); use auto, bf16 or fp32")
-    if precision == "tf32":
-        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
+        return able[0]
+    if precision not in able:
+        raise UserError(f"precision {precision} is not supported on {name}; use auto, {' or '.join(able)}")
     return precision
-
-
-def gpu_precision(precision: str, name: str, bf16: bool) -> str:
-    """As `resolve_precision`, for the GPU called `name`; `bf16`: whether it computes that natively."""
-    if precision == "auto":
-        return "bf16" if bf16 else "fp16"
-    if precision == "tf32" and not bf16:
-        raise UserError("precision tf32 needs an Ampere or newer GPU; use auto or fp32")
-    if precision == "bf16" and not bf16:
-        raise UserError(f"precision bf16 is only emulated on {name}; use auto or fp16")
-    return precision
-
-
-def tpu_precision(precision: str, best: str = "bf16") -> str:
-    """As `resolve_precision`, for a TPU; `best` is what `auto` becomes."""
-    if precision in ("fp16", "tf32"):
-        raise UserError(f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32")
-    return best if precision == "auto" else precision
 
 
 def _cpu_has_bf16() -> bool:

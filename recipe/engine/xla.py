@@ -92,7 +92,7 @@ class XlaStrategy(Strategy):
         if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
             cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
             xr.initialize_cache(str(Path(cache).expanduser()))
-        precision = hardware.tpu_precision(precision, "bf16" if generation else "fp32")
+        precision = hardware.supported_precision(precision, "a TPU", gpu=False, bf16=bool(generation))
         # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.
         # XLA is also what it makes of 'NO' where torch_xla is installed.
         accelerator = start_accelerator(precision, "no", [], (DistributedType.XLA,))

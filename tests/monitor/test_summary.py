@@ -55,7 +55,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert tpu["memory"].endswith("GB a device (estimate) of 16.0 GB")
     assert panel("v4-8", "--config=gpt2")["engine"] == "4 devices behind one process"  # Google counts the cores
     assert "at 23.7 % MFU, published by nanochat-jax" in panel("v6e-8", "--config=gpt2")["time"]
-    with pytest.raises(UserError, match="precision bf16 is only emulated on T4; use auto or fp16"):
+    with pytest.raises(UserError, match="precision bf16 is not supported on T4; use auto, fp16 or fp32"):
         panel("t4", "--precision=bf16")
     with pytest.raises(UserError, match=r"dry_run 'h1000': no such device is known; there are .*H100"):
         panel("h1000")

@@ -209,9 +209,3 @@ def test_launches_that_are_refused(strategy, monkeypatch, variables, message):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         _check_launch()
-
-
-@pytest.mark.parametrize("precision", ["fp16", "tf32"])
-def test_precisions_that_are_refused(precision):
-    with pytest.raises(UserError, match=f"precision {precision} is not supported on a TPU; use auto, bf16 or fp32"):
-        hardware.tpu_precision(precision)
