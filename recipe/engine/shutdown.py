@@ -8,8 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import torch
 
@@ -20,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 _ECHO = 1.0  # seconds within which a second SIGINT is the same Ctrl-C, passed on by a launcher that heard it too
-MIN_STEP_GRACE_S = 20.0  # seconds in which a run must reach its next step boundary
 _POLL = 0.2  # seconds between two looks: at the launcher, and at the signals while a step waits for its data
 
 
@@ -34,7 +31,7 @@ class StopSignal:
 
     Before the first boundary there is nothing to save, and the main thread gets a KeyboardInterrupt, once. Afterwards
     `requested` is set, and the loop stops at its next boundary with a checkpoint. A second Ctrl-C ends the process at
-    once. If no boundary comes, the process ends by itself.
+    once.
 
     Attributes:
         requested: whether this process has been told to stop.
@@ -43,10 +40,8 @@ class StopSignal:
     """
 
     def __init__(self):
-        self.requested = self.stepping = False
+        self.requested = self.stepping = self._begun = False
         self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
-        self._last_boundary = self._longest_step = 0.0  # 0: there was none
-        self._long_work: list[object] = []
 
     def listen(self) -> None:
         """Takes over the signals of this process; call it in the main thread."""
@@ -66,31 +61,13 @@ class StopSignal:
 
     def heartbeat(self) -> None:
         """Call it wherever the main thread can stop."""
-        now = time.monotonic()
-        if self._last_boundary:
-            self._longest_step = max(self._longest_step, now - self._last_boundary)
-        self._last_boundary = now
-        if self.stepping and now > self._deadline:
+        self._begun = True
+        if self.stepping and time.monotonic() > self._deadline:
             logger.warning("max_hours  %g hours have passed", self._hours)
             self.requested, self._deadline = True, math.inf
 
-    @contextmanager
-    def suspend_watchdog(self) -> Generator[None, None, None]:
-        """Context for work, in any thread, that may take much longer than a step."""
-        self._long_work.append(None)
-        try:
-            yield
-        finally:
-            if self._last_boundary:
-                self._last_boundary = time.monotonic()
-            self._long_work.pop()
-
-    def training_finished(self) -> None:
-        """Call it after the loop: no boundary will come any more."""
-        self._long_work.append(None)  # what comes now may take as long as it needs
-
     def _in_main_thread(self, number: int, _frame) -> None:
-        if not self._last_boundary:
+        if not self._begun:
             for each in _SIGNALS:  # another signal would interrupt this one's shutdown, even the interpreter's own exit
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
@@ -102,8 +79,11 @@ class StopSignal:
             if launcher and os.getppid() != launcher:  # killed, as by kill -9; this process would go on by itself
                 launcher = None
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._heard < math.inf:
-                self._stop()
+            if self._heard < math.inf and self._begun and not self.requested:
+                self.requested, self._heard = True, time.monotonic()  # also a signal from before the first boundary
+                logger.warning(
+                    "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
+                )
 
     def _hear(self, number: int) -> None:
         if number not in _SIGNALS:
@@ -118,31 +98,10 @@ class StopSignal:
             logger.warning(
                 "stopped at once; the same command, without --fresh, continues from the last checkpoint if there is one"
             )
-            _end(ExitCode.LEFT_AT_ONCE)
+            if sys.stderr.isatty():  # on the line below a progress bar
+                print(file=sys.stderr, flush=True)
+            os._exit(ExitCode.LEFT_AT_ONCE)
         self._heard = min(self._heard, now)
-
-    def _stop(self) -> None:
-        """Makes sure that a process that was told to stop does stop: after another has died, it may wait in a
-        collective for ever."""
-        now, begun = time.monotonic(), self._last_boundary > 0
-        if begun and not self.requested:
-            self.requested, self._heard = True, now  # a signal from before the first boundary counts from here
-            logger.warning(
-                "stopping at the next step boundary, with a checkpoint; press Ctrl-C again to quit immediately"
-            )
-        elif not self._long_work:
-            patience = max(MIN_STEP_GRACE_S, 3 * self._longest_step)
-            if now - max(self._last_boundary, self._heard) > patience:
-                if begun:
-                    logger.warning("the step did not end within %.0f s; stopped without a checkpoint of it", patience)
-                _end(ExitCode.RUN_AGAIN)
-
-
-def _end(code: ExitCode) -> None:
-    """Ends the process from another thread, on the line below a progress bar."""
-    if sys.stderr.isatty():
-        print(file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 class Agreement:

@@ -144,7 +144,7 @@ class Metrics:
         there counts as pause. Yields a function that reports how many of how many batches are done."""
         begun = time.perf_counter()
         try:
-            with self._strategy.runtime.stop.suspend_watchdog(), self._progress.during(what) as tick:
+            with self._progress.during(what) as tick:
                 yield tick
         finally:
             pause = time.perf_counter() - begun
