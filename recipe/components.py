@@ -18,7 +18,7 @@ from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_fro
 from recipe.config import ROOT, BatchPlan, Config, data_sets
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
-from recipe.data.open import check_dataset, open_datasets, training_windows
+from recipe.data.open import check_dataset, open_datasets, state_on_disk, training_windows
 from recipe.data.prefetch import BatchLoader
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.launch import max_restarts
@@ -161,6 +161,7 @@ def _check_run_directory(config: Config) -> None:
         before = ", before the decay; what is newer is set aside" if rewound else ""
         logger.info("resume     it would continue from step %d (%s)%s", state["step"], chosen, before)
     else:
+        _check_trained_on(config, state)
         logger.info(_COMPLETE, chosen)
 
 
@@ -198,8 +199,26 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
     evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(evaluated)
     if complete:
+        with processes.shared_error("the data cannot be read"):
+            _check_trained_on(config, checkpoint.state)
         logger.info(_COMPLETE, checkpoint.path)
     return complete
+
+
+def _check_trained_on(config: Config, state: dict) -> None:
+    """Raises UserError where a complete run, with this trainer state, was trained on other data than those that are
+    named now: by their names or, since shards may move, by the shards themselves. Nothing is prepared or streamed."""
+    before, now = (flat["dataset_name"] for flat in (state["config"], redacted(config.flat())))
+    if before == now:
+        return
+    try:
+        check_same_data(state["data"], state_on_disk(config.data), "")
+    except UserError:
+        names = ", ".join(one.data.train_text or one.data.dataset_name for one in data_sets(config.data))
+        raise UserError(
+            f"{config.run.output_dir} is complete, and was trained on {before} and not on {names}; choose another "
+            "run_name, or start over with --fresh"
+        ) from None
 
 
 def with_vocabulary(config: Config, processes: Processes) -> Config:

@@ -263,6 +263,16 @@ TABLE = {
         "holds another run: run_name 'shakespeare'",
         "another output_dir",
     ),
+    "22 complete, other data": (
+        lambda at: at.resume(max_steps=20, dataset_name=at.shard(GOOD)),
+        "run is complete, and was trained on ",
+        "and not on ",
+        "choose another run_name, or start over with --fresh",
+    ),
+    "22 complete, not prepared": (
+        lambda at: at.resume(max_steps=20, train_text=at.file("mine.txt", "text"), dataset_name=at.path / "mine"),
+        "mine.txt; choose another run_name, or",
+    ),
     "22 no run": (
         lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
         "photos is not a run's: it holds a.jpg",
@@ -426,10 +436,14 @@ def test_a_shard_that_is_cut_short_while_it_is_read_costs_nothing_that_was_train
 
 
 def test_22_the_same_shards_elsewhere_are_the_same_data(command, place):
-    argv = place.resume(max_steps=21, dataset_name=shutil.copytree(place.shards, place.path / "elsewhere"))
-    code, out, err = command(argv)
-    assert code == 0, err
-    assert "from step 20" in out
+    elsewhere = {"dataset_name": shutil.copytree(place.shards, place.path / "elsewhere"), "dropout": 0.1}
+    for argv, printed in (
+        (place.resume(max_steps=20, **elsewhere), "holds the whole run"),
+        (place.train(max_steps=21, **elsewhere), "from step 20"),
+    ):
+        code, out, err = command(argv)
+        assert code == 0, err
+        assert printed in out
 
 
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(command, place):

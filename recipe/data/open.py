@@ -79,6 +79,14 @@ def training_windows(config: Config) -> int:
     return TokenDataset(_shards(data, data.dataset_name, "train"), data.sequence_length, 1, config.run.seed).windows
 
 
+def state_on_disk(data: DataConfig) -> dict:
+    """The state_dict of a run's training data, by the shards that are on this disk. Raises UserError where there are
+    none."""
+    sets = data_sets(data)
+    states = [TokenDataset(find_shards(one.data.dataset_name, "train"), 1, 1, 0).state_dict() for one in sets]
+    return {"mixture": [{"name": ""} | state for state in states]} if len(sets) > 1 else states[0]
+
+
 def check_dataset(one: DataSet, batch: BatchPlan, steps: int) -> None:
     """For a plan of so many steps: logs what a data set of the run is, and prepares and downloads nothing. Raises
     UserError where it cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
