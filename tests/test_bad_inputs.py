@@ -252,7 +252,11 @@ TABLE = {
     ),
     "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
     "18 fused loss": (lambda at: at.train(fused_loss=True), "fused_loss", "remove fused_loss"),
-    "18 fp16": (lambda at: at.train(precision="fp16"), "precision fp16 needs a CUDA GPU", "use auto, bf16 or fp32"),
+    "18 fp16": (
+        lambda at: at.train(precision="fp16"),
+        "precision fp16 is not supported on a CPU",
+        "use auto, bf16 or fp32",
+    ),
     "21 architecture": (
         lambda at: at.resume(n_layer=3, n_embd=64),
         "run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64",
