@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from recipe.config import ROOT, BatchPlan
 from recipe.engine import hardware
@@ -41,37 +43,15 @@ class ZeroStrategy(Strategy):
         runtime = Runtime(processes_of(accelerator), f"zero{stage}")
         return cls(local_device(accelerator.device, precision, runtime), runtime, accelerator)
 
-    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         if self.spike_filter.limits:
             raise UserError(
                 f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, "
                 "whose step takes the norm and moves the weights in one call; remove it, or launch with ddp.yaml"
             )
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
-        config |= {
-            "train_batch_size": batch.sequences,
-            "train_micro_batch_size_per_gpu": batch.micro,
-            "gradient_accumulation_steps": batch.accumulation,
-            "gradient_clipping": self._max_grad_norm,
-        }
-        # It would wait for the GPU in every micro-step, inside the compiled model, where torch 2.13 cannot trace it.
-        config["timers"] = {"throughput": {"enabled": False}}
-        if self.device.precision == "bf16":
-            # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
-            # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
-            safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
-            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
+        config |= settings_of(batch, self._max_grad_norm, self.device.precision)
         if self.device.precision == "fp16":
-            # torch_autocast in float16 does not go together with clipping (deepspeed 0.19). The scale starts and
-            # grows as in torch's GradScaler.
-            config["fp16"] = {
-                "enabled": True,
-                "loss_scale": 0,
-                "initial_scale_power": 16,
-                "loss_scale_window": 2000,
-                "hysteresis": 1,
-                "min_loss_scale": 1,
-            }
             whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self._accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self._accelerator.prepare(model, optimizer)
@@ -88,27 +68,25 @@ class ZeroStrategy(Strategy):
         return prepared, optimizer
 
     @contextmanager
-    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Generator[None, None, None]:
+    def micro_step(self, model: nn.Module, *, last: bool) -> Generator[None, None, None]:
         """Tells DeepSpeed whether this micro-step ends the step."""
         self._zero.engine.set_gradient_accumulation_boundary(last)
         yield
         if not last:
             self._zero.engine.step()  # counts the micro-step; at the boundary `clip_gradients` does
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """As Strategy's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has already divided by the accumulation
 
-    def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> tuple[Tensor, Tensor]:
         """As Strategy's. DeepSpeed clips, skips a norm that is not finite, updates and clears in one call."""
         self._zero.engine.step()
         norm = self._zero.engine.get_global_grad_norm()
         grad_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device.torch_device)
         return grad_norm, self._should_skip(grad_norm, loss)
 
-    def gather(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
         """As Strategy's, gathered tensor by tensor. A collective call."""
         weights, state = {}, {}
         if optimizer.state:  # there is none before the first step
@@ -122,9 +100,7 @@ class ZeroStrategy(Strategy):
                     into[f"{key}.{name}" if key else name] = whole.cpu()
         return weights, state
 
-    def scatter(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
-    ) -> None:
+    def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
         """As Strategy's; each process keeps its shard."""
         if tensors:
             self._zero.make_state(steps)
@@ -133,7 +109,7 @@ class ZeroStrategy(Strategy):
                 for key in names[name]:
                     self._zero.set(p, tensors[f"{key}.{name}"], key)
 
-    def unsharded_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
         """As Strategy's: gathered under ZeRO-3, else None. A collective call."""
         if self.runtime.sharding != "zero3":
             return None
@@ -144,6 +120,29 @@ class ZeroStrategy(Strategy):
         """As Strategy's, of DeepSpeed's own loss scale."""
         fp16 = self.device.precision == "fp16"
         return _LossScale(self._zero.optimizer.loss_scaler) if fp16 else super().grad_scaler
+
+
+def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
+    """What the recipe adds to DeepSpeed's configuration, whose file decides how to shard."""
+    settings = {
+        "train_batch_size": batch.sequences,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "gradient_clipping": max_grad_norm,
+        # It would wait for the GPU in every micro-step, inside the compiled model, where torch 2.13 cannot trace it.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if precision == "bf16":
+        # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
+        # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
+        safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
+    if precision == "fp16":
+        # torch_autocast in float16 does not go together with clipping (deepspeed 0.19). The scale starts and grows as
+        # in torch's GradScaler.
+        scale = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
+        settings["fp16"] = {"enabled": True, "loss_scale": 0} | scale
+    return settings
 
 
 class _LossScale:
@@ -241,7 +240,7 @@ class _Internals:
                 optimizer.state[flat] = {"step": step} | optimizer.state[flat]
         self.link()
 
-    def describe_to_muon(self, optimizer: torch.optim.Optimizer) -> None:
+    def describe_to_muon(self, optimizer: Optimizer) -> None:
         """Tells a Muon what this process's flat part of each parameter group holds (see Muon)."""
         for group, parameters in zip(optimizer.param_groups, self.optimizer.bit16_groups, strict=True):
             if group.get("muon"):
@@ -262,11 +261,11 @@ class _Internals:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def get(self, p: torch.nn.Parameter, key: str = "") -> torch.Tensor:
+    def get(self, p: torch.nn.Parameter, key: str = "") -> Tensor:
         """The whole fp32 weight (key "") or moment of `p`, on every process. A collective call."""
         return self.api.safe_get_full_optimizer_state(p, key) if key else self.api.safe_get_full_fp32_param(p)
 
-    def set(self, p: torch.nn.Parameter, whole: torch.Tensor, key: str = "") -> None:
+    def set(self, p: torch.nn.Parameter, whole: Tensor, key: str = "") -> None:
         """Sets this process's part of the fp32 weight (key "") or moment of `p` from the whole tensor."""
         if self.stage == 3:
             part = p.partition_numel()  # ty: ignore[missing-attribute] # DeepSpeed puts it there

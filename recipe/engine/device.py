@@ -20,44 +20,25 @@ _ELSEWHERE = torch.device("meta")
 
 @dataclass(frozen=True)
 class Device:
-    """Facts of a device and what is called on it. The devices behind one process count as one, with `count`.
+    """Facts of a device and what is called on it. The devices behind one process count as one, with `count`."""
 
-    Attributes:
-        type: cuda, cpu, mps or xla, also of a device that is not here.
-        name: for people: NVIDIA H100 80GB HBM3; CPU (2 threads a process); TPU v5e.
-        precision: resolved: fp32, tf32, bf16 or fp16.
-        torch_device: this process's; meta for one that is not here.
-        chip: what the numbers of a run may depend on: `name`, or the name of the processor.
-        count: how many this process drives: more are the TPU cores behind one process.
-        memory: bytes of each device's own memory; None where it has none or it is not known.
-        peak_flops: of all `count` in FLOP/s; None where it is not known.
-        no_compile: why torch.compile is ignored.
-        attention, checkpoint: functions that replace the model's own where the device has better ones.
-        adamw: which of torch's implementations of AdamW.
-        pad_vocab_to: the rows of the head's product are rounded up to a multiple of this.
-        eval_multiples: an evaluation's sequences, positions and scored tokens are padded to these.
-        sum_dtype: for sums over many steps.
-        idle_gpus: GPUs of this node that the launch does not use.
-        note: what else to tell the user.
-    """
-
-    type: str
-    name: str
-    precision: str
-    torch_device: torch.device = _ELSEWHERE
-    chip: str = ""
-    count: int = 1
-    memory: int | None = None
-    peak_flops: float | None = None
-    no_compile: str = ""
-    attention: Callable | None = None
-    checkpoint: Callable | None = None
-    adamw: str = "fused"
-    pad_vocab_to: int = 1
-    eval_multiples: tuple[int, int, int] = (1, 1, 1)
-    sum_dtype: torch.dtype = torch.float64
-    idle_gpus: int = 0
-    note: str = ""
+    type: str  # cuda, cpu, mps or xla, also of a device that is not here
+    name: str  # for people: NVIDIA H100 80GB HBM3; CPU (2 threads a process); TPU v5e
+    precision: str  # resolved: fp32, tf32, bf16 or fp16
+    torch_device: torch.device = _ELSEWHERE  # this process's; meta for one that is not here
+    chip: str = ""  # what the numbers of a run may depend on: `name`, or the name of the processor
+    count: int = 1  # how many this process drives: more are the TPU cores behind one process
+    memory: int | None = None  # bytes of each device's own memory; None where it has none or it is not known
+    peak_flops: float | None = None  # of all `count` in FLOP/s; None where it is not known
+    no_compile: str = ""  # why torch.compile is ignored
+    attention: Callable | None = None  # in place of the model's own
+    checkpoint: Callable | None = None  # the same
+    adamw: str = "fused"  # which of torch's implementations of AdamW
+    pad_vocab_to: int = 1  # the rows of the head's product are rounded up to a multiple of this
+    eval_multiples: tuple[int, int, int] = (1, 1, 1)  # to which evaluations pad sequences, positions, scored tokens
+    sum_dtype: torch.dtype = torch.float64  # for sums over many steps
+    idle_gpus: int = 0  # GPUs of this node that the launch does not use
+    note: str = ""  # what else to tell the user
 
     @property
     def model_options(self) -> dict:
@@ -93,9 +74,7 @@ class Device:
 
 
 def local_device(device: torch.device, precision: str, runtime: Runtime) -> Device:
-    """The device of this process, set up for training in the (resolved) precision. Raises UserError where PyTorch
-    cannot use it."""
-    hardware.check_kernels(device)
+    """The device of this process, set up for training in the (resolved) precision."""
     local_world_size = runtime.processes.local_world_size
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if device.type == "cuda":

@@ -54,7 +54,8 @@ def _planned(precision: str, devices: str) -> Strategy:
     if wants_fsdp():
         from recipe.engine.fsdp import take_settings
 
-        sharding = take_settings(planned_device(name, precision, Runtime(Processes())).precision)
+        sharding = "fsdp"
+        take_settings(planned_device(name, precision, Runtime(Processes())).precision)
     elif wants_deepspeed():
         file = ROOT / Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
         sharding = f"zero{json.loads(file.read_text())['zero_optimization']['stage']}"

@@ -8,10 +8,11 @@ import os
 from contextlib import nullcontext
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from recipe.config import BatchPlan
 from recipe.engine import hardware
@@ -20,11 +21,12 @@ from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 
-# What a file may also ask for, by the variable that the launch makes of it, and why it is refused.
-_NOT_HERE = {
-    "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params, but it is not supported",
-    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing, but gradient_checkpointing decides that",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config, but weights are sharded over all processes",
+# What of the file's fsdp_config is supported; the launch makes variables of them.
+_SUPPORTED = {
+    "fsdp_version": "2",
+    "fsdp_reshard_after_forward": "true",
+    "fsdp_offload_params": "false",
+    "fsdp_activation_checkpointing": "false",  # the recipe's gradient_checkpointing decides that
 }
 
 
@@ -40,7 +42,8 @@ class FsdpStrategy(Strategy):
     def open(cls, precision: str, sharding: str = "") -> Strategy:
         """As Strategy's."""
         precision = hardware.resolve_precision(precision, cpu=wants_cpu())
-        return super().open(precision, sharding=take_settings(precision))
+        take_settings(precision)
+        return super().open(precision, "fsdp")
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """As Strategy's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since
@@ -54,23 +57,21 @@ class FsdpStrategy(Strategy):
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
         # The root holds the rest, the embeddings and the last layer norm: the head reads the embedding too.
         for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.runtime.sharding == "fsdp")
+            fully_shard(module, mesh=mesh, mp_policy=policy)
 
-    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         return model, optimizer
 
-    def micro_step(self, model: torch.nn.Module, *, last: bool):
+    def micro_step(self, model: nn.Module, *, last: bool):
         """Nothing to set. A collective call in every micro-step."""
         return nullcontext()
 
-    def gather(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
         """As Strategy's. A collective call."""
         _shards(model)
         return super().gather(model, optimizer)
 
-    def scatter(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
-    ) -> None:
+    def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
         """As Strategy's; each process keeps its shard."""
         shards, parts = _shards(model), {}
         for key, tensor in tensors.items():
@@ -79,12 +80,12 @@ class FsdpStrategy(Strategy):
         super().scatter(model, optimizer, parts, steps)
 
     @torch.no_grad()
-    def unsharded_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """As Strategy's. A collective call."""
         return {name: p.full_tensor() for name, p in _shards(model).items()}
 
 
-def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
+def _shards(model: nn.Module) -> dict[str, DTensor]:
     """This process's part of each parameter, by name. A forward pass without a backward may leave whole ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -92,22 +93,15 @@ def _shards(model: torch.nn.Module) -> dict[str, DTensor]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-def take_settings(precision: str) -> str:
-    """Takes the launch's settings of FSDP out of the environment, and returns the `sharding`: fsdp where
-    blocks are freed between forward and backward, else fsdp_gathered. Raises UserError where the file asks for what is
-    not supported, and for the (resolved) precision fp16."""
+def take_settings(precision: str) -> None:
+    """Takes the launch's wish for FSDP out of the environment. Raises UserError where the file asks for what is not
+    supported, and for the (resolved) precision fp16."""
     del os.environ["ACCELERATE_USE_FSDP"]
-    if (version := os.environ.get("FSDP_VERSION")) != "2":
-        raise UserError(f"the Accelerate file sets fsdp_version {version}; set fsdp_version: 2, as fsdp.yaml does")
-    for variable, what in _NOT_HERE.items():
-        if parse_flag_from_env(variable):
-            raise UserError(f"the Accelerate file sets {what}; remove it")
-    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
-    if reshard not in ("true", "false"):
-        raise UserError(f"the Accelerate file sets fsdp_reshard_after_forward {reshard}; true and false are supported")
+    for field, value in _SUPPORTED.items():
+        if (asked := os.environ.get(field.upper(), value)) != value:
+            raise UserError(f"the Accelerate file sets {field} {asked}; set {field}: {value}, as fsdp.yaml does")
     if precision == "fp16":
         raise UserError(
             "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
             "or choose --precision fp32"
         )
-    return "fsdp" if reshard == "true" else "fsdp_gathered"

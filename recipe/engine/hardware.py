@@ -116,21 +116,6 @@ def named_devices(text: str) -> tuple[int, str]:
     raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
 
 
-def check_kernels(device: torch.device) -> None:
-    """Raises UserError where this build of PyTorch has no code for the GPU."""
-    try:
-        if device.type == "cuda":
-            torch.ones(1, device=device).add_(1)
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):
-            raise
-        raise UserError(
-            f"PyTorch {torch.__version__} has no kernels for this node's {torch.cuda.get_device_name(device)}, only "
-            f"for {', '.join(torch.cuda.get_arch_list())}; install another build (docs/troubleshooting.md). "
-            "ACCELERATE_USE_CPU=true trains on the CPU"
-        ) from error
-
-
 def set_up_allocator() -> None:
     """Lets the segments of CUDA's allocator grow, where the user has not configured it; call it before CUDA starts.
 

@@ -118,13 +118,6 @@ def check_launch() -> None:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > 1 and not wants_cpu() and 0 < gpus < processes:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
-    # Accelerate's launcher of one process sets MASTER_ADDR only where the YAML asked for more processes.
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise UserError(
-            "the Accelerate file asks for several processes, but its distributed_type starts only one; use "
-            "accelerate_configs/ddp.yaml (on the CPU with ACCELERATE_USE_CPU=true), or pass --num_processes 1. If it "
-            "asks for one, unset MASTER_ADDR"
-        )
 
 
 def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...], precision: str) -> None:

@@ -6,23 +6,14 @@ from recipe.engine.shutdown import Agreement, StopSignal
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-_METHODS = {"": "DDP", "fsdp": "FSDP", "fsdp_gathered": "FSDP"}  # and zero1 to zero3
+_METHODS = {"": "DDP", "fsdp": "FSDP"}  # and zero1 to zero3
 
 
 class Runtime:
-    """The processes of a run.
-
-    Attributes:
-        processes: this process among all of them.
-        sharding: what they divide among them, for the memory estimate: zero1, zero2, zero3, fsdp, fsdp_gathered
-            (weights stay gathered between forward and backward), or empty.
-        method: how they share the work: DDP, FSDP, ZeRO-1.
-        how: the same in words, with their number; empty for a single device.
-        optimizers: which values of `optim` they can run; empty for any.
-        no_compile: why torch.compile is ignored.
-        stop: the signals that this process has received.
-        agreement: what the processes decide between two steps.
-    """
+    """The processes of a run: `processes`, this one among them; `sharding`, what they divide, zero1, zero2, zero3, fsdp
+    or empty; `method` and `how`, in words, how they share the work; `optimizers`, the values of `optim` that they can
+    run, if not any; `no_compile`, why torch.compile is ignored; `stop`, the signals that this process has received;
+    `agreement`, what they decide between two steps."""
 
     def __init__(
         self, processes: Processes, sharding: str = "", *, how: str | None = None, optimizers: tuple[str, ...] = ()

@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import hardware
@@ -80,15 +82,15 @@ class Strategy:
                 hardware.compile_graph(module, compile)
 
     def prepare(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan, config: OptimizerConfig
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan, config: OptimizerConfig
+    ) -> tuple[nn.Module, Optimizer]:
         """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError where they cannot
         train as configured."""
         self._max_grad_norm = config.max_grad_norm
         self.spike_filter = SpikeFilter(self.device.torch_device, config)
         return self._wrap(model, optimizer, batch)
 
-    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         prepared = self._accelerator.prepare(model)
         world_size = self.runtime.processes.world_size
         if world_size > 1 and not isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
@@ -101,19 +103,17 @@ class Strategy:
         """Makes the masks of a step a function of (seed, step, rank), so that a resumed run draws the same ones."""
         self.device.seed(((seed * 1_000_003 + step) * 65_537 + self.runtime.processes.rank) % 2**63)
 
-    def micro_step(self, model: torch.nn.Module, *, last: bool):
+    def micro_step(self, model: nn.Module, *, last: bool):
         """Context of one micro-step's forward and backward. A collective call in the last one, which averages the
         gradients over processes."""
         return nullcontext() if last else self._accelerator.no_sync(model)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Runs backward; `loss`, (), is already divided by the accumulation count. Collective in the last
         `micro_step`."""
         self._accelerator.backward(loss)
 
-    def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Ends a step, whose gradients the last micro-step has averaged over processes: clips them, updates the weights
         unless `spike_filter` skips the step, and clears the gradients. A collective call.
 
@@ -129,8 +129,11 @@ class Strategy:
         else:
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm or float("inf"))
         skip = self._should_skip(grad_norm, loss)
-        if scaler:
-            _scaled_step(optimizer, scaler, skip)
+        if scaler:  # a spike is skipped as an overflow is, and halves the scale too
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                found_inf.copy_(torch.maximum(found_inf, skip))
+            scaler.step(optimizer)
+            scaler.update()
         elif fused:  # its found_inf tells it on the device to change nothing, so that the host need not wait
             setattr(optimizer, "found_inf", skip)  # noqa: B010
             optimizer.step()
@@ -139,13 +142,13 @@ class Strategy:
         optimizer.zero_grad()
         return grad_norm, skip
 
-    def _is_fused(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _is_fused(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer can divide the gradients and skip a step by itself: torch's fused ones on a CPU and on
         CUDA. The one on MPS claims it too, but ignores the divisor; and fp16's scaler does both by itself."""
         able = getattr(optimizer, "_step_supports_amp_scaling", False)
         return able and self.device.type != "mps" and not self._accelerator.scaler
 
-    def _should_skip(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def _should_skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor:
         mean_loss = self.runtime.processes.mean(loss) if "loss" in self.spike_filter.limits else None
         return self.spike_filter.should_skip(grad_norm, mean_loss)
 
@@ -157,7 +160,7 @@ class Strategy:
         return self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
 
     @torch.no_grad()
-    def gather(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
         """Copies of the weights and the optimizer state by name, on the CPU of the main process; ({}, {}) on the
         others. A collective call."""
         copies = {}, {}
@@ -168,14 +171,12 @@ class Strategy:
                     into[name] = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
         return copies
 
-    def scatter(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
-    ) -> None:
+    def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
         """Sets the optimizer state that `gather` returned, as after `steps` optimizer steps; call it after
         `prepare`."""
         load_named_state(model, optimizer, tensors, steps)
 
-    def unsharded_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
         """All weights, on every process, where the live model is sharded; else None. A collective call."""
         return None
 
@@ -197,20 +198,3 @@ def processes_of(accelerator: Accelerator) -> Processes:
     local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
     return Processes(rank, world_size, *local, is_main=rank == 0, hosts=hosts)
-
-
-def _scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, skip: torch.Tensor) -> None:
-    """A step with a loss scale, which is skipped on overflow. It is also skipped where `skip` is 1 for a spike, whose
-    finite gradients are no reason to lower the scale."""
-    overflow = torch.zeros_like(skip)
-    for found in scaler._found_inf_per_device(optimizer).values():
-        overflow = torch.maximum(overflow, found)
-        found.copy_(torch.maximum(found, skip))
-    scale, growth = scaler._scale, scaler._growth_tracker
-    assert scale is not None  # since the first backward pass
-    assert growth is not None
-    kept = [(t, t.clone()) for t in (scale, growth)]
-    scaler.step(optimizer)
-    scaler.update()
-    for tensor, before in kept:
-        tensor.copy_(torch.where((skip > 0) & (overflow == 0), before, tensor))

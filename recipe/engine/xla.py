@@ -29,6 +29,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch_xla._internal import tpu
 from torch_xla.debug import metrics as xla_metrics
 from torch_xla.distributed import xla_backend  # noqa: F401  (registers xla://)
@@ -54,7 +56,7 @@ class XlaDevice(Device):
 
     mesh: xs.Mesh | None = None
 
-    def put(self, rows: torch.Tensor) -> torch.Tensor:
+    def put(self, rows: Tensor) -> Tensor:
         """(micro, ...) with its rows divided over the devices."""
         spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
         return xm.send_cpu_data_to_device(rows, self.torch_device, spec)[0]
@@ -109,12 +111,12 @@ class XlaStrategy(Strategy):
         # The optimizers whose state `_wrap` creates.
         return cls(device, Runtime(processes, how=how, optimizers=("adamw", "muon")), accelerator)
 
-    def place(self, model: torch.nn.Module, *, compile: str) -> None:
+    def place(self, model: nn.Module, *, compile: str) -> None:
         """As Strategy's, replicated over the devices; XLA compiles every step anyway."""
         model.to(self.device.torch_device)
         self._replicate(model.parameters())
 
-    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: BatchPlan):
+    def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         """Creates the optimizer's state and, for accumulation, the gradients, so that all steps are one program."""
         if self.device.precision == "bf16":
             model.forward = self.device.autocast()(model.forward)
@@ -135,20 +137,18 @@ class XlaStrategy(Strategy):
         return model, optimizer
 
     @contextmanager
-    def micro_step(self, model: torch.nn.Module, *, last: bool) -> Generator[None, None, None]:
+    def micro_step(self, model: nn.Module, *, last: bool) -> Generator[None, None, None]:
         """The gradients' all-reduce is part of each micro-step's program."""
         # What was recorded between steps (a running loss set to 0) must not become part of this program.
         self.device.flush()
         yield
         self.device.flush()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """A plain backward pass: SPMD averages the gradients in the same program."""
         loss.backward()
 
-    def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> tuple[Tensor, Tensor]:
         """As Strategy's, without waiting to know whether the step is skipped."""
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm or float("inf"))
         skip = self._should_skip(grad_norm, loss)
@@ -170,9 +170,7 @@ class XlaStrategy(Strategy):
 
     # Weights and optimizer state
 
-    def scatter(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
-    ) -> None:
+    def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
         """As Strategy's, replicated over the devices."""
         super().scatter(model, optimizer, tensors, steps)
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
@@ -228,7 +226,7 @@ def _generation() -> str:
     return {"v5litepod": "v5e", "v5lite": "v5e"}.get(kind, kind)
 
 
-def _flash_or_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, mesh: xs.Mesh) -> torch.Tensor:
+def _flash_or_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mesh: xs.Mesh) -> Tensor:
     """Causal attention over (B, H, T, K): Pallas' flash attention in the cases compiled ahead of time for a v5e and a
     v6e (bf16, no dropout, T = 1024) and those whose blocks divide the same way, SDPA in the others."""
     if dropout or q.dtype != torch.bfloat16 or (q.shape[2] != 512 and q.shape[2] % 1024):

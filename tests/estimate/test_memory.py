@@ -89,7 +89,6 @@ XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--samp
         ("zero3", 8, "bf16", True),
         ("zero1", 2, "fp16", False),
         ("fsdp", 2, "bf16", True),
-        ("fsdp_gathered", 2, "bf16", False),
         ("zero1", 4, "fp16", True),  # DeepSpeed's own fp16 halves weights and gradients
     ],
 )
