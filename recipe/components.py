@@ -225,8 +225,8 @@ def with_vocabulary(config: Config, processes: Processes) -> Config:
     """The configuration with the vocabulary of its tokenizer, which each node's first process loads first. A collective
     call. Raises UserError, on all processes."""
     with processes.shared_error("the tokenizer cannot be loaded"), processes.main_process_first():
-        found = open_tokenizer(config.data.tokenizer)
-    return replace(config, model=replace(config.model, vocab_size=found.vocab_size))
+        tokenizer = open_tokenizer(config.data.tokenizer)
+    return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
 
 
 def with_steps(config: Config, processes: Processes) -> Config:

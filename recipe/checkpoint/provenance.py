@@ -13,7 +13,7 @@ import torch
 
 import recipe
 from recipe.checkpoint.run_dir import HARMLESS
-from recipe.config import BLOCK, ROOT, Config, DataConfig, batch_arithmetic, data_sets
+from recipe.config import ROOT, Config, DataConfig, batch_arithmetic, data_sets
 from recipe.data.shards import Manifest
 from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
@@ -89,7 +89,7 @@ def _data(data: DataConfig) -> dict:
     name another text. For a mixture, {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
     sets = data_sets(data)
     if len(sets) > 1:
-        return {"mixture": [{"name": one.name, "share": one.count / BLOCK} | _data(one.data) for one in sets]}
+        return {"mixture": [{"name": one.name, "share": one.share} | _data(one.data) for one in sets]}
     name = data.dataset_name
     try:
         manifest = None if glob.has_magic(name) else Manifest.load(Path(name))

@@ -24,7 +24,7 @@ from recipe.checkpoint.format import (
     sweep,
     verify,
 )
-from recipe.config import SIZES, OptimizerConfig, counts_in
+from recipe.config import SHAPE_FIELDS, OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
 from recipe.utils.errors import UserError, writing
@@ -156,7 +156,7 @@ def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
 
 # Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
 # shards may move, or be streamed instead; they are known by their checksums.
-_IDENTITY = (*SIZES, "sequence_length", "total_batch_tokens", "seed", "optim")
+_IDENTITY = (*SHAPE_FIELDS, "sequence_length", "total_batch_tokens", "seed", "optim")
 # Fields whose change is not worth a message.
 HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "dry_run"}
 

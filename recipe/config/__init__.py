@@ -3,13 +3,13 @@
 from recipe.config.batch import BatchPlan, Due, batch_arithmetic, due_at
 from recipe.config.fields import (
     AUTO,
-    BLOCK,
     FIELDS,
+    MIXTURE_PERIOD,
     ROOT,
-    SIZES,
+    SHAPE_FIELDS,
     Config,
     DataConfig,
-    DataSet,
+    MixtureEntry,
     ModelConfig,
     OptimizerConfig,
     RunConfig,

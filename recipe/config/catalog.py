@@ -77,12 +77,12 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     a data set's README.md and what a link to a directory leads to are in neither list."""
     directory = Path(name)
     if not directory.is_dir():  # the name of a file may hold a bracket
-        found = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name)), key=str)
-        files = [path for path in found if path.is_file()]
+        paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name)), key=str)
+        files = [path for path in paths if path.is_file()]
         return ([] if any(path.suffix == ".bin" for path in files) else files), []
     below = [path.relative_to(directory) for path in directory.rglob("*") if path.name.lower() != "readme.md"]
-    found = [directory / path for path in below if not any(part.startswith(".") for part in path.parts)]
-    files = sorted((path for path in found if path.is_file()), key=str)
+    paths = [directory / path for path in below if not any(part.startswith(".") for part in path.parts)]
+    files = sorted((path for path in paths if path.is_file()), key=str)
     return [path for path in files if text_suffix(path)], [path for path in files if not text_suffix(path)]
 
 

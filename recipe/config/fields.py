@@ -19,7 +19,7 @@ DATASETS = {
     "openwebtext": ("Skylion007/openwebtext", ""),
     "tinystories": ("roneneldan/TinyStories", ""),
 }
-BLOCK = 1000  # sequences over which the shares of a mixture are exact
+MIXTURE_PERIOD = 1000  # sequences over which the shares of a mixture are exact
 
 
 def setting(default, help: str, *, path: bool = False, only: tuple[str, str] | None = None, **limits: float):
@@ -41,7 +41,7 @@ class ModelConfig:
     n_positions: int = setting(1024, "longest sequence that has position embeddings, in tokens", min=1)
     dropout: float = setting(0.0, "dropout on embeddings, attention and residuals (GPT-2 used 0.1)", min=0, below=1)
     init_from: str = setting("", "directory or Hub id of weights to start from (empty: random ones)", path=True)
-    vocab_size: int = 50257  # no setting: that of the tokenizer
+    vocab_size: int = 50257  # derived from the tokenizer
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class DataConfig:
     )
     shard_tokens: int = setting(100_000_000, "tokens in a shard; the first ones have fewer", min=1, below=2**31)
     sequence_length: int = setting(1024, "tokens in a sequence", min=1)
-    mixture: tuple["DataSet", ...] = ()  # no setting: what dataset_name lists, where it is a list; it is then empty
+    mixture: tuple["MixtureEntry", ...] = ()  # derived from dataset_name where that is a list; it is then empty
 
 
 # The fields that decide the shapes of a model's tensors, under the names that transformers gives them.
-SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
+SHAPE_FIELDS = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
 # What a recipe says, besides dataset_name, about its own data set, and about no other.
 OF_ONE_DATA_SET = (
     *("val_data", "train_text", "dataset_config", "dataset_split", "dataset_revision", "dataset_source"),
@@ -93,7 +93,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class DataSet:
+class MixtureEntry:
     """One of the data sets of a run.
 
     Attributes:
@@ -106,10 +106,15 @@ class DataSet:
     count: int
     data: DataConfig
 
+    @property
+    def share(self) -> float:
+        """Which part of the run's sequences come from it."""
+        return self.count / MIXTURE_PERIOD
 
-def data_sets(data: DataConfig) -> list[DataSet]:
+
+def data_sets(data: DataConfig) -> list[MixtureEntry]:
     """The data sets of a mixture in its order, or the only one."""
-    return list(data.mixture) or [DataSet("", BLOCK, data)]
+    return list(data.mixture) or [MixtureEntry("", MIXTURE_PERIOD, data)]
 
 
 @dataclass(frozen=True)
@@ -226,10 +231,10 @@ class Config:
             values["dataset_name"] = [self._entry(one) for one in mixture]
         return values
 
-    def _entry(self, one: DataSet) -> dict:
+    def _entry(self, one: MixtureEntry) -> dict:
         own = {name: getattr(one.data, name) for name in OF_AN_ENTRY}
         own = {name: value for name, value in own.items() if value != getattr(self.data, name)}
-        return {"name": one.data.dataset_name, "weight": one.count / BLOCK} | own
+        return {"name": one.data.dataset_name, "weight": one.share} | own
 
 
 def hyperparameters(values: dict) -> list[str]:

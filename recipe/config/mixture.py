@@ -7,7 +7,17 @@ from fractions import Fraction
 from pathlib import Path
 
 from recipe.config.catalog import DATASETS, resolve, short_name
-from recipe.config.fields import BLOCK, DEFAULTS, FIELDS, OF_AN_ENTRY, OF_ONE_DATA_SET, ROOT, DataConfig, DataSet, Entry
+from recipe.config.fields import (
+    DEFAULTS,
+    FIELDS,
+    MIXTURE_PERIOD,
+    OF_AN_ENTRY,
+    OF_ONE_DATA_SET,
+    ROOT,
+    DataConfig,
+    Entry,
+    MixtureEntry,
+)
 from recipe.config.values import converted
 from recipe.utils.errors import UserError
 
@@ -17,7 +27,7 @@ _ENTRY = {field.name: field for field in dataclasses.fields(Entry)} | {name: FIE
 
 def data_config(values: dict) -> DataConfig:
     """The data's configuration from the values of its fields, with the directories of shards instead of names;
-    `dataset_name` may be a list of mappings, as YAML has made them. Raises UserError."""
+    `dataset_name` may be a list of dicts (parsed YAML). Raises UserError."""
     listed = values.get("dataset_name")
     if not isinstance(listed, list):
         return _located(DataConfig(**values))
@@ -27,13 +37,13 @@ def data_config(values: dict) -> DataConfig:
             raise UserError(f"{name} applies to one data set, but dataset_name is a list; move it into an entry")
     entries = [_entry(entry, f"dataset_name, entry {number}", run) for number, entry in enumerate(listed, 1)]
     counts = counts_of([weight for weight, _ in entries])
-    sets: dict[Path, DataSet] = {}
+    sets: dict[Path, MixtureEntry] = {}
     for number, ((_, data), count) in enumerate(zip(entries, counts, strict=True), 1):
         directory, name = Path(data.dataset_name).resolve(), short_name(data.dataset_name)
         if directory in sets:
             raise UserError(f"dataset_name lists {data.dataset_name} twice; remove one of the two")
         unique = f"{name}-{number}" if name in [one.name for one in sets.values()] else name
-        sets[directory] = DataSet(unique, count, data)
+        sets[directory] = MixtureEntry(unique, count, data)
     return entries[0][1] if len(entries) == 1 else dataclasses.replace(run, mixture=tuple(sets.values()))
 
 
@@ -60,10 +70,10 @@ def counts_of(weights: Sequence[float]) -> list[int]:
     fractions = [Fraction(str(weight)) for weight in weights]  # as they were written: equal remainders stay equal
     if not (total := sum(fractions)):
         raise UserError(f"dataset_name has no entry with a weight above 0; {FORM}")
-    exact = [BLOCK * fraction / total for fraction in fractions]
+    exact = [MIXTURE_PERIOD * fraction / total for fraction in fractions]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    for i in by_remainder[: BLOCK - sum(counts)]:
+    for i in by_remainder[: MIXTURE_PERIOD - sum(counts)]:
         counts[i] += 1
     return counts
 
@@ -71,5 +81,5 @@ def counts_of(weights: Sequence[float]) -> list[int]:
 def counts_in(dataset_name: str | list[dict]) -> list[int]:
     """`counts_of` the `dataset_name` of a flat configuration; [1000] where it names one data set."""
     if isinstance(dataset_name, str):
-        return [BLOCK]
-    return [round(BLOCK * entry["weight"]) for entry in dataset_name]
+        return [MIXTURE_PERIOD]
+    return [round(MIXTURE_PERIOD * entry["weight"]) for entry in dataset_name]

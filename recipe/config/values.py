@@ -29,8 +29,8 @@ _LIMITS = {
 def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
     """`values` as `fields` want them. Raises UserError, which begins with `origin`, for an unknown name, for a value of
     another type and for one outside its field's limits."""
-    found = {name: _converted(str(name), value, fields, origin) for name, value in values.items()}
-    for name, value in found.items():
+    results = {name: _converted(str(name), value, fields, origin) for name, value in values.items()}
+    for name, value in results.items():
         limits = fields[name].metadata["limits"]
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{origin}{name} is {value}; it must be a finite number")
@@ -38,7 +38,7 @@ def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
             wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
             wanted = " or ".join([wanted, *(word for word in _kinds(fields[name]) if isinstance(word, str))])
             raise UserError(f"{origin}{name} is {value}; it must be {wanted}")
-    return found
+    return results
 
 
 def _converted(name: str, value, fields: Fields, origin: str):

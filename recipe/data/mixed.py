@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from recipe.config import BLOCK, DataSet
+from recipe.config import MIXTURE_PERIOD, MixtureEntry
 from recipe.data.dataset import TokenDataset, permutation
 
 # Shapes: N windows asked for, K data sets.
@@ -19,9 +19,9 @@ class MixedDataset:
     (name, share, dataset) of each data set; the shares add up to 1.
     """
 
-    def __init__(self, sets: list[DataSet], datasets: list[TokenDataset], batch_size: int, seed: int):
+    def __init__(self, sets: list[MixtureEntry], datasets: list[TokenDataset], batch_size: int, seed: int):
         """`sets` and `datasets` belong together, in the mixture's order; `batch_size` is TokenDataset's."""
-        self.parts = [(one.name, one.count / BLOCK, dataset) for one, dataset in zip(sets, datasets, strict=True)]
+        self.parts = [(e.name, e.share, dataset) for e, dataset in zip(sets, datasets, strict=True)]
         self._counts = tuple(one.count for one in sets)
         self._datasets, self._batch_size, self._seed = datasets, batch_size, seed
 
@@ -61,14 +61,14 @@ def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray
     A permutation keyed (seed, block) deals the places of each block of 1,000 windows to the datasets, `counts` of them
     to each; a dataset fills its places in order.
     """
-    which = [_places(number // BLOCK, counts, seed)[number % BLOCK] for number in g.tolist()]
+    which = [_places(number // MIXTURE_PERIOD, counts, seed)[number % MIXTURE_PERIOD] for number in g.tolist()]
     window = [windows_before(number, counts, seed)[k] for number, k in zip(g.tolist(), which, strict=True)]
     return np.array(which, np.int64), np.array(window, np.int64)
 
 
 def windows_before(g: int, counts: tuple[int, ...], seed: int) -> list[int]:
     """How many windows each dataset has given before window `g` of the run."""
-    block, place = divmod(g, BLOCK)
+    block, place = divmod(g, MIXTURE_PERIOD)
     given = np.bincount(_places(block, counts, seed)[:place], minlength=len(counts))
     return (block * np.array(counts) + given).tolist()
 
@@ -76,5 +76,5 @@ def windows_before(g: int, counts: tuple[int, ...], seed: int) -> list[int]:
 @lru_cache(maxsize=4)
 def _places(block: int, counts: tuple[int, ...], seed: int) -> np.ndarray:
     """The dataset at each place of a block: (1000,), int64."""
-    order = permutation(np.arange(BLOCK), BLOCK, (seed, block))
+    order = permutation(np.arange(MIXTURE_PERIOD), MIXTURE_PERIOD, (seed, block))
     return np.searchsorted(np.cumsum(counts), order, side="right")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from recipe.config import BLOCK, BatchPlan, Config, DataConfig, DataSet, data_sets
+from recipe.config import MIXTURE_PERIOD, BatchPlan, Config, DataConfig, MixtureEntry, data_sets
 from recipe.data.builder import Builder
 from recipe.data.dataset import TokenDataset, check_data
 from recipe.data.mixed import Dataset, MixedDataset, windows_before
@@ -42,7 +42,7 @@ def open_datasets(
     with ExitStack() as closing:
         for one, is_stream, first, saved in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
             data = replace(one.data, disk_budget_gb=one.data.disk_budget_gb / max(1, sum(streamed)))
-            per_step = -(-batch.sequences * one.count // BLOCK)
+            per_step = -(-batch.sequences * one.count // MIXTURE_PERIOD)
             shape = data.sequence_length, per_step, run.seed, config.model.vocab_size
             if is_stream:
                 train, validation = _open_stream(data, shape, processes, first, saved, closing)
@@ -50,7 +50,7 @@ def open_datasets(
                 with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
                     if must_prepare(data):
                         prepare(data)
-                sequences = config.optimizer.max_steps * batch.sequences * one.count / BLOCK
+                sequences = config.optimizer.max_steps * batch.sequences * one.share
                 train, validation = _open_prepared(data, shape, sequences)
             trains.append(train)
             validations.append(validation)
@@ -87,7 +87,7 @@ def state_on_disk(data: DataConfig) -> dict:
     return {"mixture": [{"name": ""} | state for state in states]} if len(sets) > 1 else states[0]
 
 
-def check_dataset(one: DataSet, batch: BatchPlan, steps: int) -> None:
+def check_dataset(one: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     """For a plan of so many steps: logs what a data set of the run is, and prepares and downloads nothing. Raises
     UserError where it cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
     data = one.data
@@ -100,8 +100,8 @@ def check_dataset(one: DataSet, batch: BatchPlan, steps: int) -> None:
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
     else:
-        shape = data.sequence_length, -(-batch.sequences * one.count // BLOCK), 0
-        train, validation = _open_prepared(data, shape, steps * batch.sequences * one.count / BLOCK)
+        shape = data.sequence_length, -(-batch.sequences * one.count // MIXTURE_PERIOD), 0
+        train, validation = _open_prepared(data, shape, steps * batch.sequences * one.share)
         check_data([train], [validation])
 
 
@@ -113,10 +113,10 @@ def _is_streamed(data: DataConfig) -> bool:
 def _open_prepared(data: DataConfig, shape: tuple[int, ...], sequences: float) -> tuple[TokenDataset, TokenDataset]:
     """`shape` is what TokenDataset takes after its shards; the run reads so many `sequences`."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
-    found = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
+    sizes = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
     manifest = Manifest.load(Path(data.val_data or data.dataset_name))
     kind = manifest.validation if manifest else ""
-    logger.info("data       %s: %s; validation %s%s", data.dataset_name, *found, kind)
+    logger.info("data       %s: %s; validation %s%s", data.dataset_name, *sizes, kind)
     datasets = TokenDataset(train, *shape), TokenDataset(val, *shape)
     if sequences and (windows := datasets[0].windows):
         epochs, many = sequences / windows, sequences >= 4 * windows

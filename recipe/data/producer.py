@@ -16,7 +16,7 @@ import numpy as np
 from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
 from recipe.data.documents import Column, Document, TextFiles, tokenized
-from recipe.data.hub import HubText
+from recipe.data.hub_text import HubText
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, open_shard
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
@@ -128,10 +128,10 @@ class Producer:
     def _difference(self, manifest: Manifest) -> str:
         """How the text and the settings differ from those that made the shards of `manifest`; empty where equal."""
         wanted = self.source.identity() | self.options | {"tokenizer": self.tokenizer.digest}
-        found = manifest.source | manifest.options | {"tokenizer": manifest.tokenizer}
+        made_with = manifest.source | manifest.options | {"tokenizer": manifest.tokenizer}
         for name, value in wanted.items():
-            if found.get(name) != value:
-                different = f"{name} was {found.get(name)!r}, and is {value!r} now"
+            if made_with.get(name) != value:
+                different = f"{name} was {made_with.get(name)!r}, and is {value!r} now"
                 return "the text files differ" if name == "files" else different
         return ""
 

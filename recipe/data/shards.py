@@ -283,8 +283,8 @@ def find_shards(name: str, split: str) -> list[Shard]:
 def _files_of(name: str, split: str) -> list[Path]:
     """The .bin files of a split where no manifest names them."""
     directory = Path(name)
-    found = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name))
-    files = sorted(path for path in found if path.is_file() and path.suffix == ".bin")
+    paths = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name))
+    files = sorted(path for path in paths if path.is_file() and path.suffix == ".bin")
     if not files:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
     files = [path for path in files if split in path.name or not directory.is_dir()]

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
-from recipe.config import SIZES, ModelConfig, hyperparameters
+from recipe.config import SHAPE_FIELDS, ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
@@ -166,7 +166,7 @@ def _text(source: dict) -> dict:
 
 
 def _shape(config: dict) -> str:
-    model = ModelConfig(**{name: config[name] for name in SIZES if name in config})
+    model = ModelConfig(**{name: config[name] for name in SHAPE_FIELDS if name in config})
     return (
         f"{si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{model.n_positions:,} positions)"

@@ -4,7 +4,7 @@ from functools import partial
 
 from transformers import GPT2Config
 
-from recipe.config import SIZES, Config, ModelConfig
+from recipe.config import SHAPE_FIELDS, Config, ModelConfig
 from recipe.data.tokenizer import open_tokenizer
 from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
 from recipe.model.loss import next_token_loss
@@ -27,7 +27,7 @@ def build_model(
     model = config.model
     end_of_text = open_tokenizer(config.data.tokenizer).end_of_text
     wanted = GPT2Config(
-        **{name: getattr(model, name) for name in SIZES},
+        **{name: getattr(model, name) for name in SHAPE_FIELDS},
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         resid_pdrop=model.dropout,
@@ -62,7 +62,7 @@ def check_init_from(model: ModelConfig) -> None:
 
 def _check_config(model: ModelConfig, directory: str) -> None:
     theirs = read_config(directory)
-    found = {k: getattr(theirs, k) for k in SIZES}
+    found = {k: getattr(theirs, k) for k in SHAPE_FIELDS}
     if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in found.items() if v != getattr(model, k)]:
         raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
     check_supported(theirs)

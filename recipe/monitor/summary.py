@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from recipe.config import BLOCK, ROOT, BatchPlan, Config, data_sets
+from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine import hardware
 from recipe.engine.launch import has_tpu
 from recipe.engine.strategy import Strategy
@@ -39,8 +39,8 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = 
     model, opt, run, sets = config.model, config.optimizer, config.run, data_sets(config.data)
     yield f"run        {run.run_name} ({run.config})"
     if len(sets) > 1:
-        shares = ", ".join(f"{100 * one.count / BLOCK:g} % {one.name}" for one in sets)
-        yield f"mixture    {shares}, exact in every {BLOCK:,} sequences"
+        shares = ", ".join(f"{100 * one.share:g} % {one.name}" for one in sets)
+        yield f"mixture    {shares}, exact in every {MIXTURE_PERIOD:,} sequences"
     flops = flops_per_token(model, config.data.sequence_length)
     yield (
         f"model      {parameter_count(model):,} parameters: {model.n_layer} layers, {model.n_head} heads, "

@@ -68,8 +68,8 @@ def take_up(run_dir: str | Path, where: str | Path) -> None:
     """Copies an earlier session's copy of this run, anywhere under `where`, into `run_dir` if it has a newer
     checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
     run_dir = Path(run_dir)
-    found = [*run_dir.glob(_STEPS), *Path(where).glob(f"**/{run_dir.name}/{_STEPS}")]
-    newest = max(found, key=lambda path: path.name, default=None)  # of equal ones the first: that of `run_dir`
+    copies = [*run_dir.glob(_STEPS), *Path(where).glob(f"**/{run_dir.name}/{_STEPS}")]
+    newest = max(copies, key=lambda path: path.name, default=None)  # of equal ones the first: that of `run_dir`
     if newest is None:
         print(f"new run    nothing of it under {where}")
     elif newest.parent == run_dir:

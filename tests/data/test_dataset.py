@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recipe.config import BatchPlan, DataSet, counts_of
+from recipe.config import BatchPlan, MixtureEntry, counts_of
 from recipe.data import dataset as dataset_module
 from recipe.data.dataset import TokenDataset, check_data, check_same_data, permutation
 from recipe.data.mixed import MixedDataset
@@ -107,7 +107,7 @@ def test_the_documented_rule_is_the_order(three, tmp_path, seed):
             taken = range((k * world_size + rank) * micro, (k * world_size + rank) * micro + micro)
             expected = [documented_sequence(files[0], seed, step * B + j) for j in taken]
             assert alone.sequences(step, lo, hi).tolist() == expected
-        sets = [DataSet("a", 667, None), DataSet("b", 333, None)]  # of weights 2 and 1
+        sets = [MixtureEntry("a", 667, None), MixtureEntry("b", 333, None)]  # of weights 2 and 1
         assert counts_of([2.0, 1.0]) == [667, 333]
         assert counts_of([0.3, 0.6, 0.7]) == [188, 375, 437]  # of 187.5, 375 and 437.5: the first of equal remainders
         mixed = MixedDataset(sets, [TokenDataset(shards, T, B, seed) for shards in (three, other)], B, seed)

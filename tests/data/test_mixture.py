@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from eval.curves import read_run
 from eval.report import summarize, write_report
-from recipe.config import DataSet, data_sets, parse_config
+from recipe.config import MixtureEntry, data_sets, parse_config
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import MixedDataset, dealt, windows_before
 from recipe.data.prepare import main as prepare
@@ -38,7 +38,7 @@ def datasets(tmp_path):
 
 
 def mixed(datasets, counts=COUNTS, seed=3):
-    sets = [DataSet(str(k), count, None) for k, count in enumerate(counts)]
+    sets = [MixtureEntry(str(k), count, None) for k, count in enumerate(counts)]
     return MixedDataset(sets, datasets, BATCH, seed)
 
 
@@ -76,7 +76,7 @@ def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_pa
     """Two readers, room for two shards of the stream: one gets all that comes from it, through eight shards."""
     text = streams.make_prepared(tmp_path)
     data = streams.at(text, tmp_path / "s", disk_budget_gb=streams.budget(text, 2))
-    sets, steps, done = [DataSet("local", 500, None), DataSet("stream", 500, None)], 75, threading.Event()
+    sets, steps, done = [MixtureEntry("local", 500, None), MixtureEntry("stream", 500, None)], 75, threading.Event()
     dataset, _ = dealt(np.arange(steps * BATCH), (500, 500), 3)
     local = datasets()[0].shards
     with streams.streaming(data, readers=2) as s:

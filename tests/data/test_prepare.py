@@ -21,7 +21,7 @@ import pytest
 
 from recipe.config import DataConfig
 from recipe.data.documents import Column
-from recipe.data.hub import HubText
+from recipe.data.hub_text import HubText
 from recipe.data.prepare import alone_in, main, prepare
 from recipe.data.shards import Manifest, OpenShard, find_shards
 from recipe.data.tokenizer import encoding, open_tokenizer

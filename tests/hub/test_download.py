@@ -9,7 +9,7 @@ import pytest
 
 from eval import common
 from recipe.config import DataConfig
-from recipe.data.hub import HubText
+from recipe.data.hub_text import HubText
 from recipe.hub import access, download
 from recipe.utils.download import on_this_disk
 
@@ -40,7 +40,7 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog):
     threading.Thread(target=drip, daemon=True).start()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    for limit in ("eval.common.HUB_PATIENCE", "recipe.utils.download._TIMEOUT", "recipe.data.hub._ANSWER"):
+    for limit in ("eval.common.HUB_PATIENCE", "recipe.utils.download._TIMEOUT", "recipe.data.hub_text._ANSWER"):
         monkeypatch.setattr(limit, 0.5)
     for module in (access, download):
         monkeypatch.setattr(module, "SILENCE", 0.5)

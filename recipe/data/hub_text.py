@@ -61,10 +61,10 @@ class HubText:
 
         try:
             revision = self._data.dataset_revision or None
-            found = within(_ANSWER, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=_ANSWER))
+            info = within(_ANSWER, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=_ANSWER))
         except Exception as error:
             raise self._error(error) from None
-        return {"commit": found.sha}
+        return {"commit": info.sha}
 
     def pin(self, manifest: Manifest) -> None:
         """Reads what the shards of a manifest were made from. If there are shards already, a failure from now on is the
