@@ -52,7 +52,8 @@ def command(monkeypatch, capsys):
 
     def run(argv):
         AcceleratorState._reset_state(True)  # an earlier test may have left one of another precision
-        code = import_module(module_of(argv)).main([str(word) for word in argv])
+        name, words = ("recipe.data.prepare", argv[1:]) if argv[0] == "prepare" else ("recipe.train", argv)
+        code = import_module(name).main([str(word) for word in words])
         return code, *capsys.readouterr()
 
     AcceleratorState._reset_state(True)  # of a test before that has opened an engine
@@ -92,7 +93,7 @@ class Place:
         return self.train(**({"dropout": 0.1, "max_steps": 24} | fields))
 
     def prepare(self, source, **fields) -> list[str]:
-        return flags(train_text=source, out=self.path / "out", **fields)
+        return ["prepare", *flags(train_text=source, dataset_name=self.path / "out", **fields)]
 
     def shard(self, tokens, val=GOOD) -> Path:
         """A directory of a training shard, of tokens or of bytes, and a validation shard."""
@@ -124,11 +125,6 @@ class Place:
         return self.file("old/model.safetensors", whole[:-100]).parent
 
 
-def module_of(argv: list) -> str:
-    """The program that takes these words: prepare has --out."""
-    return "recipe.data.prepare" if any(str(word).startswith("--out=") for word in argv) else "recipe.train"
-
-
 def header(*numbers: int) -> bytes:
     return np.array([*numbers] + [0] * (256 - len(numbers)), "<i4").tobytes()
 
@@ -138,7 +134,7 @@ NO_COLUMN = "no column 'text'; there are: title, body. Choose with --text_column
 LOADER = "import datasets\n\nclass Texts(datasets.GeneratorBasedBuilder):\n    pass\n"
 STORIES = {"config": "tinystories", "streaming": "false", "train_text": "roneneldan/TinyStories"}
 
-# The mistake with its number: the command's words (prepare's where they have --out), and what the error says.
+# The mistake with its number: the command's words ("prepare" first where it is not a run's), and what the error says.
 TABLE = {
     "1 empty glob": (lambda at: at.train(at.path / "*.bin"), "*.bin: no such file, directory", ".bin file"),
     "1 not prepared": (
@@ -162,7 +158,7 @@ TABLE = {
         "error: data set fineweb-edu: no such path on this disk, and the Hub reports",
     ),
     "1 nothing to prepare": (
-        lambda at: flags(dataset_name="nothere", out=at.path / "out"),
+        lambda at: ["prepare", "--dataset_name=nothere"],
         "dataset_name nothere: no such file, directory or data set",
     ),
     "2 magic": (
@@ -230,10 +226,6 @@ TABLE = {
     "12 mixture, one val_data": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
         "val_data applies to one data set, but dataset_name is a list; move it into an entry",
-    ),
-    "12 mixture, one directory": (
-        lambda at: flags(dataset_name="[{name: fineweb, weight: 1}, {name: B, weight: 1}]", out="data/x"),
-        "--out is one directory, and dataset_name lists 2 data sets; remove --out",
     ),
     "13 batch": (
         lambda at: at.train(total_batch_tokens=9 * 16),

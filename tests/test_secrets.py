@@ -108,7 +108,7 @@ def test_no_secret_of_a_run_is_in_any_file_or_line(shards, tmp_path):
         [recipe("broken.yaml", f"dataset_name: x\nhf_token: '{CANARY}\n")],
         [recipe("url.yaml", f"dataset_name: {URL}\n"), run],
         [f"--output_dir={URL}"],
-        ["prepare", f"--train_text={URL}", f"--out={tmp_path / 'shards'}"],
+        ["prepare", f"--train_text={URL}", f"--dataset_name={tmp_path / 'shards'}"],
     ]
     home = dict.fromkeys(("HF_HOME", "WANDB_DIR", "TRACKIO_DIR", "TMPDIR"), str(tmp_path / "home"))
     result = subprocess.run(

@@ -33,7 +33,7 @@ _SAMPLE = 1 << 20  # tokens that are looked at where no manifest names the token
 _ENOUGH = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
 FORMAT_VERSION = 1
 
-_PREPARE = "python -m recipe.data.prepare --train_text TEXT --out DIRECTORY"
+_PREPARE = "python -m recipe.data.prepare --dataset_name TEXT"
 _AGAIN = "mend that, and the same command continues after the last finished shard"
 
 
