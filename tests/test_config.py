@@ -86,55 +86,6 @@ def test_an_unknown_name_is_refused_with_what_it_may_mean(recipe):
     assert refused("--my_rate=1").endswith("; --help lists the fields, docs/migrating.md the names of other programs")
 
 
-# train.py's globals; train_gpt2.py's and train_gpt2.cu's options; what is common of TrainingArguments and run_clm.py.
-OTHERS = {
-    "nanoGPT": """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
-        wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer
-        n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr
-        warmup_iters lr_decay_iters min_lr backend device dtype compile""",
-    "llm.c": """input_bin input_val_bin output_dir model batch_size sequence_length total_batch_size num_iterations
-        inference_only learning_rate warmup_iters learning_rate_decay_frac weight_decay grad_clip
-        val_loss_every val_max_steps sample_every overfit_single_batch tensorcores device compile flash
-        dtype zero_stage write_tensors i j e o lg n nk nm y b t d x k l u q c sl sg v m s g h a f w ge z
-        r pn pr pg pm ps pp""",
-    "Trainer, run_clm": """lr max_length max_seq_length num_train_epochs warmup_ratio gradient_accumulation_steps
-        bf16 fp16
-        per_device_train_batch_size per_device_eval_batch_size auto_find_batch_size adam_epsilon
-        eval_strategy save_strategy logging_strategy logging_dir logging_first_step eval_on_start
-        do_train do_eval overwrite_output_dir resume_from_checkpoint load_best_model_at_end
-        metric_for_best_model save_only_model full_determinism data_seed dataloader_num_workers
-        dataloader_pin_memory dataloader_prefetch_factor dataloader_drop_last ddp_timeout
-        ddp_find_unused_parameters torch_compile_backend gradient_checkpointing_kwargs hub_token
-        hub_strategy use_cpu deepspeed fsdp fsdp_config local_rank tf32 model_name_or_path model_type
-        config_name config_overrides tokenizer_name model_revision cache_dir token trust_remote_code
-        torch_dtype dataset_config_name train_file validation_file validation_split_percentage
-        max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache block_size""",
-}
-
-
-@pytest.mark.parametrize("program", OTHERS)
-def test_what_other_programs_have_is_named_as_it_is_called_here(program):
-    """The table of the page and the hints are one: it is the hints' data."""
-    for name in OTHERS[program].split():
-        if name not in FIELDS and name != "h":  # which asks for help
-            message = refused(f"{'-' if len(name) < 3 else '--'}{name}", "1")
-            assert re.fullmatch(rf"unknown '-+{name}'; here: \w.*", message), message
-
-
-@pytest.mark.parametrize(
-    ("name", "here"),
-    [
-        ("block_size", "sequence_length (and n_positions)"),  # not loss_chunk_size, of a similar name
-        ("eval_iters", "eval_tokens, in tokens, not batches"),  # not eval_steps
-        ("min_lr", "min_lr_fraction, a share of learning_rate"),
-        ("eval-interval", "eval_steps"),
-    ],
-)
-def test_the_exact_name_of_another_program_wins_over_a_similar_one_of_ours(recipe, name, here):
-    assert refused(f"--{name}=1") == f"unknown '--{name}'; here: {here}"
-    assert refused(recipe(f"dataset_name: x\n{name}: 1")).endswith(f"unknown key '{name}'; here: {here}")
-
-
 def test_the_table_of_other_programs_names_names_fields_that_exist():
     page = (ROOT / "docs" / "migrating.md").read_text()
     here = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]

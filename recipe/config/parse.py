@@ -26,7 +26,7 @@ from recipe.config.fields import (
     data_sets,
 )
 from recipe.config.mixture import FORM, data_config
-from recipe.config.values import converted, hint, metavar, named_here
+from recipe.config.values import converted, hint, metavar
 from recipe.utils.errors import UserError, reading
 
 
@@ -124,7 +124,7 @@ def _flags(words: list[str]) -> dict[str, str]:
     if not unknown:
         return vars(flags)
     name = unknown[0].partition("=")[0]
-    if name.startswith("--") or (name.startswith("-") and named_here(name)):
+    if name.startswith("--"):
         raise UserError(f"unknown {name!r}{hint(name.removeprefix('--'), FIELDS)}")
     before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if word.startswith("--")]
     after = f" after {before[-1]}" if before else ""

@@ -8,12 +8,10 @@ import difflib
 import math
 import operator
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Literal, get_args, get_origin
 
-from recipe.config.fields import ROOT
 from recipe.utils.errors import UserError
 
 Fields = Mapping[str, dataclasses.Field]
@@ -86,20 +84,6 @@ def metavar(field: dataclasses.Field) -> str:
 
 def hint(name: str, fields: Fields) -> str:
     """What an unknown name probably meant, as the end of an error's message."""
-    if here := named_here(name):
-        return f"; here: {here}"
-    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
-    if close:
+    if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
         return f"; did you mean {close[0]!r}?"
     return "; --help lists the fields, docs/migrating.md the names of other programs"
-
-
-def named_here(name: str) -> str:
-    """What an option of another program is called here, from the table of docs/migrating.md; empty where that does not
-    have it."""
-    page = ROOT / "docs" / "migrating.md"
-    for line in page.read_text().splitlines() if page.is_file() else ():
-        *theirs, here = line.strip("| ").split("|")
-        if name.strip("-").replace("-", "_") in re.findall(r"`-?(\w+)", " ".join(theirs)):
-            return here.replace("`", "").strip()
-    return ""
