@@ -101,7 +101,8 @@ class Column:
         if value is None:
             return ""
         if isinstance(value, str):
-            return _without_surrogates(value)
+            # JSON may hold a lone surrogate, which UTF-8 may not: U+FFFD takes its place.
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if isinstance(value, list) and all(type(number) is int for number in value):
             return self._tokens(np.array(value, np.int64), where)
         raise UserError(
@@ -281,7 +282,9 @@ class TextFiles:
                 return
             for where, row in rows:
                 self.position = start + packed.tell()
-                yield from self.column.documents(_object(row, f"{path}, {where}"), f"{path}, {where}")
+                if not isinstance(row, dict):
+                    raise UserError(f"{path}, {where}: a JSON {type(row).__name__}; {_JSON}")
+                yield from self.column.documents(row, f"{path}, {where}")
 
     def _chunks(self, file: io.TextIOWrapper, path: Path, packed: BinaryIO, start: int) -> Iterator[str]:
         with _reading(path):
@@ -299,28 +302,18 @@ def _unpacked(file: BinaryIO) -> io.BufferedReader:
 
 @contextmanager
 def _reading(path: Path) -> Generator[None, None, None]:
-    """As `reading`; the error for a file that is not UTF-8 says what it is."""
+    """As `reading`; the error for a file that is not UTF-8 says how to convert it."""
     try:
         with reading(path, "is it whole?"):
             yield
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):
-            raise UserError(f"{path}: not UTF-8, but {_kind_of(path)}") from None
+            where = shlex.quote(str(path))
+            raise UserError(
+                f"{path}: not text in UTF-8; convert it, from Latin-1 for example, or name other files:\n"
+                f"iconv -f LATIN1 -t UTF-8 {where} > NEW.txt"
+            ) from None
         raise
-
-
-def _kind_of(path: Path) -> str:
-    with path.open("rb") as file:
-        head = _unpacked(file).read(1 << 16)
-    if head.startswith(b"%PDF"):
-        return f"a PDF; extract its text:\npdftotext {shlex.quote(str(path))}"
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or head.count(0) > len(head) / 4:
-        kind, name = "UTF-16", "UTF-16"
-    elif 0 in head:
-        return "binary data\nextract its text, or name the files of text only"
-    else:
-        kind, name = "Latin-1 or the like", "LATIN1"
-    return f"{kind}; convert it:\niconv -f {name} -t UTF-8 {shlex.quote(str(path))} > NEW.txt"
 
 
 def _parsed(line: str, where: str):
@@ -328,21 +321,6 @@ def _parsed(line: str, where: str):
         return json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error}); {_JSON}") from None
-
-
-def _object(row, where: str) -> dict:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a JSON {type(row).__name__}; {_JSON}")
-    return row
-
-
-def _without_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each lone surrogate, which JSON may hold and UTF-8 may not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _file_identity(path: Path) -> dict:
