@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import weakref
+from functools import partial
 
 if __name__ == "__main__":  # before the imports; not in a program that imports this and may run on a GPU
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -33,7 +34,6 @@ from torch.utils._pytree import tree_leaves
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
 from recipe.estimate.memory import memory_estimate, state_bytes
-from recipe.model import loss
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel, LayerNorm
 from recipe.optim import optimizer as optim
@@ -116,12 +116,12 @@ def measure(words: str, fake: bool) -> dict:
     # The CPU's own attention keeps probabilities, which a GPU's does not.
     attention = flash_attention if fake else None
     strategy.device = device = dataclasses.replace(strategy.device, pad_vocab_to=128, attention=attention)
-    loss._by_rows = lambda hidden: False  # nor does a GPU take the loss by rows
     with FakeTensorMode() if fake else contextlib.nullcontext():
         if fake:  # the weights are drawn with a generator, which fakes do not take
             GPT2LMHeadModel._init_weights = lambda self, generator: None
             strategy._accelerator.device_placement = False  # they are where they belong, and cannot be moved
         model = build_model(config, load_init_from=False, **device.model_options)
+        model.loss = partial(model.loss, by_rows=False)  # as a GPU takes it
         if not fake:
             strategy.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
         optimizer = optim.make_optimizer(model, opt, **device.optimizer_options(strategy.runtime.processes))

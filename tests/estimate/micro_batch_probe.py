@@ -7,10 +7,12 @@ pretended.
 
 import os
 import sys
+from functools import partial
 
 from recipe.engine import hardware
 from recipe.engine.device import Device
-from recipe.model import loss
+from recipe.estimate import micro_batch
+from recipe.model.build import build_model
 from recipe.train import main
 from tests.estimate.memory_probe import profiled
 
@@ -19,11 +21,15 @@ BYTES = [int(float(part)) for part in os.environ["FIT_MEMORY"].split(",")]
 
 
 def peak_while(_, work) -> int:
-    by_rows, loss._by_rows = loss._by_rows, lambda hidden: False  # the device is to be a GPU
     peak = PARAMETERS + profiled(work)
-    loss._by_rows = by_rows
     print(f"trial {peak}", file=sys.stderr, flush=True)
     return peak
+
+
+def build(*arguments, **options):
+    model = build_model(*arguments, **options)
+    model.loss = partial(model.loss, by_rows=False)  # the device is to be a GPU
+    return model
 
 
 def memory(_) -> int:
@@ -32,6 +38,7 @@ def memory(_) -> int:
 
 Device.memory = property(memory, lambda device, found: None)
 if PARAMETERS:
+    micro_batch.build_model = build
     hardware.free_memory, hardware.peak_while = memory, peak_while
 
 if __name__ == "__main__":
