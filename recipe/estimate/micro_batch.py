@@ -2,7 +2,7 @@
 `gradient_checkpointing: auto`: false where a useful micro-batch fits without.
 
 A trial step is a real forward and backward of the run's own model, compiled if the run is, on dummy tokens. What is
-allocated later (AdamW's moments, what ZeRO shards) is added by arithmetic. A trial has no side effects: its model is
+allocated later (AdamW's moments, DDP's buckets) is added by arithmetic. A trial has no side effects: its model is
 deleted, and the random numbers continue as if there had been none.
 """
 
@@ -35,7 +35,7 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     """`config` with a number and a bool in place of `auto`, the same on every process, and the line that explains them.
 
     Both come from the run's newest checkpoint if a step takes the same memory on the same devices; else from trial
-    steps; or from the estimate in a dry run, under ZeRO-2, 3 and FSDP, and on a TPU (there at most UNMEASURED). Where
+    steps; or from the estimate in a dry run, under ZeRO and FSDP, and on a TPU (there at most UNMEASURED). Where
     the device's memory is not known, they are UNMEASURED and true. A collective call. Raises UserError where not even a
     micro-batch of 1 fits.
     """
@@ -100,48 +100,41 @@ class _Search:
         found. What is estimated to take more than the memory by more than the estimate's accuracy is not tried."""
         dry, free = config.run.dry_run, hardware.free_memory(self.device.torch_device)
         budget = HEADROOM * (self.memory if dry or free is None else min(free, self.memory))
-
-        def estimate(size: int) -> int:
-            sized = _with(config, size, config.run.gradient_checkpointing)
-            batch = batch_arithmetic(sized, self.processes.world_size, self.device.count)
-            return memory_estimate(config, batch, **memory_kind(config, self.strategy))
-
-        # ZeRO-2 and 3 and FSDP shard the model itself, and DeepSpeed's fp16 halves it first.
-        half_first = self.sharding and self.device.precision == "fp16"
-        can_try = free and self.sharding in ("", "zero1") and not half_first
+        kind, devices = memory_kind(config, self.strategy), (self.processes.world_size, self.device.count)
+        estimates = {
+            n: memory_estimate(config, batch_arithmetic(_with(config, n, False), *devices), **kind) for n in (1, *sizes)
+        }
+        # ZeRO and FSDP shard the model itself, or halve it first.
+        can_try = free and not self.sharding
         most = (1 + ACCURACY) * budget if can_try and not dry else budget
-        likely = [size for size in reversed(sizes) if not self.processes.anywhere(estimate(size) > most)]
+        likely = [n for n in reversed(sizes) if not self.processes.anywhere(estimates[n] > most)]
         size, peak, how = 0, 0, "the peak of a trial step"
-        if likely and (dry or not can_try):
-            size, peak = likely[0], estimate(likely[0])
-            how = "an estimate; the run itself tries it" if can_try else "an estimate"
-        elif likely:  # or a model would be compiled for nothing
+        if likely and can_try and not dry:
             size, peak = self._tried(config, likely, budget)
-        if not size:
-            return (
-                0,
-                f"it needs about {gb(estimate(1))}, and {gb(budget)} of the device's {gb(self.memory)} may be used",
-            )
-        return size, f"{gb(peak)} of {gb(self.memory)}, {how}"
+        elif likely:
+            size, peak = likely[0], estimates[likely[0]]
+            how = "an estimate; the run itself tries it" if can_try else "an estimate"
+        if size:
+            return size, f"{gb(peak)} of {gb(self.memory)}, {how}"
+        return 0, f"it needs about {gb(estimates[1])}, and {gb(budget)} of the device's {gb(self.memory)} may be used"
 
     def _tried(self, config: Config, sizes: list[int], budget: float) -> tuple[int, int]:
         """The first of `sizes` with which a step takes at most `budget` bytes on the device of each process, 0 where
         none does, and the peak bytes of that step here. The model is the process's own, unprepared, and deleted at the
         end."""
         logger.info("micro      trying how many sequences a device holds at once")
-        device, world_size, precision = self.device.torch_device, self.processes.world_size, self.device.precision
+        device, kind = self.device.torch_device, (self.processes.world_size, self.sharding, self.device.precision)
         with torch.random.fork_rng([device] if self.device.type == "cuda" else []):
             model = build_model(config, load_init_from=False, **self.device.model_options)
             self.strategy.place(model, compile=config.run.torch_compile_mode if config.run.torch_compile else "")
             model.train()
-            # The trial holds all fp32 weights and gradients: add what else the run will hold, or subtract what it
-            # shards.
-            later = state_bytes(config, world_size, self.sharding, precision)
+            # The trial holds fp32 weights and gradients: add what else the run will hold.
             held = 2 * sum(p.nbytes for p in model.parameters())
-            update = held + update_bytes(config, world_size, precision)
+            later = state_bytes(config, *kind) - held
+            update = held + update_bytes(config, self.processes.world_size, self.device.precision)
             for size in sizes:
                 measured = hardware.peak_while(device, partial(self._step, config, model, size))
-                peak = 0 if measured is None else max(measured, update) + later - held
+                peak = 0 if measured is None else max(measured, update) + later
                 model.zero_grad()
                 if not self.processes.anywhere(measured is None or peak > budget):
                     break
