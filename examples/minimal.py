@@ -10,9 +10,9 @@ bf16 and torch.compile, validation and HellaSwag, checkpoints and resuming, ZeRO
 """
 
 import argparse
-import hashlib
 import math
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -127,32 +127,14 @@ def sequence(shards: list[np.ndarray], g: int) -> np.ndarray:
     number = 0
     while x >= windows[number]:
         x, number = x - windows[number], number + 1
-    start = permuted(x, windows[number], f"{SEED} {epoch} {number}") * T
+    start = permutation(windows[number], epoch, number)[x] * T
     return shards[number][start : start + T + 1].astype(np.int64)
 
 
-def permuted(x: int, n: int, key: str) -> int:
-    """Where the permutation of range(n) with this key takes x: a Feistel network over an a x b grid, walked until it
-    is below n."""
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
-    while True:
-        left, right = divmod(x, b)
-        for i in range(8):
-            if i % 2 == 0:
-                left = (left + mix(key, i, right)) % a
-            else:
-                right = (right + mix(key, i, left)) % b
-        x = left * b + right
-        if x < n:
-            return x
-
-
-def mix(key: str, i: int, value: int) -> int:
-    """32 bits that depend on the key, the round and the value."""
-    m, c = np.frombuffer(hashlib.blake2b(f"{key} {i}".encode(), digest_size=16).digest(), "<u8").tolist()
-    h = (value * (m | 1) + c) % 2**64
-    return ((h ^ (h >> 31)) * 0x94D049BB133111EB % 2**64) >> 32
+@lru_cache(maxsize=2)
+def permutation(n: int, epoch: int, shard: int) -> np.ndarray:
+    """The order of a shard's `n` windows in an epoch, (n,)."""
+    return np.random.RandomState([SEED, 0, epoch, shard]).permutation(n)
 
 
 if __name__ == "__main__":

@@ -76,5 +76,4 @@ def windows_before(g: int, counts: tuple[int, ...], seed: int) -> list[int]:
 @lru_cache(maxsize=4)
 def _places(block: int, counts: tuple[int, ...], seed: int) -> np.ndarray:
     """The dataset at each place of a block: (1000,), int64."""
-    order = permutation(np.arange(MIXTURE_PERIOD), MIXTURE_PERIOD, (seed, block))
-    return np.searchsorted(np.cumsum(counts), order, side="right")
+    return np.searchsorted(np.cumsum(counts), permutation(MIXTURE_PERIOD, seed, block), side="right")

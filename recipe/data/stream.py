@@ -149,7 +149,7 @@ class StreamedDataset(TokenDataset):
         if self.manifest.complete:
             super().check_batch()
 
-    def _open(self, epoch: int, s: int) -> ShardReader:
+    def _open(self, epoch: int, s: int) -> tuple[ShardReader, np.ndarray]:
         self._pass_to(epoch * len(self.shards) + s)
         self._waiting.until(self.shards[s].path.exists, f"shard {s}")
         return super()._open(epoch, s)
