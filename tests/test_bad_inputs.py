@@ -1,7 +1,7 @@
 """Mistakes of users: exit code 2, no traceback, and an error that names the field or file and the way out.
 
-The table has a row or more for each of 25 kinds of mistake, which are numbered. They go through main() in this process;
-the tests below the table are for what needs a process, or several.
+Numbers are those of 25 kinds of mistake; tests/data/, tests/engine/ and test_config.py have those that are not here.
+The table goes through main() in this process; the tests below it are for what needs a process, or several.
 """
 
 import json
@@ -125,13 +125,8 @@ class Place:
         return self.file("old/model.safetensors", whole[:-100]).parent
 
 
-def header(*numbers: int) -> bytes:
-    return np.array([*numbers] + [0] * (256 - len(numbers)), "<i4").tobytes()
-
-
 PREPARE = "python -m recipe.data.prepare"
 NO_COLUMN = "no column 'text'; there are: title, body. Choose with --text_column"
-LOADER = "import datasets\n\nclass Texts(datasets.GeneratorBasedBuilder):\n    pass\n"
 STORIES = {"config": "tinystories", "streaming": "false", "train_text": "roneneldan/TinyStories"}
 
 # The mistake with its number: the command's words ("prepare" first where it is not a run's), and what the error says.
@@ -161,20 +156,10 @@ TABLE = {
         lambda at: ["prepare", "--dataset_name=nothere"],
         "dataset_name nothere: no such file, directory or data set",
     ),
-    "2 magic": (
-        lambda at: at.train(at.shard(header(123, 1, 4000) + GOOD.tobytes())),
-        "x_train_0.bin: neither llm.c's GPT-2 shard (it begins with 123 ",
-        PREPARE,
-    ),
     "4 token outside": (
         lambda at: at.train(at.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),
         "x_train_0.bin: holds token 50257, GPT-2's vocabulary ends at 50256",
         "another tokenizer",
-    ),
-    "7 validation is training": (
-        lambda at: at.train(at.shard(GOOD) / "x_train_0.bin", val_data=at.path / "x_train_0.bin"),
-        "x_train_0.bin (training)",
-        "x_train_0.bin (validation) hold the same tokens",
     ),
     "8 checksum": (
         lambda at: at.train(at.changed()),
@@ -184,11 +169,6 @@ TABLE = {
     "9 column": (
         lambda at: at.train(at.path / "new", train_text=at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
         "line 1: " + NO_COLUMN,
-    ),
-    "10 script": (
-        lambda at: at.prepare(at.file("own/texts.py", LOADER).parent),
-        "own: a directory without text or shards; it holds 1 other file .py",
-        ".jsonl",
     ),
     "11 few windows": (
         lambda at: at.train(at.shard(GOOD[:50])),
@@ -226,11 +206,6 @@ TABLE = {
     "12 mixture, one val_data": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: B, weight: 1}", val_data="C"),
         "val_data applies to one data set, but dataset_name is a list; move it into an entry",
-    ),
-    "13 batch": (
-        lambda at: at.train(total_batch_tokens=9 * 16),
-        "total_batch_tokens 144 is not a multiple of",
-        "; 128 is one",
     ),
     "14 length": (lambda at: at.train(sequence_length=128), "sequence_length 128 is longer than n_positions"),
     "15 heads": (

@@ -341,21 +341,8 @@ def test_the_command(reference, tmp_path, capsys):
     assert f"{len(reference.contents)} shards, " in last
     assert "299 documents in " in last
     assert contents(tmp_path / "out") == reference.contents
-    for words, message in (
-        ([*command, "--dataset_name", str(tmp_path / "out"), "--seed_", "5"], "error: unknown '--seed_'"),
-        ([*command, "--dataset_name", str(reference.out.parent)], "holds other files"),
-        (
-            [*command, "--dataset_name", "x", "--shard_tokens", str(2**31)],
-            "shard_tokens is 2147483648; it must be at least 1 and below",
-        ),
-        (["--dataset_name", "x"], "dataset_name x: no such file, directory or data set"),
-        (
-            ["--train_text", "no/data-set", "--dataset_name", str(tmp_path / "no")],
-            "no such path on this disk, and the Hub reports",
-        ),
-    ):
-        assert main(words) == 2
-        assert message in capsys.readouterr().err
+    assert main([*command, "--dataset_name", str(reference.out.parent)]) == 2
+    assert "holds other files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.jsonl", "d.parquet"])
