@@ -15,7 +15,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint, state_of
 from recipe.checkpoint.manager import CheckpointManager, Stateful
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
-from recipe.config import ROOT, BatchPlan, Config, data_sets
+from recipe.config import ROOT, BatchPlan, Config, RunConfig, data_sets
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets, state_on_disk, training_windows
@@ -247,28 +247,43 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
     """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
     one, where a restart would start over, and where the run cannot have its optimizer or loss. A collective
     call."""
-    runtime = strategy.runtime
-    if runtime.optimizers and config.optimizer.optim not in runtime.optimizers:
-        raise UserError(
-            f"optim {config.optimizer.optim} is not supported on {strategy}; launch with accelerate_configs/"
-            f"ddp.yaml or single.yaml, or choose --optim {' or '.join(runtime.optimizers)} and its learning rate"
-        )
-    has_triton = strategy.device.type == "cuda" and find_spec("triton")
-    if config.run.fused_loss and not (has_triton or config.run.plan_device):
-        raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
-    if config.run.fresh and (limit := max_restarts()):
-        raise UserError(
-            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
-            f"or move {config.run.output_dir} away"
-        )
+    _check_optimizer(config.optimizer.optim, strategy)
+    _check_loss(config.run, strategy.device.type)
+    _check_restarts(config.run)
     here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
     here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
+    _check_same_everywhere(here | {"precision": strategy.device.precision}, strategy.runtime.processes)
+
+
+def _check_optimizer(optim: str, strategy: Strategy) -> None:
+    supported = strategy.runtime.optimizers
+    if supported and optim not in supported:
+        raise UserError(
+            f"optim {optim} is not supported on {strategy}; launch with accelerate_configs/ddp.yaml or single.yaml, or "
+            f"choose --optim {' or '.join(supported)} and its learning rate"
+        )
+
+
+def _check_loss(run: RunConfig, device_type: str) -> None:
+    has_triton = device_type == "cuda" and find_spec("triton")
+    if run.fused_loss and not (has_triton or run.plan_device):
+        raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
+
+
+def _check_restarts(run: RunConfig) -> None:
+    if run.fresh and (limit := max_restarts()):
+        raise UserError(
+            f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
+            f"or move {run.output_dir} away"
+        )
+
+
+def _check_same_everywhere(here: dict, processes: Processes) -> None:
     code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
-    digest = hashlib.sha256(code).hexdigest()[:8]
-    here |= {"precision": strategy.device.precision, "torch": torch.__version__, "code of recipe/": digest}
-    main = strategy.runtime.processes.broadcast_object(here)
+    here |= {"torch": torch.__version__, "code of recipe/": hashlib.sha256(code).hexdigest()[:8]}
+    main = processes.broadcast_object(here)
     differing = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in here.items() if v != main.get(k)]
-    with strategy.runtime.processes.shared_error("the configuration is not the same"):
+    with processes.shared_error("the configuration is not the same"):
         if differing:
             raise UserError(
                 f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the "

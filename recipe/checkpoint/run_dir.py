@@ -34,7 +34,7 @@ from recipe.utils.units import some
 logger = logging.getLogger(__name__)
 
 LOCK, OWNER = ".lock", ".owner"
-_PATIENCE = 5.0  # seconds in which a process that was killed is gone
+LOCK_TIMEOUT_S = 5.0  # seconds in which a process that was killed is gone
 
 # What a run writes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
 _TRACKERS = {"tensorboard", "wandb", "lost+found"}
@@ -50,7 +50,7 @@ class RunDirectory:
     not its path, to which another can be moved while the run goes on."""
 
     def __init__(self, path: Path):
-        self.path, self._lock = path, FileLock(path / LOCK, timeout=_PATIENCE)
+        self.path, self._lock = path, FileLock(path / LOCK, timeout=LOCK_TIMEOUT_S)
 
     def acquire(self) -> None:
         """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,6 +37,7 @@ class Device:
     pad_vocab_to: int = 1  # the rows of the head's product are rounded up to a multiple of this
     eval_multiples: tuple[int, int, int] = (1, 1, 1)  # to which evaluations pad sequences, positions, scored tokens
     sum_dtype: torch.dtype = torch.float64  # for sums over many steps
+    flush: Callable[[], object] = field(default=lambda: None)  # makes a lazy device run what it has recorded so far
     idle_gpus: int = 0  # GPUs of this node that the launch does not use
     note: str = ""  # what else to tell the user
 
@@ -63,9 +64,6 @@ class Device:
     def seed(self, seed: int) -> None:
         """Seeds the device's random numbers, from which dropout draws."""
         torch.manual_seed(seed)
-
-    def flush(self) -> None:
-        """Makes a lazy device run what it has recorded so far; others already do."""
 
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),

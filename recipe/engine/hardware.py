@@ -182,7 +182,7 @@ def resolve_precision(precision: str, *, cpu: bool) -> str:
         return supported_precision(precision, torch.cuda.get_device_name(), gpu=True, bf16=bf16)
     # MPS stays in fp32 until its autocast has been tested here.
     mps = torch.backends.mps.is_available() and not cpu
-    return supported_precision(precision, "MPS" if mps else "a CPU", gpu=False, bf16=not mps and _cpu_has_bf16())
+    return supported_precision(precision, "MPS" if mps else "a CPU", gpu=False, bf16=not mps and cpu_has_bf16())
 
 
 def supported_precision(precision: str, name: str, *, gpu: bool, bf16: bool) -> str:
@@ -199,7 +199,7 @@ def supported_precision(precision: str, name: str, *, gpu: bool, bf16: bool) -> 
     return precision
 
 
-def _cpu_has_bf16() -> bool:
+def cpu_has_bf16() -> bool:
     """Whether bf16 is faster than fp32 on this CPU: with AMX, and with AVX512-BF16 on an AMD. An Intel with AVX512-BF16
     alone takes a step 1.5 times as fast in fp32 (docs/log.md)."""
     try:

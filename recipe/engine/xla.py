@@ -65,10 +65,6 @@ class XlaDevice(Device):
         """One mask for the whole batch, divided like its rows: devices draw different ones."""
         torch_xla.manual_seed(seed, str(self.torch_device))
 
-    def flush(self) -> None:
-        """Compiles and runs what has been recorded so far."""
-        torch_xla.sync()
-
     def counters(self) -> dict[str, int | None]:
         """Also compilations, the number of programs compiled so far: if it keeps growing, time is lost. The peak
         memory of a TPU is not known."""
@@ -90,7 +86,7 @@ class XlaStrategy(Strategy):
         """As Strategy's."""
         _check_launch()
         xr.use_spmd()  # before anything is on the device
-        generation = _generation()
+        generation = tpu_generation()
         if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
             cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
             xr.initialize_cache(str(Path(cache).expanduser()))
@@ -199,6 +195,7 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
         adamw="capturable",  # keeps the step count in tensors
         eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled
         sum_dtype=torch.float32,
+        flush=torch_xla.sync,
         note=jax if flash and not find_spec("jax") else "",
         mesh=mesh,
     )
@@ -215,7 +212,7 @@ def _check_launch() -> None:
         raise UserError(f"{processes} processes, but torch_xla is installed; {_LAUNCH}, or set USE_TORCH_XLA=0")
 
 
-def _generation() -> str:
+def tpu_generation() -> str:
     """v2, v3, v4, v5e, v5p, v6e; "of unknown kind" where a TPU does not report it; empty on the CPU client."""
     if xr.device_type() != "TPU":
         return ""

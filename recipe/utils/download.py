@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 
 from recipe.utils.errors import Unreachable, UserError, first_line
 
-_TIMEOUT = 5.0  # seconds for the Hub's first answer
+HUB_TIMEOUT_S = 5.0  # seconds for the Hub's first answer
 Answer = TypeVar("Answer")
 
 
@@ -47,7 +47,7 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
         return name
     problem = f"{field} {name} is not a directory here, and"
     try:
-        within(_TIMEOUT, lambda: HfApi().model_info(name, timeout=_TIMEOUT))
+        within(HUB_TIMEOUT_S, lambda: HfApi().model_info(name, timeout=HUB_TIMEOUT_S))
         return snapshot_download(name, allow_patterns=patterns)
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise UserError(f"{problem} there is no model of that name on the Hub ({first_line(error)})") from None

@@ -53,7 +53,7 @@ def kill(pid: int) -> None:
 
 
 def test_a_second_run_is_refused_and_told_who_is_there(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     pid = holder()
     owner = rf"process {pid} on {socket.gethostname()}"
     with pytest.raises(UserError, match=rf"another run writes there \({owner}\); wait for it"):

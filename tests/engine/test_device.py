@@ -18,7 +18,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-        monkeypatch.setattr(hardware, "_cpu_has_bf16", lambda: cpu_bf16)
+        monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: cpu_bf16)
 
     return pretend
 

@@ -153,7 +153,7 @@ def test_generations(strategy, monkeypatch, kind, generation, peak):
 
     monkeypatch.setattr(xla.xr, "device_type", lambda: "TPU")
     monkeypatch.setattr(xla.tpu, "get_tpu_type", Mock(side_effect=[kind]))
-    assert xla._generation() == generation
+    assert xla.tpu_generation() == generation
     assert hardware.peak_flops(f"TPU {generation}") == peak
 
 
@@ -161,7 +161,7 @@ def test_auto_takes_what_is_estimated_to_fit_a_tpu(monkeypatch):
     """The engine of a v3-8, whose devices are those of the CPU client."""
     from recipe.engine import xla
 
-    monkeypatch.setattr(xla, "_generation", lambda: "v3")
+    monkeypatch.setattr(xla, "tpu_generation", lambda: "v3")
     config = parse_config(["--config=gpt2-medium", "--dataset_name=x", "--output_dir=nowhere"])
     config, line = micro_batch(config, open_strategy("bf16"))
     assert config.optimizer.micro_batch_size == 4
