@@ -40,10 +40,11 @@ BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $
 # The parts of gpu-proof, each within nine minutes: what begins in the last of them ends in the next one or two.
 PROOF_PYTHON = $(firstword $(wildcard .venv/bin/python) $(PYTHON))
 PROOF_OUT = $(if $(filter-out file,$(origin OUT)),$(OUT),bench)
-PROOF_tests = gpu_tests --minutes 7.5
-PROOF_peers = peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5
-PROOF_scoreboard = scoreboard --config gpt2 --minutes 8 --seconds 3
-PROOF_optimizers = optimizers --sizes gpt2 --minutes 8 --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
+PROOF_BENCH = $(PROOF_PYTHON) -m benchmarks
+PROOF_tests = timeout -s INT 450 $(PROOF_PYTHON) -m pytest -p no:cacheprovider tests/engine/test_gpu.py --junitxml $(PROOF_OUT)/gpu_tests.xml
+PROOF_peers = $(PROOF_BENCH) peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5 --out $(PROOF_OUT)
+PROOF_scoreboard = $(PROOF_BENCH) scoreboard --config gpt2 --minutes 8 --seconds 3 --out $(PROOF_OUT)
+PROOF_optimizers = $(PROOF_BENCH) optimizers --sizes gpt2 --minutes 8 --out $(PROOF_OUT) --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
 
 # What tells in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
@@ -53,7 +54,7 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-xla scoreboard bench-peers bench-data bench-eval gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-xla scoreboard bench-peers gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -131,13 +132,7 @@ bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CON
 
 # Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
 gpu-proof: ## full GPU benchmark: tests, speed, optimizers (PART, TEXT)
-	$(foreach part,$(or $(PART),tests peers scoreboard optimizers),$(PROOF_PYTHON) -m benchmarks $(PROOF_$(part)) --out $(PROOF_OUT) $(ARGS);)
-
-bench-data: .venv/installed ## tokenizing vs. datasets.map (TEXT)
-	$(BIN)/python -m benchmarks data $(if $(TEXT),--text $(TEXT)) $(ARGS)
-
-bench-eval: .venv/installed-eval ## HellaSwag vs. lm-evaluation-harness (MODEL)
-	$(BIN)/python -m benchmarks hellaswag $(MODEL) $(ARGS)
+	$(foreach part,$(or $(PART),tests peers scoreboard optimizers),$(PROOF_$(part)) $(ARGS);)
 
 ##@ Develop
 

@@ -14,10 +14,7 @@ from recipe.utils.errors import UserError
 COMMANDS = {
     "scoreboard": ("scoreboard.main", "What each optimization, micro-batch, process and size brings"),
     "peers": ("peers.main", "The step, compared with transformers and nanoGPT"),
-    "data": ("libraries.tokenizing", "Tokenizing, compared with datasets.map"),
-    "hellaswag": ("libraries.hellaswag", "HellaSwag, compared with lm-evaluation-harness"),
     "optimizers": ("optimizers.main", "How many tokens Muon needs for AdamW's loss"),
-    "gpu_tests": ("gpu_tests.main", "The tests that need a GPU, for some minutes at a time"),
 }
 
 

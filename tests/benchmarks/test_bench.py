@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu_tests, peers, runs, scoreboard
+from benchmarks import peers, runs, scoreboard
 from benchmarks.peer import transformers_model
 from benchmarks.runs import Run, Void, interleave, times_as_fast, trainer
 from recipe.config import parse_config
@@ -220,23 +220,3 @@ def test_mistakes_of_the_command_are_named(tmp_path, capsys):
     assert "no model.py there" in capsys.readouterr().err
     assert bench.main(["scoreboard", "--config", "none-such", "--out", str(tmp_path)]) == 2
     assert "no such file" in capsys.readouterr().err
-
-
-def test_the_gpu_tests_go_on_where_they_were(tmp_path, monkeypatch):
-    """Within their minutes, and none that has passed runs again."""
-    (tmp_path / "tests/engine").mkdir(parents=True)
-    (tmp_path / "tests/engine/test_gpu.py").write_text(
-        f"from pathlib import Path\nhere = Path({str(tmp_path)!r})\n"
-        "def test_once():\n    (here / 'once').mkdir()\n"
-        "def test_mended():\n    assert (here / 'mended').exists()\n"
-    )
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
-
-    def outcomes(*words) -> dict[str, str]:
-        gpu_tests.main(["--out", str(tmp_path), *words])
-        return json.loads((tmp_path / "gpu_tests.json").read_text())["outcomes"]
-
-    assert outcomes("--minutes", "0") == {"test_once": "passed"}
-    assert outcomes() == {"test_once": "passed", "test_mended": "failed"}
-    (tmp_path / "mended").touch()
-    assert outcomes() == {"test_once": "passed", "test_mended": "passed"}

@@ -3,12 +3,10 @@
 import importlib.util
 import json
 import math
-import re
 import shutil
 
 import pytest
 
-from benchmarks import libraries
 from eval import common, harness, hellaswag
 from eval.loglikelihood import Request, score
 from recipe.hub.model_card import model_card
@@ -84,15 +82,3 @@ def test_what_cannot_be_run_is_said(tiny_gpt2, command, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(harness, "--tasks", "hellaswag")
-
-
-@pytest.mark.slow
-def test_speed_beside_the_harness(model_dir, capsys):
-    """On the same rows both find the same; the speed is told as ratios of neighboring turns."""
-    needs_lm_eval()
-    rows = hellaswag.load_rows()[::5000]
-    ways = libraries.hellaswag_ways(load(model_dir), rows, 4)
-    *ours, theirs = libraries.compare(ways, 1, len(rows), "rows").values()
-    for accuracies in ours:
-        assert {name: accuracies[name] for name in theirs} == pytest.approx(theirs)
-    assert len(re.findall(r"this project, .* rows/s +\S+ times \(\S+ to \S+\)\n", capsys.readouterr().out)) == 2
