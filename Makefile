@@ -10,7 +10,6 @@ LIMIT ?=
 PROMPT ?= The king
 TEXT ?=
 WITH ?= openai-community/gpt2
-ROWS ?=
 TASKS ?= hellaswag
 FRESH ?=
 PROCESSES ?=
@@ -109,7 +108,7 @@ eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a 
 	$(BIN)/python eval/hellaswag.py $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
-	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(ROWS),--rows $(ROWS)) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 compare: .venv/installed ## MODEL beside WITH (GPT-2): loss, HellaSwag, a sample
 	$(BIN)/python eval/compare.py $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)

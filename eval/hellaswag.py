@@ -59,21 +59,14 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple
     return [Request(tokens, len(tokens) - n_context) for tokens in texts], [len(ending) for ending in endings]
 
 
-def score_rows(
-    model: LanguageModel,
-    rows: Sequence[dict],
-    *,
-    batch_size: int = 16,
-    ways: Sequence[str] = tuple(WAYS),
-    desc: str = "",
-) -> Scores:
+def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = "") -> Scores:
     """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model; with `desc`, shows a
     progress bar."""
-    requests, lengths = zip(*(encode_row(model.encode, row, way) for way in ways for row in rows), strict=True)
-    found = score(model, requests, batch_size * len(ways), desc)
-    shape = len(ways), len(rows), -1
+    requests, lengths = zip(*(encode_row(model.encode, row, way) for way in WAYS for row in rows), strict=True)
+    found = score(model, requests, batch_size * len(WAYS), desc)
+    shape = len(WAYS), len(rows), -1
     log_likelihoods, lengths = np.reshape(found, shape), np.reshape(lengths, shape)
-    return {way: (log_likelihoods[i], lengths[i]) for i, way in enumerate(ways)}
+    return {way: (log_likelihoods[i], lengths[i]) for i, way in enumerate(WAYS)}
 
 
 def correct(scores: Scores, rows: Sequence[dict]) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ import sys
 import time
 import venv
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from huggingface_hub import JobHardware
 
+from eval.hellaswag import load_rows
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
+from tests.eval.conftest import local_tasks
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 # tests/hub/test_downstream.py runs those of elsewhere.md, which need other programs.
@@ -43,7 +46,7 @@ NOTE = """#!/bin/sh
 SHORTER = {
     "eval/hellaswag.py": ["--limit", "4"],
     "eval/compare.py": ["--limit", "4"],
-    "eval/harness.py": ["--limit", "4", "--rows", "lambada_openai=texts.jsonl", "wikitext=pages.jsonl"],
+    "eval/harness.py": ["--limit", "4", "--include_path", "tasks"],  # those on rows of this machine
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "recipe.audit --repo": ["--help"],  # the same
@@ -80,8 +83,10 @@ def clone(tmp_path_factory, whole_run) -> Path:
     for name, tokens in {"train": 600_000, "val": 6_000}.items():
         (at / "data" / "openwebtext" / f"{name}.bin").write_bytes(b"\1\xc0" * tokens)  # of GPT-2's vocabulary
     lines = SHAKESPEARE.read_text().split("\n\n")[:400]
-    for name, column in {"texts": "text", "pages": "page"}.items():
-        (at / f"{name}.jsonl").write_text("".join(json.dumps({column: line}) + "\n" for line in lines))
+    (at / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    if find_spec("lm_eval"):
+        rows = {"lambada_openai": [{"text": line} for line in lines], "wikitext": [{"page": line} for line in lines]}
+        local_tasks(at / "tasks", hellaswag=load_rows(4), **rows)
     return at
 
 

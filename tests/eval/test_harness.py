@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from eval import common, harness, hellaswag
 from eval.loglikelihood import Request, score
 from recipe.hub.model_card import model_card
-from tests.eval.conftest import load
+from tests.eval.conftest import load, local_tasks
 
 TEXTS = ["the cat sat on the mat", "a word and another word", "one two", "he said that he would not go there again"]
 PAGES = [" = Cats = \n\n The cat sat on the mat . \n", " = Dogs = \n\n == Care == \n\n A dog ran . \n"]
@@ -21,23 +22,18 @@ def needs_lm_eval():
 
 
 @pytest.mark.slow
-def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, command, capfd, caplog):
+def test_agrees_with_our_own(whole_run, tmp_path, command, capfd):
     needs_lm_eval()
     checkpoint = shutil.copytree(whole_run[0] / "step_00000020", tmp_path / "step_00000020")
-    output, rows = checkpoint / "results.json", tmp_path / "rows.jsonl"
+    output = checkpoint / "results.json"
     output.write_text('{"perplexity": {"loss": 1.5}}')
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    pages = tmp_path / "pages.jsonl"
-    pages.write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES))
-    local = [f"lambada_openai={rows}", f"wikitext={pages}"]
+    rows = {"lambada_openai": [{"text": text} for text in TEXTS], "wikitext": [{"page": page} for page in PAGES]}
+    local = local_tasks(tmp_path / "tasks", hellaswag=hellaswag.load_rows(3), **rows)
     tasks = "hellaswag, lambada_openai,wikitext,hellaswag"
-    command(harness, checkpoint, "--tasks", tasks, "--limit", 3, "--rows", *local)
-    out, err = capfd.readouterr()
-    assert err == ""
-    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
+    command(harness, checkpoint, "--tasks", tasks, "--limit", 3, "--include_path", local)
+    out = capfd.readouterr().out
     table = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
     assert [name for name in table[2:] if name] == ["hellaswag", "lambada_openai", "wikitext"]
-    assert "bootstrapping" not in out
     results = json.loads(output.read_text())
     assert results["perplexity"] == {"loss": 1.5}
     result = results["lm_eval"]
@@ -63,22 +59,15 @@ def test_agrees_with_our_own_and_is_quiet(whole_run, tmp_path, command, capfd, c
     assert theirs["ci95"] > 0
 
 
-def test_what_cannot_be_run_is_said(tiny_gpt2, command, monkeypatch):
+def test_what_cannot_be_run_is_said(model_dir, command, monkeypatch, tmp_path, capsys):
     needs_lm_eval()
-    import lm_eval.tasks
-
-    whole, loaded = lm_eval.tasks.TaskManager, tiny_gpt2()
-    # Without the harness's thousands of task files, which take seconds to read and have none of this name either.
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: whole(None, include_path, False))
     with pytest.raises(common.UserError, match="--tasks no_such: lm-eval has none of this name"):
-        harness.evaluate(loaded, ["no_such", "hellaswag"], {}, limit=1, batch_size=1)
-    with pytest.raises(common.UserError, match=r"the data cannot be loaded: .*what --rows names"):
-        harness.evaluate(loaded, ["lambada_openai"], {}, limit=1, batch_size=1)
+        command(harness, model_dir, "--tasks", "no_such,hellaswag")
+    with pytest.raises(SystemExit):  # without a network
+        common.run_main(lambda: command(harness, model_dir, "--tasks", "lambada_openai"))
+    assert re.fullmatch("error: .*lambada_openai.*\n", capsys.readouterr().err)
     with pytest.raises(common.UserError, match="--tasks: names none"):
         command(harness, "--tasks", " , ")
-    for words in (["lambada_openai"], ["lambada_openai=" + __file__], ["arc_easy=/dev/null"]):
-        with pytest.raises(common.UserError, match="--rows"):
-            command(harness, "--rows", *words)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(common.UserError, match=r"lm-eval is not installed: pip install -e '.\[eval\]'"):
         command(harness, "--tasks", "hellaswag")

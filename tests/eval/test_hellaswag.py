@@ -10,6 +10,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from eval import hellaswag
 from eval.loglikelihood import LanguageModel, Request, score
 from eval.published import ACCURACIES
+from tests.eval.conftest import local_tasks
 
 ROW = {"ctx": "", "endings": [""] * 4, "activity_label": "", "ctx_a": "", "ctx_b": "", "label": 0}
 
@@ -66,13 +67,15 @@ def test_what_each_way_encodes(tiny_gpt2):
 
 
 @pytest.mark.parametrize(("n_positions", "limit"), [(1024, 8), pytest.param(52, 12, marks=pytest.mark.slow)])
-def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt2):
+def test_lm_eval_style_equals_lm_evaluation_harness(n_positions, limit, tiny_gpt2, tmp_path):
     """At 52 positions some requests are cut on the left."""
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip install -e '.[eval]')")
     from eval import harness
 
     rows, loaded = hellaswag.load_rows(limit), tiny_gpt2(n_positions, initializer_range=0.5)
-    theirs = harness.evaluate(loaded, ["hellaswag"], {}, limit=limit, batch_size=8)
+    theirs = harness.evaluate(
+        loaded, ["hellaswag"], batch_size=8, include=local_tasks(tmp_path / "tasks", hellaswag=rows)
+    )
     samples = sorted(theirs["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
     expected = np.array([[choice[0] for choice in sample["filtered_resps"]] for sample in samples])
 
