@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import report
@@ -219,9 +220,10 @@ def lines(r: dict) -> list[str]:
 
 def picture(results: dict, path: Path) -> None:
     """Validation loss against tokens, one panel per size, one line per seed."""
+    from matplotlib.figure import Figure
+
     sizes = results["sizes"]
-    if not (figure := report.new_figure((5.5 * len(sizes), 4))):
-        return
+    figure = Figure((5.5 * len(sizes), 4), dpi=150)
     panels = figure.subplots(1, len(sizes), squeeze=False)
     for axes, r in zip(panels[0], sizes, strict=True):
         for (name, found), color in zip(r["curves"].items(), COLORS, strict=False):
@@ -262,6 +264,7 @@ def main(argv: list[str]) -> int:
             print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN
         report.write(results, path)
-        picture(results, path.with_suffix(".png"))
+        if find_spec("matplotlib"):
+            picture(results, path.with_suffix(".png"))
     print("\n" + "\n".join(line for r in found for line in lines(r)))
     return 0

@@ -1,5 +1,5 @@
-"""Command: compares recipe/train.py with peers that do the same work on the same device, in turns. Writes a table,
-peers.json and peers.png.
+"""Command: compares recipe/train.py with peers that do the same work on the same device, in turns. Prints a
+table and writes peers.json.
 
     python -m benchmarks peers --rounds 2 --nanogpt DIRECTORY
 """
@@ -23,8 +23,6 @@ from recipe.utils.errors import UserError
 COMPARED = 20  # steps whose losses must agree
 # Nats between two runs' losses at a step: rounding alone in the same precision; bf16's rounding between two.
 TOLERANCE, TOLERANCE_OF_ANOTHER_PRECISION = 0.01, 0.05
-OUR_ALLOCATOR = "our allocator"
-SPREAD = "{ratio:.2f} ({low:.2f} to {high:.2f})"
 Peer = tuple[str, list, dict]  # its name, its command, the fields in which it differs from ours
 
 
@@ -49,7 +47,7 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
         found.append((f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
     if not on_cpu:
         return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *found]
-    environments = {"as shipped": [], OUR_ALLOCATOR: ["--tuned"]}
+    environments = {"as shipped": [], "our allocator": ["--tuned"]}
     return [
         (f"{name}, {environment}", [*words, *options], differs)
         for name, words, differs in found
@@ -116,12 +114,8 @@ def main(argv: list[str]) -> int:
             report.write(results, out / "peers.json")
     print(f"\n{'recipe/train.py is faster than':<58} {'times (range)':>22} {'losses apart':>13}")
     for r in rows:
-        ratio = SPREAD.format(**r) if r["ratio"] else f"VOID: {r['void']}"
+        ratio = "{ratio:.2f} ({low:.2f} to {high:.2f})".format(**r) if r["ratio"] else f"VOID: {r['void']}"
         print(f"{r['name']:<58} {ratio:>22}" + (f" {r['losses_apart']:>13.1e}" if r["ratio"] else ""))
-    names = [(r["name"], report.GRAY if OUR_ALLOCATOR in r["name"] else report.BLUE) for r in rows if r["ratio"]]
-    bars = [(r["ratio"], SPREAD.format(**r)) for r in rows if r["ratio"]]
-    title = f"recipe/train.py is so many times as fast (median and range), {results['device']}"
-    report.bar_chart(names, {title: bars}, out / "peers.png")
     return 0
 
 

@@ -1,5 +1,5 @@
 """Command: the speed of recipe/train.py here by optimization, micro-batch, processes and size. Each row is a separate
-run, timed by its metrics.jsonl. Writes scoreboard.json, .md and .png.
+run, timed by its metrics.jsonl. Writes scoreboard.json and scoreboard.md.
 
     python -m benchmarks scoreboard --sweep micro_batch_size --sizes gpt2 gpt2-medium gpt2-large gpt2-xl
     python -m benchmarks scoreboard --merge h100/scoreboard.json cpu/scoreboard.json     several machines in one table
@@ -22,26 +22,21 @@ import torch
 
 from benchmarks import report
 from benchmarks.runs import Run, Void, device, shards, trainer
-from eval.published import SPEED_SOURCES, SPEEDS
-from recipe.config import Config, parse_config
+from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.estimate.cost import cpu_flops
 from recipe.utils.units import si
 
-# Bytes/s to the other GPUs of a node, one direction, from data sheets; four fifths of it are assumed achievable.
-NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
 COLUMNS = {  # of the table: key of a row -> heading, format
     "machine": ("machine", "{}"),
     "name": ("setup", "{}"),
     "size": ("model", "{}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "gain": ("x first", "{:.2f}"),
-    "predicted": ("predicted", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
     "memory_gb": ("memory, GB", "{:.2f}"),
     "source": ("source", "{}"),
 }
-PANELS = {"tokens_per_second": "tokens a second (logarithmic)", "mfu": "MFU", "memory_gb": "peak memory, GB"}
 
 
 @dataclass(frozen=True)
@@ -78,16 +73,8 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     return found + [Row(size, {"config": size}) for size in arguments.sizes]
 
 
-def blank_row(config: Config, **values) -> dict:
-    """A row of the table: the keys of COLUMNS, with None for what `values` lacks, and the recipe's model."""
-    model = report.measured_model(config)
-    size = si(model["model"]["parameters"], "B")
-    return dict.fromkeys(COLUMNS) | model | {"size": size} | values
-
-
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row,
-    `predicted` the rate of several processes predicted from that of one."""
+    """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row."""
     on_cpu, ends = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
     about = report.circumstances()
     peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_flops(about["device"])
@@ -98,7 +85,9 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         config, n = parse_config([f"--config={fields['config']}"]), row.processes
         fields = fields | {"total_batch_tokens": arguments.sequences * config.data.sequence_length * n}
         machine = about["device"] if on_cpu else f"{n} x {about['device']}"
-        result = blank_row(config, name=row.name, machine=machine, processes=n, source=f"measured {about['date']}")
+        result = dict.fromkeys(COLUMNS) | report.measured_model(config)
+        result |= {"machine": machine, "name": row.name, "processes": n, "source": f"measured {about['date']}"}
+        result["size"] = si(result["model"]["parameters"], "B")
         print(f"...        {row.name}", flush=True)
         try:
             if (left := ends - time.monotonic()) < 0:
@@ -110,8 +99,6 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
             continue
         if row.kept:
             best, rates = best | row.differs, [*rates, rate]
-        if n > 1 and rates:
-            result["predicted"] = predicted(config, rates[-1], n, int(best["micro_batch_size"]))
         if row.name not in arguments.sizes:
             result["gain"] = rate / rates[0] if rates else None
         if peak:
@@ -119,66 +106,16 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         yield result | {"tokens_per_second": rate, "memory_gb": memory / 1e9 if memory else None}
 
 
-def predicted(config: Config, single: float, processes: int, micro: int) -> float | None:
-    """Tokens per second of DDP in this many processes of one node, from those of one process with `micro` sequences at
-    once; None if the link between the devices is unknown. Processes on a CPU share its cores, so the rate is that of
-    one.
-
-    GPUs sum the gradients in fp32 in a ring. Those of the blocks overlap with the last backward, two thirds of a
-    micro-step; those of the embeddings, complete only at its end, do not.
-    """
-    if device().type == "cpu":
-        return single
-    link = NVLINK.get(hardware.known_name(torch.cuda.get_device_name()).partition(" ")[0])
-    if not link:
-        return None
-    m, tokens = config.model, micro * config.data.sequence_length
-    ring = 2 * 4 * (processes - 1) / processes / (0.8 * link)  # seconds a parameter
-    exposed = ring * (m.vocab_size + m.n_positions) * m.n_embd
-    exposed += max(0.0, ring * 12 * m.n_layer * m.n_embd**2 - 2 / 3 * tokens / single)
-    return processes * tokens / (tokens / single + exposed)
-
-
-def published_rows() -> list[dict]:
-    """Speeds published by others, with the keys of COLUMNS."""
-    rows = []
-    for speed in SPEEDS:
-        machine, source = f"{speed.count} x {speed.device}", f"published: {speed.run}"
-        row = blank_row(parse_config([f"--config={speed.size}"]), name=speed.setup, machine=machine, source=source)
-        row["tokens_per_second"] = speed.tokens_per_second
-        row["memory_gb"] = speed.memory and speed.memory * 2**20 / 1e9
-        if known := hardware.DEVICES.get(speed.device):
-            row["mfu"] = speed.tokens_per_second * row["flops_per_token"] / (speed.count * known.peak)
-        rows.append(row)
-    return rows
-
-
-def cell(row: dict, key: str) -> str:
-    """The table's cell for a row and a key of COLUMNS."""
-    return "" if row[key] is None else COLUMNS[key][1].format(row[key])
-
-
 def table(rows: list[dict]) -> str:
-    """All rows in Markdown, with the sources."""
-    cells = [[heading for heading, _ in COLUMNS.values()], *([cell(row, key) for key in COLUMNS] for row in rows)]
+    """All rows in Markdown."""
+    cells = [[heading for heading, _ in COLUMNS.values()]]
+    for row in rows:
+        cells.append(["" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items()])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
     note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory of a device, or of a process."
-    return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SPEED_SOURCES.items())]) + "\n"
-
-
-def picture(measured: list[dict], published: list[dict], path: Path) -> None:
-    """Tokens a second, MFU and memory; what was published in gray."""
-    shown = [row for row in [*measured, *published] if row["tokens_per_second"]]
-    names = []
-    for row in shown:
-        name = f"{row['machine']}, {row['size']}: {row['name']}"
-        names.append((f"{name} ({row['source']})", report.GRAY) if row in published else (name, report.BLUE))
-    panels = {
-        title: [(row[key], cell(row, key)) if row[key] else None for row in shown] for key, title in PANELS.items()
-    }
-    report.bar_chart(names, panels, path, logarithmic=True)
+    return "\n".join([*lines, "", note]) + "\n"
 
 
 def main(argv: list[str]) -> int:
@@ -193,10 +130,8 @@ def main(argv: list[str]) -> int:
             for row in measure(arguments, directory):
                 measured.append(row)
                 report.write(report.circumstances() | {"rows": measured}, out / "scoreboard.json")
-    published = published_rows()
-    (out / "scoreboard.md").write_text(table([*measured, *published]))
-    print("\n" + table([*measured, *published]))
-    picture(measured, published, out / "scoreboard.png")
+    (out / "scoreboard.md").write_text(table(measured))
+    print("\n" + table(measured))
     return 0
 
 

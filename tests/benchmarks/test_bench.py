@@ -142,7 +142,7 @@ def test_the_scoreboard_builds_on_what_is_kept(tmp_path, monkeypatch, capsys):
     assert rows["compile"]["gain"] == 3
     assert rows["(gradient checkpointing)"]["gain"] == 1.5
     assert {"micro_batch_size 1", "micro_batch_size 2", "micro_batch_size 4"} <= rows.keys()
-    assert (rows["2 processes"]["tokens_per_second"], rows["2 processes"]["predicted"]) == (600, 300)
+    assert rows["2 processes"]["tokens_per_second"] == 600
     assert {seen["total_batch_tokens"] for seen in SEEN[:-1]} == {4 * 128}  # all rows take the same steps
     assert SEEN[-1]["total_batch_tokens"] == 8 * 128
     assert not SEEN[-1]["gradient_checkpointing"]
@@ -150,7 +150,7 @@ def test_the_scoreboard_builds_on_what_is_kept(tmp_path, monkeypatch, capsys):
     assert "time is up" in capsys.readouterr().out
 
 
-def test_several_machines_are_one_table_and_one_picture(tmp_path, monkeypatch, capsys):
+def test_several_machines_are_one_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scoreboard, "Run", Stopwatch)
     files = [tmp_path / name / "scoreboard.json" for name in ("a", "b")]
     for file in files:
@@ -158,19 +158,8 @@ def test_several_machines_are_one_table_and_one_picture(tmp_path, monkeypatch, c
         assert bench.main(["scoreboard", "--processes", "--out", str(file.parent)]) == 0
     assert bench.main(["scoreboard", "--merge", *map(str, files), "--out", str(tmp_path)]) == 0
     lines = (tmp_path / "scoreboard.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in lines if "fp32" in line][:2] == ["| machine a   ", "| machine b   "]
+    assert [line.split(" | ")[0] for line in lines if "fp32" in line][:2] == ["| machine a", "| machine b"]
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    journal = next(line for line in lines if "3,046,409" in line)
-    assert all(text in journal for text in ("8 x H100", "32.9%", "published: journal"))
-    assert any("jjschwartz.github.io/blog/scaling-gpt2" in line for line in lines)
-    assert (tmp_path / "scoreboard.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_prediction_is_that_of_the_page(monkeypatch):
-    """8 A100 with DDP, 64 sequences each: 1.74 M tokens a second, of 218.75 K of one."""
-    monkeypatch.setattr(scoreboard, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    assert scoreboard.predicted(parse_config(["--config=gpt2"]), 218_750, 8, 64) == pytest.approx(1.74e6, rel=0.005)
 
 
 @pytest.fixture
@@ -200,19 +189,17 @@ def test_the_scoreboard_times_the_trainer(processes, tiny, tmp_path, monkeypatch
         assert rows["micro-batch 4"]["gain"] > 0
     else:
         assert rows["2 processes"]["tokens_per_second"] > 0
-        assert rows["2 processes"]["predicted"] == rows["fp32"]["tokens_per_second"]
     printed = capsys.readouterr().out
     assert all(name in printed for name in chosen)
 
 
-def test_the_comparison_writes_a_table_json_and_a_chart(tiny, tmp_path, capsys):
+def test_the_comparison_writes_a_table_and_json(tiny, tmp_path, capsys):
     only = "bare loop, fp32, our"
     words = ["--config", tiny, "--micro_batch_size=2", "--precision=fp32", "--rounds=1", "--seconds=0.05"]
     assert bench.main(["peers", *words, f"--only={only}", f"--out={tmp_path}"]) == 0
     (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
     assert row["ratio"] > 0
     assert only in capsys.readouterr().out
-    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_of_the_command_are_named(tmp_path, capsys):
