@@ -85,9 +85,9 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         config, n = parse_config([f"--config={fields['config']}"]), row.processes
         fields = fields | {"total_batch_tokens": arguments.sequences * config.data.sequence_length * n}
         machine = about["device"] if on_cpu else f"{n} x {about['device']}"
-        result = dict.fromkeys(COLUMNS) | report.measured_model(config)
-        result |= {"machine": machine, "name": row.name, "processes": n, "source": f"measured {about['date']}"}
-        result["size"] = si(result["model"]["parameters"], "B")
+        model = report.measured_model(config)
+        result = dict.fromkeys(COLUMNS) | model | {"machine": machine, "name": row.name, "processes": n}
+        result |= {"size": si(model["model"]["parameters"], "B"), "source": f"measured {about['date']}"}
         print(f"...        {row.name}", flush=True)
         try:
             if (left := ends - time.monotonic()) < 0:
@@ -102,7 +102,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         if row.name not in arguments.sizes:
             result["gain"] = rate / rates[0] if rates else None
         if peak:
-            result["mfu"] = rate * result["flops_per_token"] / (peak if on_cpu else peak * n)
+            result["mfu"] = rate * model["flops_per_token"] / (peak if on_cpu else peak * n)
         yield result | {"tokens_per_second": rate, "memory_gb": memory / 1e9 if memory else None}
 
 
