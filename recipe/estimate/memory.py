@@ -37,19 +37,19 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     on a CPU.
     """
     model, N = config.model, parameter_count(config.model)
+    states = 16 * N - 4 * _moved_by_muon(config)
     if sharding == "fsdp":
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
-        gathered = root + 2 * block
-        return (16 * N - 4 * _moved_by_muon(config)) // world_size + (2 if precision == "bf16" else 4) * gathered
+        return states // world_size + (2 if precision == "bf16" else 4) * (root + 2 * block)
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
-        return (16 if world_size == 1 else 20) * N - 4 * _moved_by_muon(config)
+        return states if world_size == 1 else states + 4 * N
     whole = {"zero1": 8, "zero2": 4, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
     if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
         beside = 4 * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
         beside += _ZERO_BUCKET * (6 if precision == "bf16" else 4)
     else:  # two for each type
         beside = _ZERO_BUCKET * (16 if precision == "bf16" else 8)
-    return whole + (20 * N - 4 * _moved_by_muon(config) - whole) // world_size + beside
+    return whole + (states + 4 * N - whole) // world_size + beside
 
 
 def _moved_by_muon(config: Config) -> int:

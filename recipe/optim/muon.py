@@ -123,32 +123,40 @@ class Muon(torch.optim.AdamW):
         return grad if divisor is None else grad / divisor
 
     def _step_slice(self, pieces: list[_Piece], rows: int, cols: int) -> None:
-        """Updates parameters whose matrices have these sizes; each process orthogonalizes its share of them."""
+        """Updates parameters whose `count` matrices have these sizes; each process orthogonalizes its share of them."""
         count = sum(piece.parts for piece in pieces)
-        share = -(-count // self._world_size)  # the last processes may have fewer; the rest of `updates` is padding
-        own_share = range(self._rank * share, min((self._rank + 1) * share, count))
-        sharded = pieces[0].sharded
-        held = range(count) if sharded else own_share  # matrices that it sends parts of or works on
-        updates = pieces[0].weight.new_zeros(
-            share * (self._world_size if sharded else 1), rows, cols, dtype=self._dtype
-        )
-        index = 0
-        for piece in pieces:
-            indices = range(index, index := index + piece.parts)
-            if any(i in held for i in indices):
-                look_ahead = self._unscaled(piece.grad).lerp(piece.momentum, piece.group["momentum"])  # Nesterov's
-                for i, matrix in zip(indices, piece.matrices(look_ahead), strict=True):
-                    if i in held:
-                        updates[i - held.start].copy_(matrix if piece.wide else matrix.mT)
-        if sharded:
-            sent, updates = updates, updates.new_empty(share, rows, cols)
-            dist.reduce_scatter_tensor(updates, sent)
-            del sent  # or all processes' matrices would lie beside the iteration's
-        if own_share:
-            updates[: len(own_share)] = orthogonalize(updates[: len(own_share)])
+        share = -(-count // self._world_size)  # the last processes may have fewer; the rest is padding
+        own = range(self._rank * share, min((self._rank + 1) * share, count))
+        if pieces[0].sharded:
+            packed = self._pack(pieces, range(count), (share * self._world_size, rows, cols))
+            updates = packed.new_empty(share, rows, cols)
+            dist.reduce_scatter_tensor(updates, packed)
+            del packed  # or all processes' matrices would lie beside the iteration's
+        else:
+            updates = self._pack(pieces, own, (share, rows, cols))
+        if own:
+            updates[: len(own)] = orthogonalize(updates[: len(own)])
         if self._world_size > 1:
-            own, updates = updates, updates.new_empty(share * self._world_size, rows, cols)
-            dist.all_gather_into_tensor(updates, own)
+            gathered = updates.new_empty(share * self._world_size, rows, cols)
+            dist.all_gather_into_tensor(gathered, updates)
+            updates = gathered
+        self._unpack(pieces, updates)
+
+    def _pack(self, pieces: list[_Piece], held: range, shape: tuple[int, int, int]) -> torch.Tensor:
+        """The look-ahead of the matrices whose numbers are in `held`, this process's part of each: `shape`, zeros
+        elsewhere."""
+        packed, number = pieces[0].weight.new_zeros(shape, dtype=self._dtype), 0
+        for piece in pieces:
+            numbers = range(number, number := number + piece.parts)
+            if any(i in held for i in numbers):
+                look_ahead = self._unscaled(piece.grad).lerp(piece.momentum, piece.group["momentum"])  # Nesterov's
+                for i, matrix in zip(numbers, piece.matrices(look_ahead), strict=True):
+                    if i in held:
+                        packed[i - held.start].copy_(matrix if piece.wide else matrix.mT)
+        return packed
+
+    def _unpack(self, pieces: list[_Piece], updates: torch.Tensor) -> None:
+        """Updates the parameters from the orthogonalized `updates`, (count and padding, rows, cols)."""
         done = iter(updates)
         for piece in pieces:
             self._move(piece, [next(done) for _ in range(piece.parts)])
