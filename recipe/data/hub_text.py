@@ -24,7 +24,7 @@ from recipe.utils.redaction import redact
 logger = logging.getLogger(__name__)
 
 _ANSWER = 30.0  # seconds for the first answer of the Hub
-_PATIENCE = 900  # seconds without anything new after which a failing Hub ends the run
+_RETRY_WINDOW_S = 900  # seconds without anything new after which a failing Hub ends the run
 _LONGEST_WAIT = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between two positions from which a stream can start again
 _PERMANENT = {400, 401, 403, 404, 410, 416}  # HTTP
@@ -44,7 +44,7 @@ class HubText:
     def __init__(self, data: DataConfig, column: Column):
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
-        self._worked, self._failures, self._since = False, 0, time.monotonic()
+        self._worked, self._since = False, time.monotonic()
         self._files: list[Callable] | None = None
 
     def __str__(self) -> str:
@@ -76,13 +76,13 @@ class HubText:
         if not self._worked:
             raise self._error(error) from None
         status, reason = _status_and_reason(error)
-        if status in _PERMANENT or time.monotonic() - self._since > _PATIENCE:
+        silence = time.monotonic() - self._since
+        if status in _PERMANENT or silence > _RETRY_WINDOW_S:
             raise UserError(
                 f"data set {self.name}: the Hub, which answered before, reports {reason}; the same command continues"
             ) from None
-        wait = min(_LONGEST_WAIT, 2**self._failures)
-        self._failures += 1
-        logger.warning("data       %s: %s; trying again in %d s from where it stopped", self.repo, reason, wait)
+        wait = min(_LONGEST_WAIT, 1 + silence)  # about twice as long each time
+        logger.warning("data       %s: %s; trying again in %.0f s from where it stopped", self.repo, reason, wait)
         time.sleep(wait)
 
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
@@ -92,7 +92,7 @@ class HubText:
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a later attempt starts from there)
-                    self._worked, self._failures, self._since = True, 0, time.monotonic()
+                    self._worked, self._since = True, time.monotonic()
                     if index >= following:
                         following = index + 1
                         yield Document(index, self.column.pieces(row, self.repo), stream)
