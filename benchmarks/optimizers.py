@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks import report
 from recipe.config import ROOT
-from recipe.monitor.metrics import read_metrics
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ExitCode, UserError
 
 SAME = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds

@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -12,7 +11,7 @@ import numpy as np
 from eval.common import read_results
 from eval.published import HELLASWAG_ROWS, SIZES
 from eval.scores import all_scores, table_row
-from recipe.utils.checkpoints import checkpoints, step_of
+from recipe.utils.checkpoints import checkpoints, read_metrics, step_of
 from recipe.utils.errors import UserError, reading
 
 REFERENCES = Path(__file__).resolve().parent / "references"
@@ -38,8 +37,7 @@ class Run:
 
     Attributes:
         records: the lines of metrics.jsonl in order of their steps, one per step.
-        config: the newest checkpoint's configuration, flat; empty before the first checkpoint. What the report reads of
-            it has the types that it should.
+        config: the newest checkpoint's configuration, flat; empty before the first checkpoint.
         data: the configured data set or mixture, in words.
         engine: what it ran on, in words; empty before the first checkpoint.
         dataset: which of DATASETS it trains and validates on; empty for any other.
@@ -99,12 +97,8 @@ def read_run(path: str | Path) -> Run:
     log = directory / "metrics.jsonl"
     if not log.is_file():
         raise UserError(f"run {path}: no metrics.jsonl there. Name a run directory, such as runs/shakespeare")
-    records = []
-    for line in log.read_text(errors="replace").splitlines():
-        with suppress(ValueError, RecursionError):  # the unfinished last line of a run that was killed or still runs
-            record = json.loads(line)
-            if isinstance(record, dict) and all(_is_number(record.get(x)) for x in ("step", "tokens", "seconds")):
-                records.append(record)
+    lines = read_metrics(log)
+    records = [line for line in lines if all(_is_number(line.get(name)) for name in ("step", "tokens", "seconds"))]
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
     scores, about, found = {}, ({}, "", "", ""), checkpoints(directory)
@@ -121,11 +115,6 @@ def _about(state: dict) -> tuple[dict, str, str, str]:
     """The config, engine, data and dataset of a Run, from a trainer_state.json. Raises many kinds of errors where it is
     damaged."""
     config, engine, data = state["config"], state["engine"], state["config"]["dataset_name"]
-    kinds = {str: ("init_from", "val_data"), int: ("n_layer", "n_head", "n_embd", "vocab_size", "hellaswag_limit")}
-    for kind, names in kinds.items():
-        for name in names:
-            if not isinstance(value := config.get(name, kind()), kind) or value < kind():
-                raise TypeError(f"{name} is {value!r}")
     if isinstance(data, list):  # a mixture
         data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
     return config, str(engine), str(data), dataset_of(config, state["about"])

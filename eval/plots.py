@@ -12,7 +12,7 @@ from eval.diagnosis import distance, tokens
 from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
 from eval.scores import ci95
 
-WIDTH, NARROW = 7.6, 3.9  # inches; on a phone the panels stand one below the other
+WIDTH = 7.6  # inches
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with every kind of color blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = {"color": "#333333", "linestyle": "--", "linewidth": 1.1, "zorder": 4, "gid": "reference"}
@@ -37,13 +37,12 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its caption; `name` is its file name, `narrow` the same for a phone's page."""
+    """A figure with its caption; `name` is its file name."""
 
     name: str
     title: str
     caption: str
     figure: Figure
-    narrow: Figure
 
 
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
@@ -54,10 +53,8 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
     found = []
     for name, (draw, panels) in plots.items():
         figure = Figure(figsize=(WIDTH, 1.6 + 1.1 * panels), layout="constrained")
-        narrow = Figure(figsize=(NARROW, 1 + 2.5 * panels), layout="constrained")
         title, caption = draw(np.ravel(figure.subplots(panels // 2, 2)), runs, references)
-        draw(np.ravel(narrow.subplots(panels, 1)), runs, references)
-        found.append(Picture(name, title, caption, figure, narrow))
+        found.append(Picture(name, title, caption, figure))
     return found
 
 
@@ -171,9 +168,8 @@ def _legend(axes: Axes) -> None:
     """Puts the legend above the axes, clear of the curves, in two columns if they fit."""
     handles, labels = axes.get_legend_handles_labels()
     figure = axes.get_figure(root=True)
-    assert isinstance(figure, Figure)
-    fit = figure.get_figwidth() == WIDTH and max(map(len, labels)) < 48
-    figure.legend(handles, labels, loc="outside upper left", ncols=2 if fit else 1)
+    assert figure
+    figure.legend(handles, labels, loc="outside upper left", ncols=2 if max(map(len, labels)) < 48 else 1)
 
 
 def _token_axis(axes: Axes) -> None:

@@ -7,10 +7,8 @@ results.json.
 
 import argparse
 import base64
-import io
 import math
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
@@ -37,23 +35,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pictures and a page of one training run or several.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
-    often = "write it again every so many seconds (default: 30) until the runs end; the page in a browser follows"
-    parser.add_argument("--watch", type=common.positive_int, nargs="?", const=30, default=0, help=often)
     args = parser.parse_args()
-    paths = args.runs or [newest_run()]
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path) for path in args.runs or [newest_run()]]
     out = (args.out or runs[0].directory / "report").expanduser()
     if out.exists() and not out.is_dir():
         raise common.UserError(f"--out {out}: this is a file. Name a directory")
     out.mkdir(parents=True, exist_ok=True)
-    while args.watch and any(run.records[-1]["step"] < run.config.get("max_steps", math.inf) for run in runs):
-        write_report(runs, out, refresh=args.watch)
-        print(f"step {max(run.records[-1]['step'] for run in runs):,}: wrote {out / 'report.html'}", flush=True)
-        try:
-            time.sleep(args.watch)
-        except KeyboardInterrupt:  # the last page no longer asks for the next
-            args.watch = 0
-        runs = [read_run(path) for path in paths]
     for run, findings in zip(runs, write_report(runs, out), strict=True):
         print(run.name)
         for finding in findings:
@@ -62,9 +49,8 @@ def main() -> None:
     print(f"wrote {out / 'report.html'}; beside it {pictures}")
 
 
-def write_report(runs: list[Run], out: Path, dpi: int = 150, refresh: int = 0) -> list[list[Finding]]:
-    """Writes the page and its pictures into a directory; returns the findings of each run. A browser loads the page
-    again every `refresh` seconds."""
+def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Finding]]:
+    """Writes the page and its pictures into a directory; returns the findings of each run."""
     references = load_references()
     findings = [diagnose(run, references) for run in runs]
     comparable = [r for r in references if any(find_reference(run, [r]) and not r.differences(run) for run in runs)]
@@ -72,15 +58,12 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150, refresh: int = 0) -
     with matplotlib.style.context(plots.STYLE):
         for picture in plots.draw_pictures(runs, comparable):
             picture.figure.savefig(out / f"{picture.name}.png", dpi=dpi)
-            picture.narrow.savefig(narrow := io.BytesIO(), dpi=dpi)
-            content = (out / f"{picture.name}.png").read_bytes(), narrow.getvalue()
-            images.append((picture, *(base64.b64encode(png).decode() for png in content)))
+            images.append((picture, base64.b64encode((out / f"{picture.name}.png").read_bytes()).decode()))
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text())
     page = template.render(
         title="Training report: " + ", ".join(run.name for run in runs),
         runs=list(zip(runs, findings, strict=True)),
         words=WORDS,
-        refresh=refresh,
         summary=summarize(runs),
         pictures=images,
     )

@@ -45,8 +45,8 @@ from recipe.data.producer import Producer
 from recipe.engine.launch import fail
 from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.model.build import build_model
-from recipe.monitor.metrics import read_metrics, sha256_before
-from recipe.utils.checkpoints import checkpoints, newest_run, step_of
+from recipe.monitor.metrics import sha256_before
+from recipe.utils.checkpoints import checkpoints, newest_run, read_metrics, step_of
 from recipe.utils.errors import ExitCode, UserError
 
 DIFFERENT = 1

@@ -20,7 +20,7 @@ from recipe.config import SHAPE_FIELDS, ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
-from recipe.monitor.metrics import read_metrics
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact, redacted
 from recipe.utils.units import si

@@ -27,7 +27,7 @@ from recipe.checkpoint.format import checkpoint_path, checkpoints, files_of, sta
 from recipe.config import Config
 from recipe.hub.access import check_access, is_lasting, limit_requests, open_repository, page, reason
 from recipe.hub.model_card import CARD, model_card
-from recipe.monitor.metrics import read_metrics
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ExitCode
 from recipe.utils.processes import Processes
 from recipe.utils.units import some

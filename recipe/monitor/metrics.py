@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -23,7 +22,8 @@ from recipe.estimate.memory import flops_per_token
 from recipe.monitor.progress import Progress
 from recipe.monitor.trackers import Tracker
 from recipe.optim.schedule import lr_at
-from recipe.utils.errors import reading, writing
+from recipe.utils.checkpoints import read_metrics
+from recipe.utils.errors import writing
 from recipe.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Metrics:
         """The state for the checkpoint, as JSON, with the SHA-256 of the lines of metrics.jsonl before this step, so
         that an audit knows them for the run's. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._strategy.runtime.processes.mean)
-        lines = self._log.sha256_before(self._step) if self._log else ""
+        lines = sha256_before(Path(self._config.run.output_dir) / "metrics.jsonl", self._step) if self._log else ""
         times = {"seconds": self.seconds, "pauses": self.pauses, "save_wait": self._save_wait}
         return times | {"running_loss": loss, "lines_sha256": lines, "unwritten": self.unwritten}
 
@@ -238,10 +238,7 @@ class MetricsLog:
         kept = {line["step"]: line for line in lines if line["step"] <= first_step and first_step > 0}
         self.earlier = {k: v for k, v in kept.get(first_step, {}).items() if v is not None}
         texts = {step: json.dumps(line).encode() + b"\n" for step, line in kept.items()}
-        before = b"".join(text for step, text in texts.items() if step < first_step)
-        self._resumed = first_step, len(before)
-        self._before = hashlib.sha256(before)
-        self._last: tuple[int, bytes] = first_step, texts.get(first_step, b"")
+        self._resumed = first_step, sum(len(text) for step, text in texts.items() if step < first_step)
         with writing(path, "free some space, or mend that: it holds the run's curve"):
             if first_step == 0 and any(line["step"] > 0 for line in lines):
                 numbered = (path.with_name(f"metrics.old-{n}.jsonl") for n in count(1))
@@ -255,27 +252,17 @@ class MetricsLog:
         """Appends a line; a number that is not finite becomes null."""
         # JSON has no NaN, and readers of the file should not need a special case for it.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        text, (step, offset), (last, before) = json.dumps(line).encode() + b"\n", self._resumed, self._last
+        step, offset = self._resumed
         try:
             if line["step"] == step:
                 self._file.truncate(offset)
-            self._file.write(text)
-            if record["step"] > last:
-                self._before.update(before)
-            self._last = record["step"], text
+            self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()  # after an error, unwritten lines stay in the buffer
             self._failed = False
         except OSError as error:
             if not self._failed:
                 logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
             self._failed = True
-
-    def sha256_before(self, step: int) -> str:
-        """Of the lines of earlier steps; `step` is that of the last line, or a later one."""
-        lines, (last, text) = self._before.copy(), self._last
-        if last < step:
-            lines.update(text)
-        return lines.hexdigest()
 
     def sync(self) -> None:
         """Flushes the file to the disk. Called before a checkpoint is committed, since a run resumed from it does not
@@ -289,22 +276,6 @@ class MetricsLog:
         self.sync()
         with suppress(OSError):
             self._file.close()
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; none if there is no file. Anything that is not the line of a step, such as an
-    unfinished line of a killed run, is skipped. Raises UserError if the file cannot be read."""
-    with reading(path, "make it readable, or move it away: the run then goes on without its lines"):
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "Not a regular file")  # opening a FIFO would wait for ever
-        texts = path.read_text(errors="replace").splitlines() if path.exists() else []
-    lines = []
-    for text in texts:
-        with suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
-    return lines
 
 
 def sha256_before(path: Path, step: int) -> str:

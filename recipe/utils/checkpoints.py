@@ -1,11 +1,13 @@
-"""Checkpoints as they lie in a run's directory: their names, their manifests, and which run is the newest."""
+"""A run's directory: its checkpoints and their manifests, its log, and which run is the newest."""
 
+import errno
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
 
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, reading
 from recipe.utils.files import sha256_of
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -35,6 +37,22 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     run = runs / max(found, key=lambda path: path.stat().st_mtime).relative_to(runs).parts[0]
     print(f"no run given: the newest is {run}", flush=True)
     return run
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl; none if there is no file. Anything that is not the line of a step, such as an
+    unfinished line of a killed run, is skipped. Raises UserError if the file cannot be read."""
+    with reading(path, "make it readable, or move it away: the run then goes on without its lines"):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "Not a regular file")  # opening a FIFO would wait for ever
+        texts = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = []
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
 
 
 def manifest_of(checkpoint: Path) -> dict[str, tuple[int, str]]:

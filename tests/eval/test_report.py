@@ -1,6 +1,5 @@
 """`make report`: it draws what the log holds, and its findings are right for runs whose health is known."""
 
-import contextlib
 import hashlib
 import json
 import math
@@ -108,12 +107,10 @@ def test_runs_lie_over_each_other_and_their_reference(healthy, tmp_path):
     assert len({next(x for x in axes.lines if x.get_gid() == f"{i}-val_loss").get_color() for i in (0, 1)}) == 2
     legend = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert {"healthy, training", r"$\run$, validation", "reference: this project's own run, validation"} <= legend
-    for figure, beside in ((picture.figure, True), (picture.narrow, False)):
-        first, late = figure.axes
-        assert (first.get_position().x0 < 0.3 < late.get_position().x0) == beside  # on a phone below one another
-        (low, high), (bottom, top) = late.get_xlim(), late.get_ylim()
-        inside = [low <= x <= high and bottom <= y <= top for x, y in line(late, "1-loss")]
-        assert any(inside)  # although it ends before the other run's last four fifths
+    late = picture.figure.axes[1]
+    (low, high), (bottom, top) = late.get_xlim(), late.get_ylim()
+    inside = [low <= x <= high and bottom <= y <= top for x, y in line(late, "1-loss")]
+    assert any(inside)  # although it ends before the other run's last four fifths
 
 
 def test_time_speed_rate_and_norm_are_drawn(healthy):
@@ -124,22 +121,6 @@ def test_time_speed_rate_and_norm_are_drawn(healthy):
     assert by_time.get_xlabel() == "minutes of training"
     for axes, column in zip(others, ("tokens_per_second", "learning_rate", "grad_norm"), strict=True):
         assert line(axes, f"0-{column}")[-len(log) :] == [[x["tokens"], x[column]] for x in log]
-
-
-def test_watch_follows_a_run_until_it_ends(tmp_path, monkeypatch, capsys):
-    lines = lines_of()
-    run = write_run(tmp_path / "run", lines[:20], config_of())
-    page, pages = run / "report" / "report.html", []
-
-    def sleep(seconds):
-        pages.append(page.read_text())
-        write_run(run, lines, config_of())
-
-    monkeypatch.setattr("time.sleep", sleep)
-    monkeypatch.setattr("sys.argv", ["report.py", str(run), "--watch", "7"])
-    report.main()
-    assert ['http-equiv="refresh" content="7"' in text for text in (*pages, page.read_text())] == [True, False]
-    assert f"step {lines[19]['step']}: wrote {page}" in capsys.readouterr().out
 
 
 def test_hellaswag_beside_openais(tmp_path):
@@ -171,8 +152,7 @@ def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, c
     tags = re.findall(r"<(\w[^\s>]*)([^>]*)", text)
     assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "base", "b>run"}
     assert not [more for _, more in tags if re.search(r"\s(on\w+|href)=", more)]
-    for source in ('src="', 'srcset="'):
-        assert {more.count(source) - more.count(f"{source}data:image/png;base64,") for _, more in tags} == {0}
+    assert all(more.count('src="') == more.count('src="data:image/png;base64,') for _, more in tags)
     assert not re.search(r"url\(|@import|a text", text)
     for shown in (
         "&lt;b&gt;run",
@@ -204,41 +184,18 @@ def test_a_short_run_is_drawn_as_far_as_it_goes(lines, tmp_path):
     assert "no comparison yet" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_damaged_file_is_one_line(tmp_path, monkeypatch, capsys):
-    """Each of some 200 damages: the report is written, or an error in one line names the file."""
+@pytest.mark.parametrize("name", ["trainer_state", "results"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 99999, '{"hellaswag": {"scores": [{}]}}'])
+def test_a_damaged_file_is_one_line(name, text, tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run", lines_of()[:9], config_of(), {"hellaswag": {"scores": []}})
-    monkeypatch.setattr(plots, "draw_pictures", lambda *_: [])  # what it draws, the test before sees
-    monkeypatch.setattr("matplotlib.style.context", contextlib.nullcontext)
-    state, results = (next(run.glob(f"step_*/{name}.json")) for name in ("trainer_state", "results"))
-    log = run / "metrics.jsonl"
-    whole = {path: path.read_text() for path in (state, results, log)}
-    values = (None, {}, [1], "x", 1e999, -1)
-    good = json.loads(state.read_text())
-    damages = [(log, whole[log] + text) for text in ("null", "[1]", "{}", "[" * 9999, '{"step": 1e999}', "7")]
-    damages += [(state, text) for text in ("", "{", "null", "[1]", "{}", "7", "\xff", "[" * 99999)]
-    damages += [(state, json.dumps(good | {key: value})) for key in good for value in values]
-    read = ("n_layer", "n_head", "n_embd", "vocab_size", "hellaswag_limit", "init_from", "val_data", "dataset_name")
-    read += (*REFERENCES["shakespeare"].settings, "tokenizer")
-    changed = [good["config"] | {key: value} for key in read for value in values]
-    changed += [{k: v for k, v in good["config"].items() if k != key} for key in read]
-    damages += [(state, json.dumps(good | {"config": config})) for config in changed]
-    damages += [(results, json.dumps({"hellaswag": value})) for value in values]
-    damages += [(results, json.dumps({"hellaswag": {"scores": value}})) for value in (*values, [{}])]
-    last = json.loads(whole[log].splitlines()[-1])
-    damages += [(log, whole[log] + json.dumps(last | {key: value})) for key in last for value in values]
+    (path,) = run.glob(f"step_*/{name}.json")
+    path.write_text(text)
     monkeypatch.setattr("sys.argv", ["report.py", str(run)])
-    refused = 0
-    for path, text in damages:
-        path.write_text(text, encoding="latin-1")
-        try:
-            common.run_main(report.main)
-        except SystemExit:
-            error = capsys.readouterr().err
-            assert re.fullmatch(rf"error: {path} cannot be read \(.+\); .+\n", error), (text[:200], error)
-            refused += 1
-        path.write_text(whole[path])
-    assert 60 < refused < len(damages) - 90, (refused, len(damages))
+    with pytest.raises(SystemExit):
+        common.run_main(report.main)
+    assert re.fullmatch(
+        rf"error: {path} cannot be read \(.+\); .+\n|error: {path}: not a .+\n", capsys.readouterr().err
+    )
 
 
 # The verdict
@@ -337,7 +294,7 @@ def test_what_needs_no_reference_is_seen(damage, kind, sentence, tmp_path):
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(common.UserError, match=rf"run {tmp_path}: no metrics\.jsonl"):
         curves.read_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tok')
+    (tmp_path / "metrics.jsonl").write_text('null\n[1]\n{}\n{"step": 1e999}\n7\n{"step": 1, "tok')
     with pytest.raises(common.UserError, match=f"run {tmp_path}: .* no complete line"):
         curves.read_run(tmp_path)
 

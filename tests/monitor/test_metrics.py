@@ -14,7 +14,8 @@ from recipe.engine.device import Device
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
 from recipe.estimate.memory import flops_per_token
-from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss, read_metrics
+from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 
