@@ -47,7 +47,7 @@ SHORTER = {
     "eval/hellaswag.py": ["--limit", "4"],
     "eval/compare.py": ["--limit", "4"],
     "eval/harness.py": ["--limit", "4", "--include_path", "tasks"],  # those on rows of this machine
-    "recipe.data.prepare": ["--train_text", "texts.jsonl", "--val_documents", "3"],
+    "recipe.data.prepare": ["--train_text", "texts.jsonl", "--dataset_name", "data/texts", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "recipe.audit --repo": ["--help"],  # the same
     "benchmarks": ["--help"],  # tests/benchmarks runs the others
