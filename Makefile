@@ -22,8 +22,7 @@ WORKERS ?= logical
 # model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-# torch_xla has an environment of its own: it needs one version of torch, and Accelerate uses it wherever it is
-# installed.
+# TorchTPU has an environment of its own: it changes torch.compile wherever it is installed.
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
 # --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
@@ -53,7 +52,7 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-xla scoreboard bench-peers gpu-proof
+.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -144,7 +143,10 @@ test-fast: .venv/installed-dev ## the model, the data order, a run and its resum
 test-all: .venv/installed-dev ## all tests, the slow ones too (WORKERS=1: one by one)
 	$(BIN)/python -m pytest -m '' $(XDIST) $(ARGS)
 
-test-xla: .venv-xla/installed ## the TPU engine's tests on XLA's CPU client, in .venv-xla
+test-tpu: .venv-tpu/installed-dev ## TorchTPU's tests, on XLA's CPU plugin, in .venv-tpu
+	.venv-tpu/bin/python -m pytest tests/tpu $(XDIST) $(ARGS)
+
+test-xla: .venv-xla/installed ## torch_xla's tests on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
 test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
@@ -186,7 +188,7 @@ clean: ## delete environments and caches; data/ and runs/ stay
 
 .venv/installed-trackers .venv-tpu/installed-trackers: %/installed-trackers: %/installed
 	@echo "installing the trackers into $(@D)"
-	@$(INSTALL) $(if $(findstring tpu,$@),.venv-tpu/)constraints.txt -e '.[trackers]' && touch $@
+	@$(INSTALL) constraints.txt -e '.[trackers]' && touch $@
 
 .venv/installed-eval: .venv/installed
 	@echo "installing lm-evaluation-harness into .venv"
@@ -198,15 +200,21 @@ clean: ## delete environments and caches; data/ and runs/ stay
 	@$(INSTALL) constraints.txt -e '.[dev,deepspeed,trackers]'
 	@touch .venv/installed-dev .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
 
+.venv-tpu/installed: pyproject.toml constraints.txt | .venv-tpu/bin/python
+	@echo "installing pinned dependencies and TorchTPU into .venv-tpu (some minutes the first time)"
+	@$(INSTALL) constraints.txt -e '.[tpu]' && touch $@
+
+# The second has XLA's CPU plugin, on which TorchTPU computes real values without a TPU.
+.venv-tpu/installed-dev: .venv-tpu/installed
+	@echo "installing what the tests need into .venv-tpu"
+	@$(INSTALL) constraints.txt pytest pytest-xdist
+	@$(INSTALL) constraints.txt --no-deps lammps-jax-pjrt-cpu==0.11.2 && touch $@
+
 # The pinned versions except torch's: torch_xla asks for its own.
-%/constraints.txt: constraints.txt | %/bin/python
+.venv-xla/constraints.txt: constraints.txt | .venv-xla/bin/python
 	@grep -v '^torch==' constraints.txt > $@
 
-.venv-tpu/installed: pyproject.toml .venv-tpu/constraints.txt
-	@echo "installing pinned dependencies and torch_xla into .venv-tpu (some minutes the first time)"
-	@$(INSTALL) .venv-tpu/constraints.txt -e '.[tpu]' && touch $@
-
-# Without libtpu, which the extra `tpu` installs and only a TPU needs.
+# Without libtpu, which the extra `xla` installs and only a TPU needs.
 .venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
 	@$(INSTALL) .venv-xla/constraints.txt -e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*' && touch $@

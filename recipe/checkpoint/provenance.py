@@ -21,7 +21,17 @@ from recipe.utils.redaction import redact, redacted
 
 _FILES = 10  # how many names of a local text's files are kept
 # Packages on whose versions a run's numbers may depend.
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torch_xla", "datasets", "tiktoken", "safetensors")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "torch_tpu",
+    "torch_xla",
+    "datasets",
+    "tiktoken",
+    "safetensors",
+)
 
 
 # Fields that decide no number of a run: a change of one is no new part of it.

@@ -9,7 +9,7 @@ from accelerate.utils import is_torch_xla_available
 from recipe.config import ROOT
 from recipe.engine import hardware
 from recipe.engine.device import planned_device
-from recipe.engine.launch import check_launch, refuse_fp16, wants_deepspeed, wants_fsdp
+from recipe.engine.launch import check_launch, has_torch_tpu, refuse_fp16, wants_deepspeed, wants_fsdp, wants_tpu
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
 from recipe.utils.processes import Processes
@@ -25,14 +25,16 @@ def open_strategy(precision: str = "auto", planned: str = "", *, deterministic: 
     if deterministic:
         hardware.use_deterministic_algorithms()
     check_launch()
+    # Kaggle's images set this to "local", which libtpu takes for a host's name and waits for.
+    if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
+        del os.environ["TPU_PROCESS_ADDRESSES"]
     if wants_deepspeed():
         from recipe.engine.deepspeed import ZeroStrategy as strategy
+    elif wants_tpu() and has_torch_tpu():
+        from recipe.engine.tpu import TpuStrategy as strategy
     elif wants_fsdp():
         from recipe.engine.fsdp import FsdpStrategy as strategy
     elif is_torch_xla_available():
-        # Kaggle's images set this to "local", which libtpu takes for a host's name and waits for.
-        if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
-            del os.environ["TPU_PROCESS_ADDRESSES"]
         from recipe.engine.xla import XlaStrategy as strategy
     else:
         strategy = Strategy

@@ -56,8 +56,8 @@ class FsdpStrategy(Strategy):
         )
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
         # The root holds the rest, the embeddings and the last layer norm: the head reads the embedding too.
-        for module in (*model.transformer.h, model):  # fully_shard moves each: no device ever holds the whole model
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+        for module in (*model.transformer.h, model):  # one by one: no device ever holds the whole model
+            fully_shard(module.to(self.device.torch_device), mesh=mesh, mp_policy=policy)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         return model, optimizer

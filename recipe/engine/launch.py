@@ -55,6 +55,12 @@ def has_tpu() -> bool:
     return bool(os.environ.get("TPU_ACCELERATOR_TYPE")) or any(device_files) or any(map(chip.search, pci))
 
 
+def has_torch_tpu() -> bool:
+    """Whether torch_tpu has found a TPU: then it is the device of PyTorch."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == "tpu"
+
+
 def is_local_main_process() -> bool:
     """Whether this process reports errors: one does on each node, because an error may concern that node only."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -97,14 +103,15 @@ def fail(error: Exception) -> int:
 def check_launch() -> None:
     """Raises UserError for a launch whose environment shows that it would not train what was asked for."""
     xla, torch_tpu = is_torch_xla_available(), find_spec("torch_tpu") is not None
-    if wants_tpu() and not (xla and ("PJRT_DEVICE" in os.environ or has_tpu())):  # torch_xla would take the CPU, too
+    xla_runs = xla and ("PJRT_DEVICE" in os.environ or has_tpu())  # elsewhere it would take the CPU
+    if wants_tpu() and not xla_runs and not has_torch_tpu():
         who, way_out = "the Accelerate file", "use another file, such as accelerate_configs/single.yaml"
         if os.environ.get("PJRT_DEVICE") == "TPU":
             who, way_out = "PJRT_DEVICE=TPU", "unset PJRT_DEVICE"
         raise UserError(
             f"{who} asks for a TPU, which cannot be used: found {'a' if has_tpu() else 'no'} chip, "
             f"{'' if xla else 'no '}torch_xla, "
-            f"{'torch_tpu (TorchTPU, which is not supported yet)' if torch_tpu else 'no torch_tpu'}. "
+            f"{'' if torch_tpu else 'no '}torch_tpu. "
             f"On a TPU's machine pip install -e '.[tpu]'; elsewhere {way_out}"
         )
     has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()

@@ -54,15 +54,16 @@ class Conv1D(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm in fp32 on a CPU, whatever the residual stream's type.
+    """Layer norm in fp32 on a CPU and a TPU, whatever the residual stream's type.
 
-    torch's CPU backward is inaccurate for bf16 input (torch 2.13, one thread, a 4 x 128 model: gradients are off by up
-    to 14 % at 1,024 rows and 36 % at 8,192), and a CPU's autocast, unlike CUDA's, does not lift layer norm to fp32.
+    Their autocast, unlike CUDA's, does not lift layer norm to fp32. torch's CPU backward is inaccurate for bf16 input
+    (torch 2.13, one thread, a 4 x 128 model: gradients are off by up to 14 % at 1,024 rows and 36 % at 8,192), and
+    torch_tpu 0.2 compiles no layer norm of bf16 input and fp32 weights.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., D), in the weight's type on a CPU."""
-        if input.device.type != "cpu":
+        """(..., D) -> (..., D), in the weight's type on a CPU and a TPU."""
+        if input.device.type not in ("cpu", "tpu"):
             return super().forward(input)
         # The parameters are fp32, except under DeepSpeed's fp16, where the next layer expects half precision too.
         y = F.layer_norm(input.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)

@@ -4,12 +4,11 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine import hardware
-from recipe.engine.launch import has_tpu
+from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
 from recipe.estimate.memory import (
@@ -80,7 +79,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = 
         yield f"note       {device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
         yield f"note       other programs use {busy:.1f} of {os.cpu_count()} cores: this run and they share them"
-    if device.type == "cpu" and (has_tpu() or find_spec("torch_tpu")):
+    if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     if run.torch_compile and device.no_compile:
         yield f"note       not compiled: {device.no_compile}"

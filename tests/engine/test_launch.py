@@ -104,7 +104,7 @@ def test_the_tpu_line_of_the_readme_never_trains_on_the_cpu():
     [
         ({"PJRT_DEVICE": "TPU"}, (), "PJRT_DEVICE=TPU asks .* no torch_xla, .* elsewhere unset PJRT_DEVICE$"),
         ({"TPU_ACCELERATOR_TYPE": "v5e-8"}, (), "found a chip, no torch_xla, no torch_tpu. On"),
-        ({}, ("torch_tpu",), r"no chip, no torch_xla, torch_tpu \(TorchTPU, which is not supported yet\)"),
+        ({}, ("torch_tpu",), r"no chip, no torch_xla, torch_tpu\. On"),
         ({}, ("torch_xla",), "no chip, torch_xla, no torch_tpu"),  # which would take the CPU for its device
     ],
 )

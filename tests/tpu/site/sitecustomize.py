@@ -1,0 +1,53 @@
+"""A TPU that this CPU computes. Python imports this file as it starts, where it is on PYTHONPATH.
+
+torch_tpu loads XLA's CPU plugin through shim.c. What a machine without a TPU cannot do is replaced here, and nowhere in
+the product: torch_tpu looks for chips on the PCI bus (here TPU_CHIPS says how many there are), connects them
+by their own links (here processes meet through gloo), and computes attention with a kernel for TPUs (here with plain
+products).
+"""
+
+import os
+
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def start() -> None:
+    """Gives this process the device "tpu"."""
+    # With WORLD_SIZE torch_tpu compiles for a slice of as many chips. Here each process has a client of its own.
+    launch = {name: os.environ.pop(name) for name in LAUNCH if name in os.environ}
+    try:
+        import torch
+        import torch_tpu._loader as loader
+        from torch_tpu._internal.utils import hardware
+
+        chips = int(os.environ["TPU_CHIPS"])
+        hardware.get_tpu_device_count = lambda: chips
+        hardware.get_tpu_topology = lambda world_size=None: f"1,{world_size or chips},1"
+        loader._init_device("tpu")
+        torch.accelerator.device_count = lambda: chips
+        torch.accelerator.max_memory_allocated = lambda: 0  # the CPU's client keeps no account
+        if launch:
+            torch.zeros(1, device="tpu")  # its client starts
+    finally:
+        os.environ.update(launch)
+    from tests.tpu import host_group  # noqa: F401  (registers itself)
+
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.of_a_tpu = kernel  # for a test of what a TPU would run
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+        if q.device.type != "tpu":
+            return kernel(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
+        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -1e30)
+        p = torch.nn.functional.dropout(torch.softmax(scores, -1), dropout_p).to(v.dtype)
+        return p @ v
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+
+
+if os.environ.get("TPU_CHIPS"):
+    start()

@@ -1,0 +1,54 @@
+"""What a user types, on a machine with chips and on one without."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.conftest import ROOT, by_step
+from tests.tpu.conftest import assert_same, launch, settings
+
+LINE = "accelerate launch --config_file accelerate_configs/{}.yaml recipe/train.py"
+
+
+def finished(process) -> str:
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, out + err
+    return out
+
+
+def test_the_line_of_the_readme_without_a_chip_is_an_error():
+    """torch_tpu alone is not a TPU."""
+    lines = re.findall(r"`(accelerate launch .*accelerate_configs/tpu.yaml [^`]+)`", (ROOT / "README.md").read_text())
+    out, err = launch(lines[0], chips=0).communicate(timeout=300)
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "asks for a TPU, which cannot be used: found no chip, no torch_xla, torch_tpu. " in errors[0]
+    assert out.replace("libtpu not found.\n", "") == ""
+
+
+def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_cpu, tmp_path):
+    """Accelerate's launcher gets the signal and dies of it; the one behind it passes it on, and the run ends with a
+    checkpoint. The same line goes on from there."""
+    arguments = settings(shards, tmp_path / "run", torch_compile="true")
+    process, log = launch(LINE.format("tpu"), *arguments, chips=2), tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and '"step": 12' in log.read_text()):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode, out
+    assert "stopping at the next step boundary, with a checkpoint" in out + err
+    first = by_step(tmp_path / "run")
+    out = finished(launch(LINE.format("tpu"), *arguments, chips=2))
+    assert re.search(r"resume     from step (1[2-9]|2\d)", out)
+    assert "DDP over 2 processes" in out
+    assert_same(first | by_step(tmp_path / "run"), on_cpu("adamw"))
+
+
+@pytest.mark.parametrize(("file", "chips", "optim"), [("tpu", 4, "muon"), ("tpu-fsdp", 2, "adamw")])
+def test_several_chips_take_the_steps_of_one_process(shards, on_cpu, tmp_path, file, chips, optim):
+    fields = {"optim": optim, "torch_compile": "true"}
+    out = finished(launch(LINE.format(file), *settings(shards, tmp_path / "run", **fields), chips=chips))
+    assert f"{'FSDP' if 'fsdp' in file else 'DDP'} over {chips} processes" in out
+    assert_same(by_step(tmp_path / "run"), on_cpu(optim))
