@@ -77,8 +77,8 @@ train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)) || [ $$stopped ]
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
-plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100: there)
-	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(ARGS)
+plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at $$28 an hour)
+	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

@@ -1,4 +1,7 @@
-"""Numbers published by others: HellaSwag accuracies and losses of OpenAI's weights; none was measured here."""
+"""What others published: HellaSwag accuracies, losses and training speeds, each with its source; none was measured
+here, and no page has a figure of others that is not here (tests/eval/test_published.py)."""
+
+from typing import NamedTuple
 
 HELLASWAG_ROWS = 10_042  # of the validation split
 # (layers, width) of OpenAI's four models.
@@ -15,19 +18,26 @@ HELLASWAG = {
         "GPT-2 774M, OpenAI": (None, 0.4320),
         "GPT-2 1558M, OpenAI": (0.3842, 0.4893),
         "124M, llm.c, 10 B tokens of FineWeb": (None, 0.299),
-        "124M, llm.c run by S. Emani in 1 h 47": (None, 0.310),
+        "124M, llm.c run by S. Emani": (None, 0.3054),
         "124M, Kaggle TPU, FineWeb-Edu": (None, 0.2962),
         "124M, scaling journal": (0.2886, 0.3007),
         "1558M, scaling journal, 10 B tokens": (0.3450, 0.4122),
     },
-    "lmeval": {"GPT-2 124M, OpenAI": (0.2892, 0.3114), "GPT-2 1558M, OpenAI": (0.4004, 0.5089)},
+    "lmeval": {
+        "GPT-2 124M, OpenAI": (0.2892, 0.3114),
+        "GPT-2 1558M, OpenAI": (0.4004, 0.5089),
+        "124M, AdamW, 50 B tokens of FineWeb-Edu (MARS)": (None, 0.3626),
+        "124M, MARS, 50 B tokens of FineWeb-Edu": (None, 0.3691),
+    },
 }
 SOURCES = {
     "llmc": "124M, 1558M: docstring of karpathy/build-nanogpt hellaswag.py; 350M, 774M: karpathy/llm.c "
-    "dev/vislog.ipynb; llm.c: its discussion 481; Emani: README of SiddanthEmani/GPT-2-124M-CUDA; "
-    "Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, whose OpenAI row is 0.2945; journal: "
-    "jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
-    "lmeval": "harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py",
+    "dev/vislog.ipynb; llm.c: its discussion 481; Emani: log124M/main.log of SiddanthEmani/GPT-2-124M-CUDA (7f9c49c), "
+    "at its end, 0.3059 at most, where its README says 31.0; Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, "
+    "whose OpenAI row is 0.2945; journal: jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
+    "lmeval": "OpenAI: harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py; MARS: README of "
+    "AGI-Arena/MARS (4831e28), which does not say whether its accuracy is normalized: its rows for OpenAI's weights "
+    "are acc_norm",
 }
 # Validation loss of OpenAI's weights in nats per token, by data set.
 OPENAI_LOSS = {
@@ -40,4 +50,87 @@ OPENAI_LOSS_SOURCE = {
     "FineWeb": "karpathy/llm.c, dev/vislog.ipynb (at f1e2ace; May 2024, when FineWeb was its only web data; it does "
     "not name the sample whose validation shard it used)",
     "OpenWebText": "karpathy/nanoGPT, README (at 3adf61e), on its own split of OpenWebText",
+}
+
+
+class Loss(NamedTuple):
+    """A validation loss in nats a token after `billions` of tokens, None if not published."""
+
+    data: str
+    model: str
+    run: str
+    billions: float | None
+    loss: float
+    source: str
+
+
+_TRACK_3 = "modded-nanogpt, records/track_3_optimization"
+_MARS = "README of AGI-Arena/MARS (4831e28, March 2026)"
+_JAX = "windmaple/LLM_from_scratch.JAX (adf0ede, November 2025), 02.GPT2-pretraining"
+LOSSES = (
+    Loss("FineWeb", "124M", "llm.c", 10.26, 3.2722, "KellerJordan/modded-nanogpt (f411b3d), 2024-10-13_llmc"),
+    Loss("FineWeb", "124M", "llm.c, run by S. Emani", 10.25, 3.2731, "SiddanthEmani/GPT-2-124M-CUDA, its log"),
+    Loss("FineWeb", "124M", "AdamW at 1.8e-3, RMSNorm, no biases", 6.44, 3.2753, "modded-nanogpt at 93fb178, README"),
+    Loss("FineWeb", "124M", "AdamW at 1.8e-3, RMSNorm, no biases", 10, 3.2267, "modded-nanogpt at 93fb178, README"),
+    Loss(
+        "FineWeb", "124M, rotary, untied head", "AdamW, 4,950 steps", 2.6, 3.2776, f"{_TRACK_3}, open pull request 353"
+    ),
+    Loss("FineWeb", "124M, rotary, untied head", "Muon, 3,250 steps", 1.7, 3.2787, f"{_TRACK_3}, entry 36"),
+    Loss("FineWeb-Edu", "124M", "build-nanogpt, reproduced", 10, 3.075, "rahulmeena/build-nanogpt at a834ca8"),
+    Loss("a validation set not named", "124M", "Kaggle TPU, FineWeb-Edu", None, 3.2754, "ducto489.github.io"),
+    Loss("OpenWebText", "124M", "nanoGPT, in about 4 days", 295, 2.85, "karpathy/nanoGPT (3adf61e), README, about"),
+    Loss("OpenWebText", "124M", "litgpt, rotary", 300, 2.861, "Lightning-AI/litgpt issue 1607 (July 2024)"),
+    Loss("OpenWebText", "124M", "JAX on a TPU", 6.6, 3.09, _JAX),
+    Loss("OpenWebText", "350M", "JAX on a TPU, 22.5 h on a v3", None, 2.86, _JAX),
+    *(
+        Loss("OpenWebText", "124M, no biases", optimizer, billions, loss, _MARS)
+        for optimizer, losses in {
+            "AdamW": (3.193, 3.024, 2.885),
+            "Muon without decay": (3.165, 3.006, 2.901),
+            "MARS": (3.108, 2.981, 2.849),
+        }.items()
+        for billions, loss in zip((5, 20, 50), losses, strict=True)
+    ),
+)
+
+
+class Speed(NamedTuple):
+    """The best that `run`, a key of SPEED_SOURCES, reports of GPT-2 (`size`: a recipe of the same model) on `count`
+    devices, whose name in recipe.engine.hardware.DEVICES is `device`."""
+
+    run: str
+    setup: str
+    count: int
+    device: str
+    size: str
+    tokens_per_second: float
+
+
+SPEEDS = (
+    Speed("the scaling journal", "batch of 64", 1, "H100", "gpt2", 349_179),
+    Speed("its notebooks", "64 of 512 a step", 1, "H100", "gpt2", 418_821),
+    Speed("the scaling journal", "DDP, sharded moments; 59.5 min", 8, "H100", "gpt2", 3_046_409),
+    Speed("llm.c in October 2024", "ZeRO-1; 140 ms a step", 8, "H100", "gpt2", 524_288 / 0.140),
+    Speed("the scaling journal", "DDP, sharded moments; 582 min", 8, "H100", "gpt2-xl", 320_000),
+    Speed("llm.c", "ZeRO-1; 2.8 s a step, 24 h, $672", 8, "H100", "gpt2-xl", 1_048_576 / 2.8),
+    Speed("llm.c", "ZeRO-1; 300 ms a step, 94.3 min, $20", 8, "A100", "gpt2", 524_288 / 0.3),
+    Speed("S. Emani with llm.c", "ZeRO-1; 1 h 47 min, $20", 8, "A100 40GB", "gpt2", 1_590_000),
+    Speed("llm.c", "ZeRO-1; 820 ms a step, 13.7 h, $200", 8, "A100", "gpt2-medium", 524_288 / 0.82),
+    Speed("llm.c", "ZeRO-1; 1.7 s a step, 135 h, $2000", 8, "A100", "gpt2-large", 524_288 / 1.7),
+    Speed("a Kaggle notebook", "PyTorch/XLA, bf16", 8, "TPU V3", "gpt2", 243_000),
+    Speed("windmaple in JAX", "bf16; 22,974 s", 8, "TPU V3", "gpt2", 90_000 * 73_728 / 22_974),
+    Speed("windmaple in JAX", "bf16; 82 min", 8, "TPU V6E", "gpt2", 90_000 * 73_728 / (82 * 60)),
+)
+SPEED_SOURCES = {
+    "the scaling journal": "jjschwartz.github.io/blog/scaling-gpt2 (July 2025), torch 2.5.1; 349,179, which it rounds, "
+    "from Jjschwartz/gollem (9bdf113), experiments/gpt2/5_batch_results.csv",
+    "its notebooks": "Jjschwartz/gollem (9bdf113), experiments/gpt2/6_gpt2_124M_DDP.ipynb; 412,307 for a batch of 64",
+    "llm.c": "karpathy/llm.c (f1e2ace), scripts/run_gpt2_124M.sh, 350M, 774M (May 2024), 1558M (July 2024); CUDA",
+    "llm.c in October 2024": "KellerJordan/modded-nanogpt (f411b3d), records/track_1_short/2024-10-13_llmc",
+    "S. Emani with llm.c": "SiddanthEmani/GPT-2-124M-CUDA (7f9c49c, March 2025), README, whose 60 % MFU is by another "
+    "formula",
+    "a Kaggle notebook": "ducto489.github.io/projects/train-gpt-2-with-tpu, which names neither the version of its TPU "
+    "(Kaggle had a v3-8) nor the tokens of its 18 hours",
+    "windmaple in JAX": f"{_JAX}: a log of 90,000 steps of 73,728 tokens on 8 cores of a v3, 7 h by the README; of "
+    "Trillium only the minutes, taken for as many tokens on 8 chips",
 }

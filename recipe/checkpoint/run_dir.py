@@ -158,7 +158,7 @@ def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
 # shards may move, or be streamed instead; they are known by their checksums.
 _IDENTITY = (*SHAPE_FIELDS, "sequence_length", "total_batch_tokens", "seed", "optim")
 # Fields whose change is not worth a message.
-HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "dry_run"}
+HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "price_per_hour", "dry_run"}
 
 
 def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:

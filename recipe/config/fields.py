@@ -200,6 +200,7 @@ class RunConfig:
     num_train_epochs: float = setting(0.0, "passes over the prepared training data, in place of max_steps", min=0)
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
     max_hours: float = setting(0.0, "stop with a checkpoint after this many hours (0: no limit)", min=0)
+    price_per_hour: float = setting(0.0, "dollars an hour of all devices, for the cost in the plan", min=0)
     dry_run: bool | str = setting(False, "print what the run would do and take, here or on devices such as 8xh100")
 
     @property

@@ -6,6 +6,7 @@ from recipe.optim.muon import share_of
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
 ACCURACY = 0.25  # of memory_estimate, for any model
 HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what memory_estimate does not count
+TIGHT = 1.05  # a plan says "does not fit" of more than this share of what tensors may take
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -14,6 +14,7 @@ from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
 from recipe.estimate.memory import (
     HEADROOM,
     REMEDIES,
+    TIGHT,
     checkpoint_bytes,
     flops_per_token,
     memory_estimate,
@@ -67,9 +68,10 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = 
     yield f"optimizer  {muon}AdamW {opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up; {shape}"
     needed, there_is = memory_estimate(config, batch, **kind), device.memory
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"
-    if there_is and needed > HEADROOM * there_is:
+    if there_is and needed > (limit := HEADROOM * there_is):
+        verdict = "is tight and may fit" if needed <= TIGHT * limit else "does not fit"
         helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"
-        yield f"           which does not fit: {gb(HEADROOM * there_is)} are for tensors. {helps}"
+        yield f"           which {verdict}: {gb(limit)} are for tensors. {helps}"
     milestones = opt.max_steps // run.milestone_steps if run.milestone_steps else 0
     # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
     most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
@@ -95,15 +97,19 @@ def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     # the device has.
     if device.peak_flops and (device.precision in ("bf16", "fp16") or run.precision == "auto"):
         peak = device.peak_flops * batch.world_size
-        mfu, basis = mfu_of(device.chip, count, parameter_count(config.model))
+        low, high, basis = mfu_of(device.chip, count, config.model)
         basis = f"at {basis}"
     elif device.type == "cpu":
-        peak, mfu = cpu_flops(device.precision) * batch.world_size, ASSUMED_MFU
-        basis = f"if a step reaches {100 * mfu:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
+        peak, low, high = cpu_flops(device.precision) * batch.world_size, ASSUMED_MFU, ASSUMED_MFU
+        basis = f"if a step reaches {100 * low:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
     else:
         why = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
         return f"time       {why} is not known; the progress shows it after the first steps"
-    return f"time       about {duration(flops / (peak * mfu))} {basis}"
+    hours = [flops / (peak * mfu) / 3600 for mfu in dict.fromkeys((high, low))]
+    took = " to ".join(duration(3600 * each) for each in hours)
+    if run.price_per_hour:
+        took += f", ${' to $'.join(f'{each * run.price_per_hour:,.0f}' for each in hours)},"
+    return f"time       about {took} {basis}"
 
 
 def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: bool) -> ExitCode:

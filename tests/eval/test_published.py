@@ -1,0 +1,56 @@
+"""The figures of others: in eval/published.py with their sources, and nowhere else."""
+
+import re
+
+from eval.published import HELLASWAG, LOSSES, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, SPEED_SOURCES, SPEEDS, WAYS
+from recipe.config import parse_config
+from recipe.engine.hardware import DEVICES
+from recipe.estimate.memory import flops_per_token
+from tests.conftest import ROOT
+
+# Who has published something: a line with one of these names is about others.
+OTHERS = r"llm\.c|journal|Emani|Kaggle|windmaple|MARS|nanoGPT|nanogpt|nanochat|litgpt|OpenAI|Levanter|NeMo|torchtitan"
+
+OURS = {"31.5", "33.6", "28.3", "5.23", "0.85", "0.95"}  # a recipe's tokens and hours, a version, Muon's momentum
+
+
+def tables() -> list[str]:
+    """docs/results.md's tables of what others published."""
+    lines = ["| data | model | run | B tokens | loss | source |", "|---|---|---|---|---|---|"]
+    lines += ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in LOSSES]
+    for data, losses in OPENAI_LOSS.items():
+        sizes, values = ", ".join(losses), ", ".join(f"{loss:.4g}" for loss in losses.values())
+        lines.append(f"| {data} | {sizes} | OpenAI's weights | | {values} | {OPENAI_LOSS_SOURCE[data]} |")
+    lines += ["| HellaSwag | style | acc | acc_norm |", "|---|---|---|---|"]
+    for way, models in HELLASWAG.items():
+        for model, pair in models.items():
+            lines.append(f"| {model} | {WAYS[way]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
+    lines += [f"- {WAYS[way]}: {source}." for way, source in SOURCES.items()]
+    lines += ["| machine | recipe | run | tokens/s | MFU |", "|---|---|---|---|---|"]
+    for run in SPEEDS:
+        model = parse_config([f"--config={run.size}"]).model
+        mfu = run.tokens_per_second * flops_per_token(model, 1024) / (run.count * DEVICES[run.device].peak)
+        machine, speed = f"{run.count} x {run.device}", f"{run.tokens_per_second:,.0f}"
+        lines.append(f"| {machine} | {run.size} | {run.run}: {run.setup} | {speed} | {mfu:.1%} |")
+    return [*lines, *(f"- {run}: {source}." for run, source in SPEED_SOURCES.items())]
+
+
+def test_the_page_has_every_published_figure_with_its_source():
+    assert {run.run for run in SPEEDS} == SPEED_SOURCES.keys()
+    page = (ROOT / "docs" / "results.md").read_text()
+    section = page.split("## Published by others")[1].split("\n## ")[0].splitlines()
+    assert [line for line in section if line.startswith(("|", "- "))] == tables(), "\n".join(tables())
+
+
+def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
+    known = (ROOT / "eval" / "published.py").read_text() + "\n".join(tables())
+    found = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        if page.name in ("log.md", "elsewhere.md"):  # measurements of this project
+            continue
+        for line in page.read_text().splitlines():
+            if re.search(OTHERS, line):
+                text = re.sub(r"`[^`]*`|https?:\S*", "", line)  # no names of files and links
+                numbers = re.findall(r"(?<![\w./#-])(?=\d+[.,]\d)[\d.,]{3,}\d(?![\w/-])", text)
+                found += [f"{page.name}: {n} in {line}" for n in numbers if n not in known and n not in OURS]
+    assert not found, "\n".join(found)
