@@ -52,7 +52,7 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof
+.PHONY: start help train plan preflight data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -79,6 +79,9 @@ train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at $$28 an hour)
 	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
+
+preflight: $(TRAINING) ## prove this machine in two minutes: kernels, links, disk, resume, speed
+	@$(LAUNCH) recipe/preflight.py --config $(CONFIG) $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

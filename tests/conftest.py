@@ -108,9 +108,7 @@ def messages_reach_caplog():
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--update_golden", action="store_true", help="write this machine's losses to tests/golden_loss.json"
-    )
+    parser.addoption("--update_golden", action="store_true", help="write this machine's losses to recipe/golden.json")
 
 
 def flags(**fields) -> list[str]:

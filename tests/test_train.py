@@ -28,8 +28,7 @@ from tests.conftest import (
     train,
 )
 
-GOLDEN = ROOT / "tests" / "golden_loss.json"
-GOLDEN_CONFIG = {"sequence_length": 32, "total_batch_tokens": 256, "micro_batch_size": 8, "eval_tokens": 1024}
+GOLDEN = ROOT / "recipe" / "golden.json"
 
 
 def losses(lines: dict) -> list[float]:
@@ -37,12 +36,15 @@ def losses(lines: dict) -> list[float]:
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_golden_loss_curve(shards, tmp_path, pytestconfig, optim):
-    """20 steps of a tiny configuration. A change of numerics updates the file and says so in its commit:
-    python -m pytest tests/test_train.py -k golden --update_golden"""
-    lines, _ = train(shards, tmp_path / "run", **GOLDEN_CONFIG, optim=optim)
-    found = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
+def test_golden_loss_curve(tmp_path, pytestconfig, optim):
+    """20 steps of a tiny configuration, which recipe/preflight.py takes on a user's machine. A change of numerics
+    updates the file and says so in its commit: python -m pytest tests/test_train.py -k golden --update_golden"""
     curves = json.loads(GOLDEN.read_text())
+    fields = curves["fields"] | {"dataset_name": tmp_path / "data", "output_dir": tmp_path / "run", "optim": optim}
+    result = run_train(*flags(**fields))
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = by_step(tmp_path / "run")
+    found = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
     if pytestconfig.getoption("update_golden"):
         GOLDEN.write_text(json.dumps(curves | {optim: found}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())[optim]

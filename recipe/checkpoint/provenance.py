@@ -53,7 +53,7 @@ def about(config: Config, strategy: Strategy, step: int, earlier: list[dict] | N
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "micro_batch_size": batch_arithmetic(config, processes.world_size, device.count).micro,
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": versions(),
         "recipe": recipe.__version__,
         "commit": _commit(),
         "data": _data(config.data),
@@ -73,7 +73,7 @@ def descends(parts: list[dict], step: int, earlier: list[dict]) -> bool:
     return parts[: len(earlier)] == earlier and all(part["from_step"] >= step for part in parts[len(earlier) :])
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """The versions of the packages that are installed."""
     found = {}
     for name in _PACKAGES:

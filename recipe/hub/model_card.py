@@ -66,7 +66,11 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         eval_results=[_entry(score) for score in whole] or None,
     )
     data_tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
-    tables = [*data_tables, ("Training", _training(state, lines)), ("Code", _code(config, parts[-1]))]
+    tables = [
+        *data_tables,
+        ("Training", _training(state, lines, _preflight(checkpoint, parts[-1]))),
+        ("Code", _code(config, parts[-1])),
+    ]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -191,7 +195,7 @@ def _data(state: dict, text: dict) -> dict[str, object]:
     }
 
 
-def _training(state: dict, lines: list[dict]) -> dict[str, object]:
+def _training(state: dict, lines: list[dict], preflight: str) -> dict[str, object]:
     config, parts = state["config"], state["about"]  # one part for each start of the run
     precisions = [f"{part['precision']}{', compiled' * part['compiled']}" for part in parts]
     return {
@@ -200,12 +204,23 @@ def _training(state: dict, lines: list[dict]) -> dict[str, object]:
         "objective": "next token, cross-entropy",
         **{field: config.get(field) for field in hyperparameters(config)},
         "hardware": "; ".join(dict.fromkeys(map(_hardware, parts))),
+        "preflight": preflight,
         "precision": "; ".join([*dict.fromkeys(precisions), "weights and optimizer state fp32"]),
         "seconds of training, without validation and saving": f"{state['metrics']['seconds']:,.0f}",
         "tokens per second, median of the log": _median(lines, "tokens_per_second", "{:,.0f}"),
         "MFU, median of the log": _median(lines, "mfu", "{:.1%}"),
         "steps skipped": max((line.get("skipped_steps") or 0 for line in lines), default=0) or None,
     }
+
+
+def _preflight(checkpoint: Path, part: dict) -> str:
+    """What recipe/preflight.py has said of the devices of a part of the run, or empty."""
+    file = checkpoint.resolve().parent.parent / "preflight.json"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    if not found.get("passed") or (found["device"], found["engine"]) != (part["device"], part["engine"]):
+        return ""
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "accelerate"))
+    return f"passed on {found['processes']} x {found['device']}, {found['date']}, {versions}"
 
 
 def _code(config: dict, part: dict) -> dict[str, object]:

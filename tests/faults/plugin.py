@@ -19,11 +19,14 @@ unlink, mkdir, fsync. And those that any implementation passes:
     step.micro                  after a micro-step's backward pass
     step.loss, step.gradient    values: a micro-step's loss; a gradient before it is averaged across processes
     evaluate.validation, evaluate.hellaswag     before each batch of such an evaluation
+The action wrong breaks a machine for preflight.py, in one or several places, joined by dots: kernel (attention on a CPU
+in bf16), sum (over processes, on rank 1), saved (a checkpoint's weights between two programs).
 """
 
 import ctypes
 import os
 import re
+import shutil
 import signal
 
 _fault = None
@@ -53,7 +56,9 @@ def install(text: str) -> None:
     """Patches this process for the fault that `text` names."""
     global _fault
     _fault = _Fault(text)
-    if not _fault.point.endswith(")"):
+    if _fault.action == "wrong":
+        _break_machine(_fault.point.split("."))
+    elif not _fault.point.endswith(")"):
         _patch_model()
     elif _fault.here:
         _arm_shim(_fault)
@@ -75,6 +80,37 @@ def _arm_shim(fault: _Fault) -> None:
     words = [text.encode() for text in (fault.action, call, pattern, os.environ["RECIPE_FAULT_LOG"])]
     numbers = ctypes.c_long(fault.first), ctypes.c_long(fault.go_on)
     ctypes.CDLL(None).shim_arm(*words[:3], *numbers, words[3])
+
+
+def _break_machine(places: list[str]) -> None:
+    if "kernel" in places:
+        from recipe.model import attention
+
+        right = attention.block_attention
+        attention.block_attention = lambda *arguments, **named: right(*arguments, **named) * 1.1
+    if "sum" in places and os.environ.get("RANK") == "1":
+        import torch.distributed as dist
+
+        all_reduce = dist.all_reduce
+
+        def wrong_sum(tensor, *arguments, **named):
+            done = all_reduce(tensor, *arguments, **named)
+            if tensor.numel() > 1:
+                tensor[-1] += 1
+            return done
+
+        dist.all_reduce = wrong_sum
+    if "saved" in places:
+        copytree = shutil.copytree
+
+        def damaged(source, target, **named):
+            copytree(source, target, **named)
+            weights = target / "model.safetensors"
+            data = bytearray(weights.read_bytes())
+            data[-1] ^= 1
+            weights.write_bytes(data)
+
+        shutil.copytree = damaged
 
 
 def _patch_model() -> None:

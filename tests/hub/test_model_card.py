@@ -259,6 +259,18 @@ def test_names_of_files_are_no_markup(card):
     assert name in {e.dataset_name for e in card.data.eval_results}  # in YAML it is a string
 
 
+@pytest.mark.parametrize(
+    ("found", "named"), [({}, True), ({"passed": False}, False), ({"device": "NVIDIA A100 80GB PCIe"}, False)]
+)
+def test_a_preflight_of_the_same_devices_is_named(card, tmp_path, found, named):
+    versions = {"torch": "2.13.0", "accelerate": "1.15.0"}
+    passed = {"passed": True, "date": "2026-11-24", "versions": versions}
+    report = passed | {name: PART[name] for name in ("device", "engine", "processes")} | found
+    (tmp_path / "preflight.json").write_text(json.dumps(report))
+    row = "| preflight | passed on 8 x NVIDIA A100-SXM4-80GB, 2026-11-24, torch 2.13.0, accelerate 1.15.0 |"
+    assert (row in card().text) is named
+
+
 def test_the_card_of_a_run(whole_run):
     run, lines, _ = whole_run
     card = ModelCard(model_card(run / "step_00000020"))

@@ -1,0 +1,59 @@
+"""recipe/preflight.py: what it says of a sound machine, and of one that is broken in three places."""
+
+import json
+
+import pytest
+
+from tests import processes as programs
+from tests.conftest import ROOT, environment, launch
+
+
+def said(output: str) -> dict[str, str]:
+    """The lines by check."""
+    lines = [line for line in output.splitlines() if line.startswith(("ok ", "WRONG "))]
+    return {line[7:17].strip(): line for line in lines}
+
+
+def test_a_sound_machine_passes(tmp_path):
+    (tmp_path / "runs").mkdir()
+    options = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2"]
+    result = programs.run(ROOT / "recipe/preflight.py", *options, env=environment(), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = said(result.stdout)
+    assert {line.split()[0] for line in lines.values()} == {"ok"}
+    assert {"devices", "attention", "loss", "muon", "disk", "adamw fp32", "muon fp32", "resume", "trial"} <= {*lines}
+    assert "equal to the bit" in lines["resume"]
+    assert "tokens/s" in lines["trial"]
+    report = json.loads((tmp_path / "runs/preflight.json").read_text())
+    assert report["passed"] is True
+    assert report["processes"] == 1
+    assert [line["check"] for line in report["checks"]][-1] == "trial"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["preflight.json"]
+
+
+@pytest.mark.slow
+def test_what_is_broken_is_named(tmp_path):
+    """An attention that is 10 % off, and a bit of a checkpoint's weights."""
+    broken = environment({"RECIPE_FAULT": "wrong@kernel.saved"})
+    result = programs.run(ROOT / "recipe/preflight.py", "--precision", "bf16", env=broken, cwd=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = said(result.stdout)
+    wrong = {check for check, line in lines.items() if line.startswith("WRONG")}
+    assert wrong == {"attention", "resume"}  # twenty steps from random weights hardly need attention
+    assert "model.safetensors" in lines["resume"]
+
+
+def test_a_process_whose_sums_are_wrong_is_named():
+    result = launch("ddp", 2, "recipe/preflight.py", env={"RECIPE_FAULT": "wrong@sum"})
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = said(result.stdout)
+    assert [check for check, line in lines.items() if line.startswith("WRONG")] == ["sum"]
+    assert "process 1:" in lines["sum"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp", "zero1"])
+def test_engines_pass(config):
+    result = launch(config, 2, "recipe/preflight.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "losses within" in said(result.stdout)["adamw fp32"]
