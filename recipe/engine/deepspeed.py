@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from recipe.config import ROOT, BatchPlan
 from recipe.engine import hardware
 from recipe.engine.device import local_device
-from recipe.engine.launch import refuse_fp16, wants_cpu
+from recipe.engine.launch import wants_cpu
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import TIMEOUT, Strategy, processes_of, start_accelerator
 from recipe.optim.optimizer import MOMENTS, MUON, state_names
@@ -36,7 +36,6 @@ class ZeroStrategy(Strategy):
         """As Strategy's."""
         cpu = _prepare_environment()
         precision = hardware.resolve_precision(precision, cpu=cpu)
-        refuse_fp16(precision, "ZeRO")
         handlers = [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
         # DeepSpeed is told of the precision by its configuration, which `_wrap` completes.
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
@@ -52,6 +51,8 @@ class ZeroStrategy(Strategy):
             )
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config |= settings_of(batch, self._max_grad_norm, self.device.precision)
+        if self.device.precision == "fp16":
+            whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self._accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self._accelerator.prepare(model, optimizer)
         assert prepared.gradient_accumulation_steps() == batch.accumulation
@@ -59,6 +60,11 @@ class ZeroStrategy(Strategy):
         self._zero = _Internals(prepared)
         if self.runtime.sharding != "zero3":
             self._zero.describe_to_muon(optimizer)
+        if self.device.precision == "fp16":
+            # The spike filter ends a run that overflows for ever, with an error that explains it.
+            self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
+            for name, p in model.named_parameters():  # DeepSpeed's fp32 weights are made from fp16 ones
+                self._zero.set(p, whole[name])
         return prepared, optimizer
 
     @contextmanager
@@ -109,6 +115,12 @@ class ZeroStrategy(Strategy):
             return None
         return {name: self._zero.get(p) for name, p in model.named_parameters()}
 
+    @property
+    def grad_scaler(self):
+        """As Strategy's, of DeepSpeed's own loss scale."""
+        fp16 = self.device.precision == "fp16"
+        return _LossScale(self._zero.optimizer.loss_scaler) if fp16 else super().grad_scaler
+
 
 def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
     """What the recipe adds to DeepSpeed's configuration, whose file decides how to shard."""
@@ -125,7 +137,33 @@ def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
         # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
         safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
+    if precision == "fp16":
+        # torch_autocast in float16 does not go together with clipping (deepspeed 0.19). The scale starts and grows as
+        # in torch's GradScaler.
+        scale = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
+        settings["fp16"] = {"enabled": True, "loss_scale": 0} | scale
     return settings
+
+
+class _LossScale:
+    """DeepSpeed's loss scale, with the state of torch's GradScaler."""
+
+    def __init__(self, scaler):
+        self._scaler = scaler
+
+    def state_dict(self) -> dict:
+        scaler = self._scaler
+        return {
+            "scale": float(scaler.cur_scale),
+            "growth_factor": scaler.scale_factor,
+            "backoff_factor": 1 / scaler.scale_factor,
+            "growth_interval": scaler.scale_window,
+            "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        scaler = self._scaler
+        scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
 
 
 def _prepare_environment() -> bool:

@@ -9,7 +9,7 @@ from accelerate.utils import is_torch_xla_available
 from recipe.config import ROOT
 from recipe.engine import hardware
 from recipe.engine.device import planned_device
-from recipe.engine.launch import check_launch, has_torch_tpu, refuse_fp16, wants_deepspeed, wants_fsdp, wants_tpu
+from recipe.engine.launch import check_launch, has_torch_tpu, wants_deepspeed, wants_fsdp, wants_tpu
 from recipe.engine.runtime import Runtime
 from recipe.engine.strategy import Strategy
 from recipe.utils.processes import Processes
@@ -60,7 +60,6 @@ def _planned(precision: str, devices: str) -> Strategy:
         take_settings(planned_device(name, precision, Runtime(Processes())).precision)
     elif wants_deepspeed():
         file = ROOT / Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
-        refuse_fp16(planned_device(name, precision, Runtime(Processes())).precision, "ZeRO")
         sharding = f"zero{json.loads(file.read_text())['zero_optimization']['stage']}"
     runtime = Runtime(Processes(rank, count, rank, min(count, 8), is_main=rank == 0), sharding)
     return Strategy(planned_device(name, precision, runtime), runtime)

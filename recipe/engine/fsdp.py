@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from recipe.config import BatchPlan
 from recipe.engine import hardware
-from recipe.engine.launch import refuse_fp16, wants_cpu
+from recipe.engine.launch import wants_cpu
 from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
@@ -100,4 +100,8 @@ def take_settings(precision: str) -> None:
     for field, value in _SUPPORTED.items():
         if (asked := os.environ.get(field.upper(), value)) != value:
             raise UserError(f"the Accelerate file sets {field} {asked}; set {field}: {value}, as fsdp.yaml does")
-    refuse_fp16(precision, "FSDP")
+    if precision == "fp16":
+        raise UserError(
+            "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "
+            "or choose --precision fp32"
+        )

@@ -127,13 +127,6 @@ def check_launch() -> None:
         raise UserError(f"{processes} processes for {gpus} GPU{'s' if gpus > 1 else ''}: pass --num_processes {gpus}")
 
 
-def refuse_fp16(precision: str, method: str) -> None:
-    """Raises UserError for the (resolved) precision fp16."""
-    if precision == "fp16":
-        way_out = "launch with accelerate_configs/ddp.yaml, or choose --precision fp32"
-        raise UserError(f"precision fp16 is not supported under {method}; {way_out}")
-
-
 def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...], precision: str) -> None:
     """Raises UserError where the Accelerator does not match the launch or the recipe."""
     if (expected := int(os.environ.get("WORLD_SIZE", 1))) != accelerator.num_processes:

@@ -30,9 +30,9 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     20 N. Muon has one moment instead of two for the matrices that it moves.
 
     ZeRO keeps a further fp32 copy of the weights with the moments and shards those across processes, at stage 2 the
-    gradients too, at 3 the weights. On top come buckets of gradients, as ds_configs/ sizes them, and at stage 3 the
-    weights that DeepSpeed leaves gathered (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two
-    processes on a CPU in bf16 alone.
+    gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
+    gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
+    (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
 
     FSDP shards all 16 N, and gathers the embeddings, the block that runs and the next one. Measured with two processes
     on a CPU.
@@ -44,13 +44,14 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
         return states // world_size + (2 if precision == "bf16" else 4) * (root + 2 * block)
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
         return states if world_size == 1 else states + 4 * N
-    whole = {"zero1": 8, "zero2": 4, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
+    w = 2 if precision == "fp16" else 4
+    whole = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
     if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
-        beside = 4 * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
-        beside += _ZERO_BUCKET * (6 if precision == "bf16" else 4)
+        beside = w * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
+        beside += _ZERO_BUCKET * (6 if precision == "bf16" else w)
     else:  # two for each type
-        beside = _ZERO_BUCKET * (16 if precision == "bf16" else 8)
-    return whole + (states + 4 * N - whole) // world_size + beside
+        beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
+    return whole + (states + (2 * w - 4) * N - whole) // world_size + beside
 
 
 def _moved_by_muon(config: Config) -> int:
@@ -92,13 +93,13 @@ def memory_estimate(
     N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, model.vocab_size
     n = batch.micro // batch.devices * config.data.sequence_length  # tokens
     half, checkpointed = precision in ("bf16", "fp16"), bool(run.gradient_checkpointing)
-    autocast = half and sharding != "fsdp"
-    compiled = compiled and sharding != "fsdp"  # which compiles blocks, whose tensors are counted alike
+    autocast = half and not sharding.startswith("fsdp" if precision == "bf16" else "zero")
+    compiled = compiled and not sharding.startswith("fsdp")  # which compiles blocks, whose tensors are counted alike
     w = 2 if half else 4  # bytes a number
 
     # A block keeps 16 numbers a token and channel; CUDA's autocast keeps layer norm's input and output in fp32.
     block = n * D * ((36 if autocast and not compiled else 32) if half else 64)
-    stream = n * D * (2 if precision == "bf16" else 4)  # the input of a block
+    stream = n * D * (2 if precision == "bf16" or (half and not autocast) else 4)  # the input of a block
     kept = L * (stream if checkpointed else block)
     casts = 2 * 12 * L * D * D if autocast else 0  # autocast's copies of the weights, kept until they are used
     head = w * V * D
@@ -119,7 +120,7 @@ def memory_estimate(
     if batch.world_size == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
         kept -= 4 * N
 
-    evaluates = sharding == "fsdp" and (run.hellaswag_steps or run.sample_steps)
+    evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
     whole = 4 * (N - N // batch.world_size) if evaluates else 0  # the weights, while there are no gradients
     state = state_bytes(config, batch.world_size, sharding, precision)
     return state + max(kept + max(loss, backward), whole, update_bytes(config, batch.world_size, precision))

@@ -16,12 +16,18 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config
 
 from recipe.config import BatchPlan, OptimizerConfig
+from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import MOMENTS, make_optimizer, steps_taken
 from recipe.utils.errors import UserError
 
 precision, mode = sys.argv[1:]
+if precision == "fp16" and not torch.cuda.is_available():  # slow on a CPU, but DeepSpeed's very path
+    from deepspeed.accelerator import cpu_accelerator
+
+    hardware.resolve_precision = lambda precision, cpu: precision
+    cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda self: True
 strategy = open_strategy(precision)
 device, processes = strategy.device, strategy.runtime.processes
 generator = torch.Generator().manual_seed(processes.rank)
@@ -95,6 +101,7 @@ result |= {
     "norm": norms[-1],
     "state_bytes": sum(own(t).nbytes for s in state.values() for t in s.values() if t.dim() > 0),
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    "scaler": strategy.grad_scaler.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
     # DeepSpeed's own measurement of the speed, for which it waits for a GPU in every micro-step.
     "timed": hasattr(wrapped, "tput_timer") and wrapped.tput_timer.config.enabled,

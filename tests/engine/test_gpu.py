@@ -57,7 +57,7 @@ COMPILED = {"torch_compile": "true", "gradient_checkpointing": "true"}  # the la
 def test_gpu_follows_the_cpu(shards, reference, tmp_path, config, precision, options, tolerance):
     if precision in ("bf16", "tf32") and not BF16:
         pytest.skip(f"{torch.cuda.get_device_name()} has no {precision}")
-    if config != "single" and (precision == "fp16" or (precision == "auto" and not BF16)):
+    if config == "fsdp" and (precision == "fp16" or (precision == "auto" and not BF16)):
         pytest.skip("fp16 is refused")
     losses = curve(shards, tmp_path / "run", config, cpu=False, precision=precision, **options)
     assert losses == pytest.approx(reference, abs=tolerance)

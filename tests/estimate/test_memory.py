@@ -87,7 +87,9 @@ XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--samp
         ("zero2", 4, "bf16", False),
         ("zero2", 8, "bf16", True),
         ("zero3", 8, "bf16", True),
+        ("zero1", 2, "fp16", False),
         ("fsdp", 2, "bf16", True),
+        ("zero1", 4, "fp16", True),  # DeepSpeed's own fp16 halves weights and gradients
     ],
 )
 def test_what_xl_takes_on_16_gb(sharding, world_size, precision, fits):
