@@ -129,11 +129,11 @@ def _save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[s
         raise
 
 
-def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float]) -> None:
-    """Deletes checkpoints up to step `newest`, just committed, but keeps the last `save_total_limit`, those at
-    multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so that a run
-    whose loss diverges does not replace all its good checkpoints. What a plan has named stays, also where max_steps or
-    milestone_steps change.
+def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float], limit: int | None = None) -> None:
+    """Deletes checkpoints up to step `newest`, just committed, but keeps the last `save_total_limit` (or `limit`),
+    those at multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so
+    that a run whose loss diverges does not replace all its good checkpoints. What a plan has named stays, also where
+    max_steps or milestone_steps change.
 
     `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
     is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
@@ -146,7 +146,7 @@ def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, floa
     for path in found:
         if step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0):
             protect(path)
-    for path in found[: -config.run.save_total_limit]:
+    for path in found[: -(limit or config.run.save_total_limit)]:
         if path != best and not (path / _KEEP).exists():
             # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f"{_DELETING}{path.name}")))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -16,8 +18,10 @@ from recipe.checkpoint.format import (
     Checkpoint,
     checkpoint_path,
     checkpoints,
+    newest_whole,
     prune,
     save_checkpoint,
+    step_of,
 )
 from recipe.checkpoint.provenance import about
 from recipe.checkpoint.run_dir import DirectoryLost, RunDirectory
@@ -30,6 +34,10 @@ from recipe.utils.errors import UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
+RETRY_WINDOW_S, RETRY_PAUSE_S = (
+    60.0,
+    5.0,
+)  # seconds in which the last save of a run is tried again, and between two attempts
 _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it
 
 
@@ -71,7 +79,8 @@ class CheckpointManager:
         self._stateful, self._directory = stateful, directory
         self._saved_step = resumed.step if resumed else 0
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None  # of the last save
+        self._unsaved: Checkpoint | None = None  # what the last save has failed to write
+        self._error: Exception | None = None  # its error
         if strategy.runtime.processes.is_main:
             tokenizer = open_tokenizer(config.data.tokenizer)
             self._files = _model_files(self._model, tokenizer)
@@ -96,6 +105,7 @@ class CheckpointManager:
         with self._log.paused("saving"):
             began = time.monotonic()
             self.join()
+            self._unsaved = None  # its memory is for this one
             tensors = self._strategy.gather(self._model, self._optimizer)
             if self._strategy.runtime.processes.is_main:
                 path = checkpoint_path(self._directory.path, step)
@@ -113,50 +123,70 @@ class CheckpointManager:
             self.join()
 
     def finish(self) -> bool:
-        """Whether the run's last checkpoint is committed. Prunes once more, now that all evaluations are known. A
-        collective call. Raises UserError where the run's directory is not there any more."""
+        """Whether the run's last checkpoint is committed; where the disk has failed, it is tried again for a minute.
+        Prunes once more, now that all evaluations are known. A collective call. Raises UserError where the run's
+        directory is not there any more."""
         processes = self._strategy.runtime.processes
         self.wait()
         with processes.shared_error("the last checkpoint cannot be saved"):
             if processes.is_main:
+                if self._unsaved and isinstance(self._error, OSError):
+                    self._try_again(self._unsaved)
                 if isinstance(self._error, DirectoryLost):
                     raise self._error
                 if not self._error:
                     self._prune(self._saved_step)
         return processes.broadcast_object(not self._error)
 
+    def _try_again(self, checkpoint: Checkpoint) -> None:
+        """Tries the last save again until it succeeds, the window is over or Ctrl-C ends it; at last, on a full disk,
+        with the room of the older checkpoints that nothing protects, except for the newest intact one."""
+        stop, path, deadline = self._strategy.runtime.stop, self._directory.path, time.monotonic() + RETRY_WINDOW_S
+        stopped = stop.requested  # before: it is this save that must be tried
+        way_out = f"free some space or mend {path}; Ctrl-C gives up"
+        logger.warning("waiting    the last save is tried again for %.0f s: %s", RETRY_WINDOW_S, way_out)
+        while isinstance(self._error, OSError) and time.monotonic() < deadline and stop.requested == stopped:
+            time.sleep(RETRY_PAUSE_S)
+            self._write(checkpoint, 0.0, again=True)
+        if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) and stop.requested == stopped:
+            with suppress(UserError):  # where none is whole, none goes
+                if newest := newest_whole(path):
+                    logger.warning("room       only %s and what is protected stay, for the last save", newest.name)
+                    self._prune(step_of(newest), limit=1)
+                    self._write(checkpoint, 0.0, again=True)
+
     def join(self) -> None:
         """Waits for the save under way."""
         if self._thread:
             self._thread.join()
 
-    def _write(self, checkpoint: Checkpoint, waited: float) -> None:
+    def _write(self, checkpoint: Checkpoint, waited: float, *, again: bool = False) -> None:
         began = time.monotonic()
         try:
             self._directory.check()
             self._log.sync()
             save_checkpoint(checkpoint, self._files)
         except Exception as error:  # whatever the error, the run goes on, unless it has lost its directory
-            self._error, self._log.warning = error, f"step {checkpoint.step} not saved"
+            self._unsaved, self._error, self._log.warning = checkpoint, error, f"step {checkpoint.step} not saved"
             if isinstance(error, DirectoryLost):
                 self._strategy.runtime.stop.requested = True
                 logger.warning("step %d: NOT SAVED: %s", checkpoint.step, error)
-            else:
+            elif not again:
                 reason, found = getattr(error, "strerror", None) or first_line(error), checkpoints(self._directory.path)
                 newest = f"{found[-1].name} is the newest" if found else "there is no other"
                 newest += f" checkpoint in {self._directory.path}"
                 logger.warning("step %d: NOT SAVED: %s; %s", checkpoint.step, reason, newest)
             return
-        self._error, self._log.warning = None, ""
+        self._unsaved, self._error, self._log.warning = None, None, ""
         seconds, size = time.monotonic() - began, sum(file.stat().st_size for file in checkpoint.path.iterdir()) / 1e6
         how_long = f"{size:,.0f} MB in {seconds:.1f} s, training waited {waited:.2f} s"
         logger.info("step %d: saved %s, %s", checkpoint.step, checkpoint.path, how_long)
         self._prune(checkpoint.step)
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self, newest: int, limit: int | None = None) -> None:
         try:
             self._directory.check()
-            prune(self._directory.path, newest, self._config, self._log.val_losses)
+            prune(self._directory.path, newest, self._config, self._log.val_losses, limit)
         except (OSError, UserError) as error:  # the latter where metrics.jsonl cannot be read
             logger.warning("WARNING    older checkpoints could not be deleted: %s", error)
 

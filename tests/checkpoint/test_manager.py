@@ -1,6 +1,8 @@
 """Checkpoints are written in the background, after the metrics before them; a failure is reported and retried."""
 
+import errno
 import json
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from recipe.checkpoint import manager as module
-from recipe.checkpoint.format import checkpoints, step_of
+from recipe.checkpoint.format import checkpoints, protect, prune, step_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, run_directory
 from recipe.config import parse_config
@@ -92,6 +94,31 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint_is(run, monkeypatch):
     run.save(1)
     assert run.manager.finish()
     assert run.steps == [1]
+
+
+def test_a_last_save_waits_for_a_full_disk_and_then_makes_room_but_not_of_what_is_protected(run, monkeypatch, caplog):
+    """A disk holds five checkpoints: the best, a milestone, one that goes, the newest intact one, a damaged one."""
+    commit = module.save_checkpoint
+
+    def full(*arguments):
+        if len(run.steps) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        commit(*arguments)
+
+    monkeypatch.setattr(module, "RETRY_WINDOW_S", 0.3)
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
+    monkeypatch.setattr(module, "save_checkpoint", full)
+    monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.manager._error else None)
+    run.metrics.val_losses = {1: 1.0} | dict.fromkeys(range(2, 6), 2.0)
+    for step in range(1, 6):
+        run.saved(step)
+    protect(run.directory / "step_00000002")
+    (run.directory / "step_00000005" / "config.json").write_bytes(b"")
+    run.saved(6)
+    assert run.steps == [1, 2, 3, 4, 5]
+    assert run.manager.finish()
+    assert run.steps == [1, 2, 4, 5, 6]
+    assert "the last save is tried again for 0 s: free some space" in caplog.text
 
 
 def test_a_directory_that_another_has_replaced_is_left_alone_and_ends_the_run(run, tmp_path_factory, caplog):

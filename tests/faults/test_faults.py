@@ -101,10 +101,16 @@ def test_sigterm_while_waiting_for_data(lab, tmp_path):
 def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(
     lab, tmp_path, fault, reason, code, saved
 ):
-    """On a disk that fails once, or from then on: then the exit code says that the end is missing."""
-    run = lab.start(tmp_path, 1, fault, save_total_limit=3).end(code)
+    """On a disk that fails once, or from then on: Ctrl-C ends the wait for it, and the exit code says that the end is
+    missing."""
+    run = lab.start(tmp_path, 1, fault, save_total_limit=3)
+    if code:
+        run.until("the last save is tried again for 60 s: free some space")
+        run.send_signal(signal.SIGINT)
+    run.end(code)
     assert f"step 4: NOT SAVED: {reason}; " in run.output
     assert "step_00000002 is the newest checkpoint" in run.output
+    assert "room  " not in run.output
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == saved
     assert not list((tmp_path / "run").glob(".*step_*"))
     if code:
