@@ -21,6 +21,7 @@ SHIPPED = [{"data": {"files": [{"name": SHAKESPEARE.name, "sha256": SHA256}]}}]
 ABOUT = {
     "tiny Shakespeare": SHIPPED,
     "FineWeb-Edu": [{"data": {"train_text": "HuggingFaceFW/fineweb-edu"}}],
+    "OpenWebText": [{"data": {"train_text": "Skylion007/openwebtext"}}],
     "FineWeb": [{"data": {"shards": "x", "train_text": "kjj0/fineweb10B-gpt2"}}],
 }
 # Recipe -> the curve that ships for it.
@@ -30,6 +31,7 @@ PRESETS = {
     "kaggle-tpu": "build-nanogpt, reproduced August 2026",
     "gpt2-fineweb": "llm.c, October 2024",
     "gpt2-medium": "llm.c, 350M",
+    "openwebtext-tpu": "windmaple in JAX, July 2025",
 }
 REFERENCES = {preset: r for preset, name in PRESETS.items() for r in curves.load_references() if r.name == name}
 
