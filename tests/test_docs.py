@@ -214,7 +214,7 @@ def test_what_make_would_run_in_a_fresh_clone_is_valid_shell(hardware, tmp_path)
     }
     assert {".", ".[dev,deepspeed,trackers]", ".[trackers]"} <= asked.keys()
     assert {"tpu": ".[tpu]", "zero1": ".[deepspeed]"}[hardware] in asked
-    assert asked[".[trackers]"] == ("" if hardware != "tpu" else ".venv-tpu/") + "constraints.txt"
+    assert asked[".[trackers]"] == "constraints.txt"
 
 
 @pytest.mark.parametrize(
