@@ -7,7 +7,6 @@ validation, limited to the first `eval_tokens` tokens, and the loss equals the t
 
 import argparse
 import glob
-import hashlib
 import json
 import math
 import os
@@ -26,26 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from eval import common
 from eval.loglikelihood import progress_bar, token_log_probs
 from eval.scores import score, text_dataset
-
-# llm.c's .bin format (karpathy/llm.c, dev/data/data_common.py): 256 int32, of which magic, version, count; then uint16.
-HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-
-
-def read_shard(path: Path) -> np.ndarray:
-    """Token ids of a .bin shard, or of nanoGPT's val.bin, which has no header; uint16, mapped rather than read.
-
-    Raises UserError if it is neither.
-    """
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    words = header.view("<u2")  # few tokens are 0, unlike a header's tail or every other half of wider integers
-    if len(header) == HEADER_INTS and header[0] != MAGIC and words.max() < 50257 and (words == 0).mean() < 0.4:
-        return np.memmap(path, dtype="<u2", mode="r")
-    if len(header) < HEADER_INTS or tuple(header[:2]) != (MAGIC, VERSION):
-        raise common.UserError(f"{path}: not a token shard (magic {MAGIC}, version {VERSION})")
-    stored = (path.stat().st_size - 4 * HEADER_INTS) // 2
-    if stored != header[2]:
-        raise common.UserError(f"{path}: the header promises {header[2]:,} tokens, the file holds {stored:,}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
+from recipe.utils.files import sha256_of
+from recipe.utils.shards import ShardReader
 
 
 def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
@@ -60,12 +41,11 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
         raise common.UserError(f"--data {data}: no .bin file with `val` in its name. Prepare one (make data)")
     windows = []
     for path in paths:
-        tokens = read_shard(path)
-        starts = range(0, len(tokens) - sequence_length, sequence_length)
-        windows += [tokens[start : start + sequence_length + 1] for start in starts]
+        shard = ShardReader(path)
+        windows += [*shard.runs(np.arange(0, len(shard) - sequence_length, sequence_length), sequence_length + 1)]
     if not windows:
         raise common.UserError(f"--data {data}: no shard has {sequence_length + 1:,} tokens. Lower --sequence_length")
-    return windows, {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in paths}
+    return windows, {path.name: sha256_of(path)[:12] for path in paths}
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_text(loaded):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"short", "not a token shard"), (np.array([20240520, 1, 5] + [0] * 253, "<i4").tobytes(), "promises 5 tokens")],
+    [(b"short", "not a shard"), (np.array([20240520, 1, 5] + [0] * 253, "<i4").tobytes(), "the header gives 5 tokens")],
 )
 def test_broken_shards_are_named(content, message, tmp_path):
     (tmp_path / "val.bin").write_bytes(content)

@@ -1,0 +1,70 @@
+"""Reading token shards: llm.c's .bin files and nanoGPT's."""
+
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from recipe.utils.errors import UserError
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 256 * 4
+DTYPE = np.dtype("<u2")
+GPT2_TOKENS = 50257
+
+
+class ShardReader:
+    """The tokens of a shard, `len` of them, read when they are asked for: with pread, since a mapping of a file that is
+    cut short would end the process by SIGBUS. The file stays readable when it is deleted.
+
+    Raises UserError for a file that is no shard of a known format, or not a whole one.
+    """
+
+    sha256: str  # of the whole file, where `open_shard` has opened it
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        header, size = os.pread(self._file, HEADER_BYTES, 0), os.fstat(self._file).st_size
+        if _is_headerless(header) and size % DTYPE.itemsize == 0:
+            self._begin, self._count = 0, size // DTYPE.itemsize
+            return
+        magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
+        if (magic, version) != (MAGIC, VERSION):
+            raise UserError(
+                f"{path}: neither llm.c's GPT-2 shard (it begins with {magic} and not {MAGIC}) nor nanoGPT's bare "
+                "tokens: not a shard, or another tokenizer, type (uint16 is read) or byte order; prepare the text: "
+                f"python -m recipe.data.prepare --dataset_name TEXT"
+            )
+        if count < 1 or size != HEADER_BYTES + count * DTYPE.itemsize:
+            raise UserError(
+                f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), the file has "
+                f"{size - HEADER_BYTES} bytes of them: it was cut short, or its tokens are not uint16; download or "
+                "prepare it again"
+            )
+        self._begin, self._count = HEADER_BYTES, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def runs(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` tokens from each of `starts` on, (N,) -> (N, length), uint16. Raises UserError where the file
+        has become shorter."""
+        size, offsets = DTYPE.itemsize * length, self._begin + DTYPE.itemsize * starts
+        tokens = b"".join([os.pread(self._file, size, offset) for offset in offsets.tolist()])
+        if len(tokens) != size * len(starts):
+            raise UserError(f"{self.path} was cut short while it was read; download or prepare it again")
+        return np.frombuffer(tokens, DTYPE).reshape(len(starts), length)
+
+    def read(self, count: int = -1) -> np.ndarray:
+        """The first `count` tokens, or all where there are fewer, (tokens,), uint16."""
+        return np.fromfile(self.path, DTYPE, count, offset=self._begin)
+
+
+def _is_headerless(header: bytes) -> bool:
+    """Whether a file that begins so holds nothing but uint16 tokens of GPT-2, as nanoGPT writes them."""
+    words = np.frombuffer(header, DTYPE) if len(header) == HEADER_BYTES else np.zeros(1, DTYPE)
+    # A header's tail is zeros, and so is every other word of tokens of 4 bytes; text has "!", token 0, now and then.
+    return bool(words.max() < GPT2_TOKENS and (words == 0).mean() < 0.4)
