@@ -65,22 +65,14 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         model_name=name if whole else None,
         eval_results=[_entry(score) for score in whole] or None,
     )
-    data_tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
-    tables = [
-        *data_tables,
-        ("Training", _training(state, lines, _preflight(checkpoint, parts[-1]))),
-        ("Code", _code(config, parts[-1])),
-    ]
+    preflight = _preflight(checkpoint, parts[-1])
+    tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
+    tables += [("Training", _training(state, lines, preflight)), ("Code", _code(config, parts[-1]))]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         title=plain(name),
-        shape=_shape(config),
-        start="from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}",
-        tokens=f"{state['tokens']:,}",
-        dataset_link=", ".join(_link(text) for text in texts),
-        step=f"{step:,}",
-        whole_run=f"{config['max_steps']:,}" if config["max_steps"] > step else "",
+        summary=_summary(state, texts),
         path=repo or "path/to/this/directory",
         positions=config["n_positions"],
         end_of_text=[plain(state["tokenizer"][name]) for name in ("end_of_text", "end_of_text_token")],
@@ -94,9 +86,21 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
     return card.content.rstrip() + "\n"
 
 
-def _link(text: dict) -> str:
-    link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
-    return link + (f" ({text['share']:.1%})" if text["share"] < 1 else "")
+def _summary(state: dict, texts: list[dict]) -> str:
+    """What was trained on what, for how long."""
+    config, init = state["config"], state["about"][0].get("init_from")
+    model = ModelConfig(**{name: config[name] for name in SHAPE_FIELDS if name in config})
+    links = []
+    for text in texts:
+        link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
+        links.append(link + (f" ({text['share']:.1%})" if text["share"] < 1 else ""))
+    start = "from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}"
+    part = f" It is a checkpoint of a run of {config['max_steps']:,} steps." * (config["max_steps"] > state["step"])
+    return (
+        f"A GPT-2 language model with {si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} "
+        f"heads, {model.n_embd} wide, {model.n_positions:,} positions), trained {start} on {state['tokens']:,} tokens "
+        f"of {', '.join(links)}: the weights after step {state['step']:,}.{part}"
+    )
 
 
 def _comparison(found: dict) -> dict:
@@ -167,14 +171,6 @@ def _text(source: dict) -> dict:
         more = source["of"] - 1
         return {"text": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
     return {"text": source["shards"]} if source.get("shards") else {}
-
-
-def _shape(config: dict) -> str:
-    model = ModelConfig(**{name: config[name] for name in SHAPE_FIELDS if name in config})
-    return (
-        f"{si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-        f"{model.n_positions:,} positions)"
-    )
 
 
 def _data(state: dict, text: dict) -> dict[str, object]:
