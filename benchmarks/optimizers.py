@@ -8,7 +8,7 @@ runs have all steps, Muon's half of them, since that is about as many as it need
 with every seed, Muon's with more or fewer steps until AdamW's loss lies between those of two lengths.
 
 Each run is recipe/train.py itself. OUT/optimizers.json holds all finished runs, and no run is repeated: an interrupted
-command continues where it stopped. Also writes optimizers.png.
+command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import report
@@ -93,7 +92,6 @@ SIZES = {
         seeds=(1,),
     ),
 }
-COLORS = ("#8a99a5", "#0033e6", "#0080bf", "#00bf9f", "#00e68c")  # of AdamW's curves, and of Muon's by length
 SCHEDULE = {"lr_scheduler_type": "wsd", "decay_fraction": 0.7, "weight_decay": 0.1}
 
 
@@ -218,32 +216,8 @@ def lines(r: dict) -> list[str]:
     return [*out, f"{size}: Muon has AdamW's loss at {at} of its tokens{noise}"]
 
 
-def picture(results: dict, path: Path) -> None:
-    """Validation loss against tokens, one panel per size, one line per seed."""
-    from matplotlib.figure import Figure
-
-    sizes = results["sizes"]
-    figure = Figure((5.5 * len(sizes), 4), dpi=150)
-    panels = figure.subplots(1, len(sizes), squeeze=False)
-    for axes, r in zip(panels[0], sizes, strict=True):
-        for (name, found), color in zip(r["curves"].items(), COLORS, strict=False):
-            for at, curve in enumerate(found):
-                tokens, losses = zip(*curve[1:], strict=True)
-                label = None if at else name
-                axes.plot([t / 1e6 for t in tokens], losses, color=color, marker=".", label=label)
-        axes.axhline(mean_end(r["curves"]["AdamW"]), color=COLORS[0], lw=0.8, ls=":")
-        title = f"{r['size'].replace('x', ' layers x ')}, {r['steps']:,} steps of AdamW"
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("million tokens", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("validation loss, nats a token", fontsize=9)
-    panels[0][0].legend(frameon=False, fontsize=9)
-    figure.savefig(path, bbox_inches="tight")
-
-
 def main(argv: list[str]) -> int:
-    """Tunes and compares the optimizers at every size, and writes optimizers.json and optimizers.png; returns the exit
-    code."""
+    """Tunes and compares the optimizers at every size, and writes optimizers.json; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks optimizers", allow_abbrev=False)
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
     parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
@@ -264,7 +238,5 @@ def main(argv: list[str]) -> int:
             print(f"the time is up; the same command goes on with what is in {path} and {arguments.runs}")
             return ExitCode.RUN_AGAIN
         report.write(results, path)
-        if find_spec("matplotlib"):
-            picture(results, path.with_suffix(".png"))
     print("\n" + "\n".join(line for r in found for line in lines(r)))
     return 0

@@ -55,7 +55,6 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
     assert few < found["share_of_tokens"] < many
     assert 0 < found["seed_noise"] < 0.5
     assert len(result["runs"]) == 2 * len(found["curves"])
-    assert (tmp_path / "optimizers.png").stat().st_size > 10_000
     printed = capsys.readouterr().out.split("\n\n")[-1]
     monkeypatch.setattr(optimizers, "subprocess", None)  # nothing trains a second time
     assert optimizers.main(arguments) == 0

@@ -58,17 +58,6 @@ def test_without_the_runs_data_the_rest_is_compared(model_dir, tmp_path, command
         command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
 
 
-def test_the_paired_interval_is_a_bootstraps():
-    rng = np.random.default_rng(1)
-    ours = rng.random(400) < 0.4
-    theirs = np.where(rng.random(400) < 0.8, ours, rng.random(400) < 0.3)  # they agree on most rows
-    found = compare.compare_means("", ours, theirs)
-    difference = ours.astype(int) - theirs.astype(int)
-    assert found["difference"] == pytest.approx(difference.mean())
-    drawn = np.array([difference[rng.integers(0, 400, 400)].mean() for _ in range(20_000)])
-    assert found["ci95"] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.004)
-
-
 @pytest.mark.parametrize(("ours_alone", "theirs_alone"), [(0.03, 0.01), (0.1, 0.1), (0.15, 0.05)])
 def test_the_paired_interval_covers_where_few_rows_differ(ours_alone, theirs_alone):
     """40 rows a time; the shares are of the rows that only one of the models gets right."""

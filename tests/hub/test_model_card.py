@@ -235,28 +235,21 @@ def test_the_validation_loss_is_of_what_it_was_measured_on(card, config, data):
     assert (entry.dataset_type, entry.dataset_name) == data
 
 
-def test_what_a_manifest_says_is_no_markup(card):
-    """Of train_text, and of the tokenizer's end of text."""
-    text = "acme/x](http://evil.example)\n---\nlicense: other\n---\n<img src=x onerror=alert(1)>`b`"
+def test_what_files_and_manifests_say_is_no_markup(card):
+    """The names of text files and of data sets, train_text, and the tokenizer's end of text."""
+    text = "acme/x|](http://evil.example)\n---\nlicense: other\n---\n<img src=x onerror=alert(1)>`b`"
+    shown = "acme/x\\|\\](http://evil.example) --- license: other --- \\<img src=x onerror=alert(1)\\>\\`b\\`"
+    results = {"lm_eval": {"scores": [score(text_dataset(text), ("accuracy", "acc"), 0.5, "by hand")]}}
     state = STATE | {"tokenizer": STATE["tokenizer"] | {"end_of_text_token": text}}
-    for source in (HUB_DATA | {"train_text": text}, {"train_text": text, "shards": "x"}):
-        found = card(state | {"about": [PART | {"data": source}]})
+    files = {"files": [{"name": text, "sha256": "f00"}], "of": 1}
+    for source in (HUB_DATA | {"train_text": text}, {"train_text": text, "shards": "x"}, files):
+        found = card(state | {"about": [PART | {"data": source}]}, results=results)
         assert "\nlicense: other" not in found.content
         assert found.data.datasets is None
-        shown = "acme/x\\](http://evil.example) --- license: other --- \\<img src=x onerror=alert(1)\\>\\`b\\`"
         assert f"Token 50256, {shown}, stood" in found.text
+        assert f"| {shown} | acc | 0.5000 | by hand |" in found.text
         assert found.text.count("img src") == found.text.count("\\<img src") > 0
-
-
-def test_names_of_files_are_no_markup(card):
-    name = "x|[a](http://evil.example)<img src=x onerror=alert(1)>*b*`c`.txt"
-    results = {"lm_eval": {"scores": [score(text_dataset(name), ("accuracy", "acc"), 0.5, "by hand")]}}
-    files = {"files": [{"name": name, "sha256": "f00"}], "of": 1}
-    card = card(STATE | {"about": [PART | {"data": files}]}, results=results)
-    shown = "x\\|\\[a\\](http://evil.example)\\<img src=x onerror=alert(1)\\>\\*b\\*\\`c\\`.txt"
-    assert f"| text | {shown} |" in card.text
-    assert card.text.count("img src") == card.text.count("\\<img src")
-    assert name in {e.dataset_name for e in card.data.eval_results}  # in YAML it is a string
+        assert text in {entry.dataset_name for entry in found.data.eval_results}  # in YAML it is a string
 
 
 @pytest.mark.parametrize(
