@@ -22,7 +22,7 @@ from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, probl
 from recipe.utils.download import within
 from recipe.utils.errors import ExitCode, UserError, first_line, no_safetensors, reading
 
-HUB_PATIENCE = 5.0  # seconds in which the Hub must answer
+HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,8 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Path | None]:
-    """(name to show and load, its directory or None for a Hub id).
-
-    No name: the newest run under `runs`. A run directory: its newest step. Raises UserError if there is nothing to
-    load.
-    """
+    """(name to show and load, its directory or None for a Hub id): of the newest run where no name is given, and of a
+    run's newest step. Raises UserError if there is nothing to load."""
     name = name or str(newest_run(runs))
     path = Path(name).expanduser()
     if not path.exists():
@@ -141,11 +138,8 @@ def check_files(directory: Path) -> None:
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """Load the model and tokenizer that the arguments of `parser` name, and print what was loaded.
-
-    Nothing is unpickled, and no code of the model's is run. Raises UserError if there is none, if the Hub cannot be
-    reached, or if a file is damaged or lacks some of the weights.
-    """
+    """The model and tokenizer that the arguments of `parser` name; nothing is unpickled, and no code of the model's is
+    run. Raises UserError if there is none, the Hub cannot be reached, or a file is damaged or lacks weights."""
     # Imported here since it takes two seconds, which training need not wait for.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -188,16 +182,13 @@ def load(args: argparse.Namespace) -> Loaded:
 
 
 def hub_problem() -> str:
-    """Why the Hub cannot be reached; empty if it answers within HUB_PATIENCE seconds.
-
-    If it does not, the libraries are set to offline: cached files still load, and the rest fails at once instead of
-    after a minute of silent retries.
-    """
+    """Why the Hub cannot be reached; empty if it answers within HUB_TIMEOUT_S. If it does not, the libraries are set to
+    offline, so that cached files load and the rest fails at once instead of after a minute of silent retries."""
     import datasets.config
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
         try:
-            within(HUB_PATIENCE, lambda: get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_PATIENCE))
+            within(HUB_TIMEOUT_S, lambda: get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S))
             return ""
         except Exception:  # huggingface_hub may use any HTTP library
             huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

@@ -44,12 +44,7 @@ class HellaSwag(evaluate.Metric):
                     "labels": datasets.Value("int32"),
                 }
             ),
-            homepage="https://rowanzellers.com/hellaswag",
-            reference_urls=[
-                "https://arxiv.org/abs/1905.07830",
-                "https://github.com/karpathy/build-nanogpt/blob/master/hellaswag.py",
-                "https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks/hellaswag",
-            ],
+            reference_urls=["https://arxiv.org/abs/1905.07830"],
         )
 
     def _compute(self, log_likelihoods, lengths, labels):  # ty: ignore[incompatible-method-override]  named by the features
