@@ -137,11 +137,14 @@ class Evaluator:
         return self.tokenizer.encode([text])[0].tolist()
 
     def sample(self, step: int) -> dict[str, str]:
-        """A continuation of a newline, which it prints: the same text for the same seed on every process."""
-        run = self.config.run
-        prompt = self._encode("\n") or [self.tokenizer.end_of_text]
+        """Continues each line of `sample_prompt`, or a line break, and prints it: the same text for the same seed on
+        every process."""
+        run, texts = self.config.run, []
         with self.metrics.paused("sampling"), whole_model(self.strategy, self.raw_model) as live:
-            text = self.tokenizer.decode(continuation(live, prompt, run.seed)).decode(errors="replace")
+            for prompt in map(str.strip, run.sample_prompt.splitlines() or [""]):
+                tokens = continuation(live, self._encode(prompt or "\n") or [self.tokenizer.end_of_text], run.seed)
+                texts.append(prompt + self.tokenizer.decode(tokens).decode(errors="replace"))
+        text = "\n---\n".join(texts)
         logger.info("step %d: sample %r", step, text)
         return {"sample": text}
 

@@ -26,6 +26,18 @@ def test_hellaswag_and_samples_during_training(shards, tmp_path):
         assert lines[4][f"hellaswag_{name}"] == pytest.approx(counts[name] / 9)
 
 
+def test_samples_continue_the_prompts_that_the_user_chooses(shards, tmp_path):
+    prompts = "ROMEO:\nShall I compare thee"
+    lines, output = train(
+        shards, tmp_path / "run", max_steps=4, warmup_steps=1, sample_steps="end", sample_prompt=prompts
+    )
+    first, second = lines[4]["sample"].split("\n---\n")
+    assert first.startswith("ROMEO:")
+    assert second.startswith("Shall I compare thee")
+    assert len(first) > len("ROMEO:") + 10
+    assert f"step 4: sample {lines[4]['sample']!r}\n" in output
+
+
 def test_a_sample_is_drawn_from_the_likeliest_tokens_by_its_seed(tiny_gpt2, monkeypatch):
     theirs = tiny_gpt2().model
     own = GPT2LMHeadModel(theirs.config)

@@ -192,6 +192,7 @@ class RunConfig:
     hub_private_repo: bool = setting(False, "push_to_hub creates a private repository, and uploads to no public one")
     hub_license: str = setting("mit", "license of the weights for the model card: the Hub's name for it, or other")
     sample_steps: int | Literal["end"] = setting(0, "steps between printed samples of the live model (0: never)", min=0)
+    sample_prompt: str = setting("", "what the samples continue, several prompts on a line each (empty: a line break)")
     hellaswag_steps: int | Literal["end"] = setting(
         0, "steps between HellaSwag evaluations of the live model (0: never)", min=0
     )
