@@ -95,8 +95,8 @@ LOSSES = (
 
 
 class Speed(NamedTuple):
-    """The best that `run`, a key of SPEED_SOURCES, reports of GPT-2 (`size`: a recipe of the same model) on `count`
-    devices, whose name in recipe.engine.hardware.DEVICES is `device`."""
+    """The best that `run`, a key of SPEED_SOURCES, reports of GPT-2 of a size in SIZES, on `count` of a device in
+    recipe.engine.hardware.DEVICES."""
 
     run: str
     setup: str
@@ -107,19 +107,19 @@ class Speed(NamedTuple):
 
 
 SPEEDS = (
-    Speed("the scaling journal", "batch of 64", 1, "H100", "gpt2", 349_179),
-    Speed("its notebooks", "64 of 512 a step", 1, "H100", "gpt2", 418_821),
-    Speed("the scaling journal", "DDP, sharded moments; 59.5 min", 8, "H100", "gpt2", 3_046_409),
-    Speed("llm.c in October 2024", "ZeRO-1; 140 ms a step", 8, "H100", "gpt2", 524_288 / 0.140),
-    Speed("the scaling journal", "DDP, sharded moments; 582 min", 8, "H100", "gpt2-xl", 320_000),
-    Speed("llm.c", "ZeRO-1; 2.8 s a step, 24 h, $672", 8, "H100", "gpt2-xl", 1_048_576 / 2.8),
-    Speed("llm.c", "ZeRO-1; 300 ms a step, 94.3 min, $20", 8, "A100", "gpt2", 524_288 / 0.3),
-    Speed("S. Emani with llm.c", "ZeRO-1; 1 h 47 min, $20", 8, "A100 40GB", "gpt2", 1_590_000),
-    Speed("llm.c", "ZeRO-1; 820 ms a step, 13.7 h, $200", 8, "A100", "gpt2-medium", 524_288 / 0.82),
-    Speed("llm.c", "ZeRO-1; 1.7 s a step, 135 h, $2000", 8, "A100", "gpt2-large", 524_288 / 1.7),
-    Speed("a Kaggle notebook", "PyTorch/XLA, bf16", 8, "TPU V3", "gpt2", 243_000),
-    Speed("windmaple in JAX", "bf16; 22,974 s", 8, "TPU V3", "gpt2", 90_000 * 73_728 / 22_974),
-    Speed("windmaple in JAX", "bf16; 82 min", 8, "TPU V6E", "gpt2", 90_000 * 73_728 / (82 * 60)),
+    Speed("the scaling journal", "batch of 64", 1, "H100", "124M", 349_179),
+    Speed("its notebooks", "64 of 512 a step", 1, "H100", "124M", 418_821),
+    Speed("the scaling journal", "DDP, sharded moments; 59.5 min", 8, "H100", "124M", 3_046_409),
+    Speed("llm.c in October 2024", "ZeRO-1; 140 ms a step", 8, "H100", "124M", 524_288 / 0.140),
+    Speed("the scaling journal", "DDP, sharded moments; 582 min", 8, "H100", "1558M", 320_000),
+    Speed("llm.c", "ZeRO-1; 2.8 s a step, 24 h, $672", 8, "H100", "1558M", 1_048_576 / 2.8),
+    Speed("llm.c", "ZeRO-1; 300 ms a step, 94.3 min, $20", 8, "A100", "124M", 524_288 / 0.3),
+    Speed("S. Emani with llm.c", "ZeRO-1; 1 h 47 min, $20", 8, "A100 40GB", "124M", 1_590_000),
+    Speed("llm.c", "ZeRO-1; 820 ms a step, 13.7 h, $200", 8, "A100", "350M", 524_288 / 0.82),
+    Speed("llm.c", "ZeRO-1; 1.7 s a step, 135 h, $2000", 8, "A100", "774M", 524_288 / 1.7),
+    Speed("a Kaggle notebook", "PyTorch/XLA, bf16", 8, "TPU V3", "124M", 243_000),
+    Speed("windmaple in JAX", "bf16; 22,974 s", 8, "TPU V3", "124M", 90_000 * 73_728 / 22_974),
+    Speed("windmaple in JAX", "bf16; 82 min", 8, "TPU V6E", "124M", 90_000 * 73_728 / (82 * 60)),
 )
 SPEED_SOURCES = {
     "the scaling journal": "jjschwartz.github.io/blog/scaling-gpt2 (July 2025), torch 2.5.1; 349,179, which it rounds, "

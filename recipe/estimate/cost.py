@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from eval.published import SPEEDS, Speed
-from recipe.config import ModelConfig, parse_config
+from eval.published import SIZES, SPEEDS, Speed
+from recipe.config import ModelConfig
 from recipe.engine.hardware import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.utils.units import si
@@ -17,23 +17,25 @@ ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
 def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, str]:
     """The lowest and highest MFU to expect of `count` devices called `device`, and where they are from: the published
     runs on that device whose model, then whose number of devices, is nearest; or an assumption."""
-    name, wanted = known_name(device), parameter_count(model)
-    nearest: dict[tuple[float, float], list[tuple[float, Speed, int]]] = {}
-    for run in SPEEDS:
-        if name and known_name(run.device) == name:
-            shape = parse_config([f"--config={run.size}"]).model
-            parameters = parameter_count(shape)
-            distance = abs(math.log(parameters / wanted)), abs(math.log(run.count / count))
-            mfu = run.tokens_per_second * flops_per_token(shape, shape.n_positions) / (run.count * DEVICES[name].peak)
-            nearest.setdefault(distance, []).append((mfu, run, parameters))
-    if not nearest:
+    name = known_name(device)
+    runs = [run for run in SPEEDS if name and known_name(run.device) == name]
+    if not runs:
         return ASSUMED_MFU, ASSUMED_MFU, f"an assumed {100 * ASSUMED_MFU:.0f} % MFU"
-    runs = sorted(nearest[min(nearest)])
-    (low, run, parameters), (high, *_) = runs[0], runs[-1]
-    shares = f"{100 * low:.1f}" + (f" to {100 * high:.1f}" if len(runs) > 1 else "")
-    whose = " and ".join(dict.fromkeys(found.run for _, found, _ in runs))
-    of = f"{si(parameters, 'B')} parameters on {run.count} x {name}"
-    return low, high, f"{shares} % MFU, published by {whose} for {of}"
+    shapes = {size: ModelConfig(n_layer=layers, n_embd=width) for (layers, width), size in SIZES.items()}
+
+    def distance(run: Speed) -> tuple[float, float]:
+        sizes = parameter_count(shapes[run.size]) / parameter_count(model)
+        return abs(math.log(sizes)), abs(math.log(run.count / count))
+
+    nearest = min(runs, key=distance)
+    shape, peak = shapes[nearest.size], nearest.count * DEVICES[name].peak
+    of_token = flops_per_token(shape, shape.n_positions)
+    same = (run for run in runs if (run.size, run.count) == (nearest.size, nearest.count))
+    found = sorted((run.tokens_per_second * of_token / peak, run.run) for run in same)
+    shares = " to ".join(f"{100 * mfu:.1f}" for mfu in dict.fromkeys((found[0][0], found[-1][0])))
+    whose = " and ".join(dict.fromkeys(run for _, run in found))
+    of = f"{si(parameter_count(shape), 'B')} parameters on {nearest.count} x {name}"
+    return found[0][0], found[-1][0], f"{shares} % MFU, published by {whose} for {of}"
 
 
 def cpu_flops(precision: str, size: int = 256) -> float:

@@ -2,8 +2,9 @@
 
 import re
 
-from eval.published import HELLASWAG, LOSSES, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, SPEED_SOURCES, SPEEDS, WAYS
-from recipe.config import parse_config
+from eval import published
+from eval.published import SIZES, SPEEDS, WAYS
+from recipe.config import ModelConfig
 from recipe.engine.hardware import DEVICES
 from recipe.estimate.memory import flops_per_token
 from tests.conftest import ROOT
@@ -17,26 +18,27 @@ OURS = {"5.23"}  # a version
 def tables() -> list[str]:
     """docs/results.md's tables of what others published."""
     lines = ["| data | model | run | B tokens | loss | source |", "|---|---|---|---|---|---|"]
-    lines += ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in LOSSES]
-    for data, losses in OPENAI_LOSS.items():
+    lines += ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in published.LOSSES]
+    for data, losses in published.OPENAI_LOSS.items():
         sizes, values = ", ".join(losses), ", ".join(f"{loss:.4g}" for loss in losses.values())
-        lines.append(f"| {data} | {sizes} | OpenAI's weights | | {values} | {OPENAI_LOSS_SOURCE[data]} |")
+        lines.append(f"| {data} | {sizes} | OpenAI's weights | | {values} | {published.OPENAI_LOSS_SOURCE[data]} |")
     lines += ["| HellaSwag | style | acc | acc_norm |", "|---|---|---|---|"]
-    for way, models in HELLASWAG.items():
+    for way, models in published.HELLASWAG.items():
         for model, pair in models.items():
             lines.append(f"| {model} | {WAYS[way]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
-    lines += [f"- {WAYS[way]}: {source}." for way, source in SOURCES.items()]
-    lines += ["| machine | recipe | run | tokens/s | MFU |", "|---|---|---|---|---|"]
+    lines += [f"- {WAYS[way]}: {source}." for way, source in published.SOURCES.items()]
+    lines += ["| machine | model | run | tokens/s | MFU |", "|---|---|---|---|---|"]
     for run in SPEEDS:
-        model = parse_config([f"--config={run.size}"]).model
-        mfu = run.tokens_per_second * flops_per_token(model, 1024) / (run.count * DEVICES[run.device].peak)
+        layers, width = next(shape for shape, size in SIZES.items() if size == run.size)
+        flops = flops_per_token(ModelConfig(n_layer=layers, n_embd=width), 1024)
+        mfu = run.tokens_per_second * flops / (run.count * DEVICES[run.device].peak)
         machine, speed = f"{run.count} x {run.device}", f"{run.tokens_per_second:,.0f}"
         lines.append(f"| {machine} | {run.size} | {run.run}: {run.setup} | {speed} | {mfu:.1%} |")
-    return [*lines, *(f"- {run}: {source}." for run, source in SPEED_SOURCES.items())]
+    return [*lines, *(f"- {run}: {source}." for run, source in published.SPEED_SOURCES.items())]
 
 
 def test_the_page_has_every_published_figure_with_its_source():
-    assert {run.run for run in SPEEDS} == SPEED_SOURCES.keys()
+    assert {run.run for run in SPEEDS} == published.SPEED_SOURCES.keys()
     page = (ROOT / "docs" / "results.md").read_text()
     section = re.sub(r"\n  (?=\S)", " ", page.split("## Published by others")[1].split("\n## ")[0])  # unwrapped
     assert [line for line in section.splitlines() if line.startswith(("|", "- "))] == tables(), "\n".join(tables())
