@@ -67,8 +67,8 @@ class Loaded:
             n_positions=self.n_positions,
             device=model.device,
             shares_contexts=shares,
-            # cuDNN makes a new plan of masked attention for each length.
-            multiples=(1, 64, 1) if shares and model.device.type == "cuda" else (1, 1, 1),
+            # cuDNN makes a new plan of masked attention for each length; torch_tpu compiles all of it for each shape.
+            multiples={"cuda": (1, 64 if shares else 1, 1), "tpu": (16, 64, 1024)}.get(model.device.type, (1, 1, 1)),
         )
 
 
@@ -76,7 +76,7 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
     """The arguments that all evaluation commands take. `batch_size` is the default, in `batch_unit`."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
-    result.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"])
+    result.add_argument("--device", default="auto", choices=["auto", "cuda", "tpu", "mps", "cpu"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     if batch_size:
         result.add_argument("--batch_size", type=positive_int, default=batch_size, help=f"{batch_unit} a forward pass")
@@ -175,7 +175,8 @@ def load(args: argparse.Namespace) -> Loaded:
         raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
     if absent := sorted(report["missing_keys"]):
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
-    loaded = Loaded(name, directory, model.to(device).eval(), tokenizer)
+    model.to(device).tie_weights()  # which a move to a TPU or to XLA unties
+    loaded = Loaded(name, directory, model.eval(), tokenizer)
     about = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {about['device']}, {about['dtype']}", flush=True)
     return loaded

@@ -22,7 +22,7 @@ _ELSEWHERE = torch.device("meta")
 class Device:
     """Facts of a device and what is called on it. The devices behind one process count as one, with `count`."""
 
-    type: str  # cuda, cpu, mps or xla, also of a device that is not here
+    type: str  # cuda, cpu, mps, tpu or xla, also of a device that is not here
     name: str  # for people: NVIDIA H100 80GB HBM3; CPU (2 threads a process); TPU v5e
     precision: str  # resolved: fp32, tf32, bf16 or fp16
     torch_device: torch.device = _ELSEWHERE  # this process's; meta for one that is not here
@@ -110,7 +110,8 @@ def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) 
     """A device that is not here, `name` in DEVICES, or `count` TPU cores behind one process. Raises UserError where it
     lacks the precision."""
     sheet = hardware.DEVICES[name]
-    kind = "xla" if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"
+    tpu = "xla" if name in ("TPU V2", "TPU V3") else "tpu"
+    kind = tpu if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"
     bf16 = sheet.bf16 and kind != "mps"
     return Device(
         kind,

@@ -48,7 +48,7 @@ def _planned(precision: str, devices: str) -> Strategy:
     plan, and the first one prints it. Raises UserError for devices that are not known or lack the precision."""
     count, name = hardware.named_devices(devices)
     rank = int(os.environ.get("RANK", 0))
-    if name.startswith("TPU"):  # all behind one process
+    if name in ("TPU V2", "TPU V3"):  # by torch_xla, all behind one process
         how = f"{count} devices behind one process" if count > 1 else ""
         runtime = Runtime(Processes(rank, is_main=rank == 0), how=how)
         return Strategy(planned_device(name, precision, runtime, count), runtime)

@@ -133,6 +133,6 @@ def checkpoint_bytes(config: Config) -> int:
 
 REMEDIES = (
     "--gradient_checkpointing true (about a quarter slower), --loss_chunk_size 1024, or FSDP or ZeRO on several GPUs "
-    "(accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml); docs/memory.md has the figures, and --dry_run shows "
-    "what a run needs with them"
+    "(accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml) or FSDP on TPUs (tpu-fsdp.yaml); docs/memory.md has the "
+    "figures, and --dry_run shows what a run needs with them"
 )

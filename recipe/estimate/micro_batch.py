@@ -49,7 +49,7 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     if earlier and earlier[0] in sizes:
         (size, checkpointing), why = earlier, "as in the run's newest checkpoint"
     else:
-        if wanted == AUTO and (device.memory is None or device.type == "xla"):
+        if wanted == AUTO and (device.memory is None or device.type in ("tpu", "xla")):
             sizes = [n for n in sizes if n <= UNMEASURED]
         if device.memory is None:
             size, checkpointing = sizes[-1], bool(switch)
@@ -69,7 +69,8 @@ def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
 
 def memory_kind(config: Config, strategy: Strategy) -> dict:
     """The arguments of memory_estimate that the device and the sharding decide."""
-    compiled = config.run.torch_compile and not strategy.device.no_compile
+    # What XLA saves has not been measured.
+    compiled = config.run.torch_compile and not strategy.device.no_compile and strategy.device.type != "tpu"
     return {"precision": strategy.device.precision, "sharding": strategy.runtime.sharding, "compiled": compiled}
 
 

@@ -53,10 +53,11 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     mac = panel("Apple M1 Max", "--config=gpt2")
     assert (mac["device"], mac["memory"][-7:]) == ("M1 MAX, fp32 (auto), compiled (default)", "64.0 GB")
     tpu = panel("8xtpu v5e", "--config=kaggle-tpu")
-    assert tpu["batch"] == "524,288 tokens = 1 process x 8 micro-steps x 8 devices x 8 sequences x 1024"
+    assert tpu["batch"] == "524,288 tokens = 8 processes x 8 micro-steps x 8 sequences x 1024"
     assert tpu == panel("v5e-8", "--config=kaggle-tpu") == panel("v5litepod-8", "--config=kaggle-tpu")
     assert tpu["memory"].endswith("GB a device (estimate) of 16.0 GB")
-    assert panel("v4-8", "--config=gpt2")["engine"] == "4 devices behind one process"  # Google counts the cores
+    assert panel("v4-8", "--config=gpt2")["engine"] == "DDP over 4 processes on 1 node"  # Google counts the cores
+    assert panel("v3-8", "--config=gpt2")["engine"] == "8 devices behind one process"
     assert "at 15.7 % MFU, published by windmaple in JAX" in panel("v6e-8", "--config=gpt2")["time"]
     with pytest.raises(UserError, match="precision bf16 is not supported on T4; use auto, fp16 or fp32"):
         panel("t4", "--precision=bf16")

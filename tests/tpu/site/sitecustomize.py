@@ -35,18 +35,23 @@ def start() -> None:
     kernel = torch.nn.functional.scaled_dot_product_attention
     torch.nn.functional.of_a_tpu = kernel  # for a test of what a TPU would run
 
-    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **others):
         if q.device.type != "tpu":
-            return kernel(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
-        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
+            return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **others)
+        scores = (q @ k.transpose(-2, -1)).float() * (scale or q.shape[-1] ** -0.5)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            at = torch.arange(q.shape[-2], device=q.device)
+            attn_mask = at[:, None] >= at
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -1e30)
         p = torch.nn.functional.dropout(torch.softmax(scores, -1), dropout_p).to(v.dtype)
         return p @ v
 
     torch.nn.functional.scaled_dot_product_attention = attention
+
+    # XLA's CPU compiler of this version aborts on it; transformers calls it for the mask.
+    cumsum = torch.Tensor.cumsum
+    torch.Tensor.cumsum = lambda x, dim: cumsum(x.cpu(), dim).to(x.device)
 
 
 if os.environ.get("TPU_CHIPS"):
