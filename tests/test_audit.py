@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save
 
 from recipe import audit
 from recipe.checkpoint.format import load_checkpoint
+from recipe.utils.checkpoints import checkpoints
 from tests.checkpoint import change_state, replace_files
 from tests.conftest import ROOT, SHAKESPEARE, TINY, flags, launch, metrics, train
 
@@ -49,18 +50,17 @@ def resumed_run(shards, once):
 @pytest.fixture
 def replayed_once(monkeypatch, tmp_path_factory, request):
     """Replays of the same interval with the same flags are made once for this module."""
-    made, replay = request.config.stash.setdefault(_made, {}), audit.Replays.replay
+    made, replay = request.config.stash.setdefault(_made, {}), audit.replay
 
-    def look_up(self, interval, name, *changes):
-        key = (interval.first, name, *self.flags)
+    def look_up(interval, run, command):
+        key = (interval.first, *command[command.index("--config") + 2 :])
         if key not in made:
-            checkpoint, parts = replay(self, interval, name, *changes)
+            checkpoint = replay(interval, run, command)
             copy = shutil.copytree(checkpoint.path.parent, tmp_path_factory.mktemp("replays") / "run")
-            made[key] = copy / checkpoint.path.name, parts
-        path, parts = made[key]
-        return load_checkpoint(path), parts
+            made[key] = copy / checkpoint.path.name
+        return load_checkpoint(made[key])
 
-    monkeypatch.setattr(audit.Replays, "replay", look_up)
+    monkeypatch.setattr(audit, "replay", look_up)
 
 
 _made = pytest.StashKey()
@@ -102,13 +102,13 @@ FORGERIES = {
     ),
     "line twice": (
         lambda run: write_lines(run, [*metrics(run), metrics(run)[-1]]),
-        "the line of step 20 is there twice",
+        "number of lines of step 20 is 2, and 1 in the replay",
     ),
     "NaN weight": (lambda run: change_weight(run / "step_00000020", float("nan")), WEIGHT),
     "a weight": (lambda run: change_weight(run / "step_00000020", 1.0), WEIGHT),
     "state": (
         lambda run: change_state(run / "step_00000020", lambda state: state["metrics"]["running_loss"].update(sum=9.0)),
-        "the checkpoint's sum 0 of step 20 is 9",
+        "the checkpoint's sum of step 20 is 9",
     ),
 }
 
@@ -157,13 +157,15 @@ def test_the_history_of_a_run_holds(shards, tmp_path, capsys):
     for step in (4, 6, 8):
         shutil.rmtree(run / f"step_{step:08d}")
     code, sentences = audited(capsys, run)
-    assert (code, sentences) == (0, ["step 0 to 12: 12 steps to the bit"])
+    assert code == 69
+    assert "step 0 to 12: cannot be compared here: the run went on with other settings" in sentences[0]
+    assert "at step 4, of which there is no checkpoint" in sentences[0]
 
 
 def test_other_masks_of_dropout_are_not_compared(whole_run, capsys):
     code, sentences = audited(capsys, whole_run[0], *ELSEWHERE)
     assert code == 69
-    assert "cannot be compared here: dropout draws other masks (micro_batch_size 4 in the run, 2 here)" in sentences[0]
+    assert "cannot be compared here: two replays here are too far apart (micro_batch_size 4 in" in sentences[0]
 
 
 def test_an_audit_of_a_stream_leaves_its_directory(tmp_path, capsys):
@@ -175,6 +177,29 @@ def test_an_audit_of_a_stream_leaves_its_directory(tmp_path, capsys):
     code, sentences = audited(capsys, tmp_path / "run")
     assert (code, sentences) == (0, ["step 0 to 5: 5 steps to the bit"])
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dataset_name", "/"),
+        ("dataset_name", [{"name": "ORG/NAME", "weight": 0.5}, {"name": "/", "weight": 0.5}]),
+        *((field, "/") for field in ("train_text", "val_data", "init_from", "tokenizer")),
+    ],
+)
+def test_no_path_of_another_author_is_read(resumed_run, capsys, monkeypatch, field, value):
+    def on_the_hub(repo, run):
+        shutil.copytree(resumed_run, run)
+        for checkpoint in checkpoints(run):
+            shutil.copy(run / "metrics.jsonl", checkpoint)
+        change = {"dataset_name": "ORG/NAME", field: value}
+        change_state(checkpoints(run)[-1], lambda state: state["about"][-1]["config"].update(change))
+        return checkpoints(run)
+
+    monkeypatch.setattr(audit, "checkpoints_on_the_hub", on_the_hub)
+    assert audit.main(["--repo", "acme/gpt2"]) == 2
+    name = field.replace("train_text", "dataset_name")
+    assert f"error: {name} '/' of acme/gpt2 is a path of its author; name yours with --flags" in capsys.readouterr().err
 
 
 DDP = (
@@ -192,7 +217,6 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({}, 1, DDP, "holds: "),
         ({}, 1, FSDP, "holds: "),
         ({}, 2, (), "holds: "),
-        ({}, 2, DDP, "to the bit"),
         ({"precision": "bf16"}, 1, DDP, "holds: "),
         ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision is rounded elsewhere"),
         ({"learning_rate": 3e-2, "max_steps": 100}, 1, DDP, "holds: "),

@@ -50,18 +50,19 @@ _PART: dict[str, object] = dict.fromkeys(("from_step", "processes", "nodes"), CO
     "packages": {...: str},
 }
 _PART |= dict.fromkeys(("device", "engine", "precision", "python", "recipe"), str) | {"commit": _TEXT}
-_PART |= {"data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])}}
+_CONFIG = _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])}
+_PART |= {"config": _CONFIG, "data": _SOURCE | {"mixture": (None, [_SOURCE | {"name": str, "share": float}])}}
 _STATE = {
     **dict.fromkeys(("step", "tokens", "optimizer_steps"), COUNT),
     "engine": str,
     "about": [_PART],
-    "config": _PATHS | {"dataset_name": (str, [{"name": str, "weight": float}])},
+    "config": _CONFIG,
     "tokenizer": {"name": str, "digest": str, "end_of_text": COUNT, "end_of_text_token": str},
     "grad_scaler": {...: float},
     "spike_filter": {...: (COUNT, [(None, float)])},
     "tracker": {"run_id": _TEXT},
     "metrics": dict.fromkeys(("seconds", "pauses", "save_wait"), float)
-    | {"running_loss": {"sum": float, "count": COUNT}, "unwritten": {...: (None, str, float)}},
+    | {"lines_sha256": SHA256, "running_loss": {"sum": float, "count": COUNT}, "unwritten": {...: (None, str, float)}},
     "data": {"mixture": (None, list)},
 }
 _DATA = {"shards": [[str, COUNT, (None, SHA256)]], "complete": bool, "manifest": (None, dict)}

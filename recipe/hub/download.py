@@ -26,17 +26,12 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
     return [checkpoint_path(run, step) for step in steps]
 
 
-def fetch(repo: str, checkpoint: Path, only: str | None = None) -> None:
-    """Downloads a checkpoint unless it exists, and its metrics.jsonl into the run's directory; or `only` one of its
-    files. Raises UserError."""
-    if (checkpoint / (only or "manifest.json")).exists():
+def fetch(repo: str, checkpoint: Path) -> None:
+    """Downloads a checkpoint, with the run's metrics.jsonl of then, unless it exists. Raises UserError."""
+    if (checkpoint / "manifest.json").exists():
         return
     branch = branch_of(step_of(checkpoint))
     with reading(f"{repo}, {branch}", _WAY_OUT, "read from the Hub"):
-        snapshot_download(repo, revision=branch, local_dir=checkpoint, allow_patterns=only)
-    if only:
-        return
-    metrics = checkpoint / "metrics.jsonl"
-    if not metrics.is_file():
+        snapshot_download(repo, revision=branch, local_dir=checkpoint)
+    if not (checkpoint / "metrics.jsonl").is_file():
         raise UserError(f"{repo}, {branch}: no metrics.jsonl there; only uploads of --push_to_hub state can be audited")
-    metrics.replace(checkpoint.parent / metrics.name)

@@ -108,7 +108,7 @@ def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, shards
     lines[-1] = json.dumps(json.loads(lines[-1]) | {"loss": 4.0})
     files["metrics.jsonl"] = "\n".join(lines).encode()
     assert audit.main(here) == 1
-    assert "step 10 to 20: different: loss of step 20 is 4, and " in capsys.readouterr().out
+    assert "step 10 to 20: different: loss of step 20 is 4.0, and " in capsys.readouterr().out
 
 
 # Faults of the Hub
