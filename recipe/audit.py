@@ -129,7 +129,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
                 theirs = f"{field} {path!r} of {repo} is a path of its author"
                 raise UserError(f"{theirs}; name yours with --flags '--{field} PATH'")
         if repo or read[number].get("manifest"):
-            data[name] = str(directory / f"shards-{number}")
+            data[name] = str(directory / f"shards-{number}" / Path(data[name]).name)  # after which columns are named
     (recipe := directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     return ["--config", str(recipe), *flags]
 

@@ -168,11 +168,15 @@ def test_other_masks_of_dropout_are_not_compared(whole_run, capsys):
     assert "cannot be compared here: two replays here are too far apart (micro_batch_size 4 in" in sentences[0]
 
 
-def test_an_audit_of_a_stream_leaves_its_directory(tmp_path, capsys):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_audit_of_a_stream_leaves_its_directory(shards, tmp_path, capsys, mixed):
     text, file = SHAKESPEARE.read_text(), tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text[i : i + 1000]}) + "\n" for i in range(0, 300_000, 1000)))
-    data = {"train_text": file, "streaming": "true", "val_documents": 5, "shard_tokens": 4000, "disk_budget_gb": 5e-5}
-    train(tmp_path / "data", tmp_path / "run", **data, max_steps=5)
+    name, data = tmp_path / "data", {"train_text": str(file), "streaming": "true", "val_documents": 5}
+    if mixed:
+        others = [{"name": str(name), "weight": 0.5} | data, {"name": str(shards), "weight": 0.5}]
+        name, data = json.dumps(others), {}
+    train(name, tmp_path / "run", **data, shard_tokens=4000, disk_budget_gb=5e-5, max_steps=5)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
     code, sentences = audited(capsys, tmp_path / "run")
     assert (code, sentences) == (0, ["step 0 to 5: 5 steps to the bit"])
