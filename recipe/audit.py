@@ -54,6 +54,7 @@ WAY_OUT = "start the replay as the run was, with --launch and --flags, from its 
 # Columns of metrics.jsonl that no replay repeats.
 TIMES = {"seconds", "save_wait", "tokens_per_second", "mfu", "data_wait", "peak_memory_bytes", "compilations"}
 UNROUNDED = 1e-12  # how far apart numbers that are not rounded may be here and there, such as a learning rate
+GRACE = 60.0  # seconds in which a replay that is stopped ends
 Key = tuple[int, str]  # step; column of metrics.jsonl, number of a checkpoint's state, or name of a tensor
 Values = dict[Key, Any]
 Weights = dict[str, torch.Tensor]
@@ -151,9 +152,10 @@ def replay(interval: Interval, run: Path, command: list[str]) -> Checkpoint:
                     break
                 time.sleep(0.1)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(trainer.pid, signal.SIGTERM)
-            trainer.wait()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(trainer.pid, number)
+                    trainer.wait(GRACE)
     if not checkpoint.exists():
         lines = log.read_text().splitlines()
         why = next((line for line in lines if line.startswith("error:")), "it printed no error")

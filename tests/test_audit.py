@@ -1,6 +1,7 @@
 """`python -m recipe.audit` on runs as they were trained, and on runs that did not compute what they say."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -204,6 +205,23 @@ def test_no_path_of_another_author_is_read(resumed_run, capsys, monkeypatch, fie
     assert audit.main(["--repo", "acme/gpt2"]) == 2
     name = field.replace("train_text", "dataset_name")
     assert f"error: {name} '/' of acme/gpt2 is a path of its author; name yours with --flags" in capsys.readouterr().err
+
+
+def test_a_replay_that_does_not_stop_is_killed(resumed_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(audit, "GRACE", 0.5)
+    program, number = tmp_path / "deaf.py", tmp_path / "number"
+    program.write_text(
+        "import os, pathlib, shutil, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(number)!r}).write_text(str(os.getpid()))\n"
+        "run = next(word for word in sys.argv if word.startswith('--output_dir=')).partition('=')[2]\n"
+        f"shutil.copytree({str(resumed_run)!r}, run, dirs_exist_ok=True)\n"
+        "time.sleep(100)\n"
+    )
+    code, sentences = audited(capsys, resumed_run, "--launch", f"{sys.executable} {program}")
+    assert (code, sentences) == (0, ["step 15 to 20: 5 steps to the bit"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
 
 
 DDP = (
