@@ -36,8 +36,7 @@ SOURCES = {
     "at its end, 0.3059 at most, where its README says 31.0; Kaggle: ducto489.github.io/projects/train-gpt-2-with-tpu, "
     "whose OpenAI row is 0.2945; journal: jjschwartz.github.io/blog/scaling-gpt2, whose code scores as llm.c's does",
     "lmeval": "OpenAI: harness numbers quoted in the docstring of karpathy/build-nanogpt hellaswag.py; MARS: README of "
-    "AGI-Arena/MARS (4831e28), which does not say whether its accuracy is normalized: its rows for OpenAI's weights "
-    "are acc_norm",
+    "AGI-Arena/MARS (4831e28), acc_norm by its rows for OpenAI's weights",
 }
 # Validation loss of OpenAI's weights in nats per token, by data set.
 OPENAI_LOSS = {
@@ -53,44 +52,32 @@ OPENAI_LOSS_SOURCE = {
 }
 
 
-class Loss(NamedTuple):
-    """A validation loss in nats a token after `billions` of tokens, None if not published."""
-
-    data: str
-    model: str
-    run: str
-    billions: float | None
-    loss: float
-    source: str
-
-
 _TRACK_3 = "modded-nanogpt, records/track_3_optimization"
 _MARS = "README of AGI-Arena/MARS (4831e28, March 2026)"
 _JAX = "windmaple/LLM_from_scratch.JAX (adf0ede, November 2025), 02.GPT2-pretraining"
+# Validation losses in nats a token: data, model, run, billions of tokens, the loss after so many, source.
 LOSSES = (
-    Loss("FineWeb", "124M", "llm.c", 10.26, 3.2722, "KellerJordan/modded-nanogpt (f411b3d), 2024-10-13_llmc"),
-    Loss("FineWeb", "124M", "llm.c, run by S. Emani", 10.25, 3.2731, "SiddanthEmani/GPT-2-124M-CUDA, its log"),
-    Loss("FineWeb", "124M", "AdamW at 1.8e-3, RMSNorm, no biases", 6.44, 3.2753, "modded-nanogpt at 93fb178, README"),
-    Loss("FineWeb", "124M", "AdamW at 1.8e-3, RMSNorm, no biases", 10, 3.2267, "modded-nanogpt at 93fb178, README"),
-    Loss(
-        "FineWeb", "124M, rotary, untied head", "AdamW, 4,950 steps", 2.6, 3.2776, f"{_TRACK_3}, open pull request 353"
+    ("FineWeb", "124M", "llm.c", "10.26", "3.2722", "KellerJordan/modded-nanogpt (f411b3d), 2024-10-13_llmc"),
+    ("FineWeb", "124M", "llm.c, run by S. Emani", "10.25", "3.2731", "SiddanthEmani/GPT-2-124M-CUDA, its log"),
+    ("FineWeb", "124M, RMSNorm, no biases", "AdamW", "6.44; 10", "3.2753; 3.2267", "modded-nanogpt at 93fb178, README"),
+    (
+        "FineWeb",
+        "124M, rotary, untied head",
+        "AdamW, 4,950 steps",
+        "2.6",
+        "3.2776",
+        f"{_TRACK_3}, open pull request 353",
     ),
-    Loss("FineWeb", "124M, rotary, untied head", "Muon, 3,250 steps", 1.7, 3.2787, f"{_TRACK_3}, entry 36"),
-    Loss("FineWeb-Edu", "124M", "build-nanogpt, reproduced", 10, 3.075, "rahulmeena/build-nanogpt at a834ca8"),
-    Loss("a validation set not named", "124M", "Kaggle TPU, FineWeb-Edu", None, 3.2754, "ducto489.github.io"),
-    Loss("OpenWebText", "124M", "nanoGPT, in about 4 days", 295, 2.85, "karpathy/nanoGPT (3adf61e), README, about"),
-    Loss("OpenWebText", "124M", "litgpt, rotary", 300, 2.861, "Lightning-AI/litgpt issue 1607 (July 2024)"),
-    Loss("OpenWebText", "124M", "JAX on a TPU", 6.6, 3.09, _JAX),
-    Loss("OpenWebText", "350M", "JAX on a TPU, 22.5 h on a v3", None, 2.86, _JAX),
-    *(
-        Loss("OpenWebText", "124M, no biases", optimizer, billions, loss, _MARS)
-        for optimizer, losses in {
-            "AdamW": (3.193, 3.024, 2.885),
-            "Muon without decay": (3.165, 3.006, 2.901),
-            "MARS": (3.108, 2.981, 2.849),
-        }.items()
-        for billions, loss in zip((5, 20, 50), losses, strict=True)
-    ),
+    ("FineWeb", "124M, rotary, untied head", "Muon, 3,250 steps", "1.7", "3.2787", f"{_TRACK_3}, entry 36"),
+    ("FineWeb-Edu", "124M", "build-nanogpt, reproduced", "10", "3.075", "rahulmeena/build-nanogpt at a834ca8"),
+    ("a validation set not named", "124M", "Kaggle TPU, FineWeb-Edu", "", "3.2754", "ducto489.github.io"),
+    ("OpenWebText", "124M", "nanoGPT, in about 4 days", "295", "2.85", "karpathy/nanoGPT (3adf61e), README, about"),
+    ("OpenWebText", "124M, rotary", "litgpt", "300", "2.861", "Lightning-AI/litgpt issue 1607 (July 2024)"),
+    ("OpenWebText", "124M", "JAX on a TPU", "6.6", "3.09", _JAX),
+    ("OpenWebText", "350M", "JAX on a TPU, 22.5 h on a v3", "", "2.86", _JAX),
+    ("OpenWebText", "124M, no biases", "AdamW", "5; 20; 50", "3.193; 3.024; 2.885", _MARS),
+    ("OpenWebText", "124M, no biases", "Muon without decay", "5; 20; 50", "3.165; 3.006; 2.901", _MARS),
+    ("OpenWebText", "124M, no biases", "MARS", "5; 20; 50", "3.108; 2.981; 2.849", _MARS),
 )
 
 
@@ -108,7 +95,7 @@ class Speed(NamedTuple):
 
 SPEEDS = (
     Speed("the scaling journal", "batch of 64", 1, "H100", "124M", 349_179),
-    Speed("its notebooks", "64 of 512 a step", 1, "H100", "124M", 418_821),
+    Speed("the scaling journal", "64 of 512 a step", 1, "H100", "124M", 418_821),
     Speed("the scaling journal", "DDP, sharded moments; 59.5 min", 8, "H100", "124M", 3_046_409),
     Speed("llm.c in October 2024", "ZeRO-1; 140 ms a step", 8, "H100", "124M", 524_288 / 0.140),
     Speed("the scaling journal", "DDP, sharded moments; 582 min", 8, "H100", "1558M", 320_000),
@@ -122,15 +109,13 @@ SPEEDS = (
     Speed("windmaple in JAX", "bf16; 82 min", 8, "TPU V6E", "124M", 90_000 * 73_728 / (82 * 60)),
 )
 SPEED_SOURCES = {
-    "the scaling journal": "jjschwartz.github.io/blog/scaling-gpt2 (July 2025), torch 2.5.1; 349,179, which it rounds, "
-    "from Jjschwartz/gollem (9bdf113), experiments/gpt2/5_batch_results.csv",
-    "its notebooks": "Jjschwartz/gollem (9bdf113), experiments/gpt2/6_gpt2_124M_DDP.ipynb; 412,307 for a batch of 64",
+    "the scaling journal": "jjschwartz.github.io/blog/scaling-gpt2 (July 2025), torch 2.5.1; of one H100: "
+    "Jjschwartz/gollem (9bdf113), experiments/gpt2/5_batch_results.csv and 6_gpt2_124M_DDP.ipynb",
     "llm.c": "karpathy/llm.c (f1e2ace), scripts/run_gpt2_124M.sh, 350M, 774M (May 2024), 1558M (July 2024); CUDA",
     "llm.c in October 2024": "KellerJordan/modded-nanogpt (f411b3d), records/track_1_short/2024-10-13_llmc",
-    "S. Emani with llm.c": "SiddanthEmani/GPT-2-124M-CUDA (7f9c49c, March 2025), README, whose 60 % MFU is by another "
-    "formula",
-    "a Kaggle notebook": "ducto489.github.io/projects/train-gpt-2-with-tpu, which names neither the version of its TPU "
-    "(Kaggle had a v3-8) nor the tokens of its 18 hours",
-    "windmaple in JAX": f"{_JAX}: a log of 90,000 steps of 73,728 tokens on 8 cores of a v3, 7 h by the README; of "
-    "Trillium only the minutes, taken for as many tokens on 8 chips",
+    "S. Emani with llm.c": "SiddanthEmani/GPT-2-124M-CUDA (7f9c49c, March 2025), whose 60 % MFU is not by our formula",
+    "a Kaggle notebook": "ducto489.github.io/projects/train-gpt-2-with-tpu, which does not say which TPU (Kaggle had a "
+    "v3-8), nor how many tokens it took in 18 hours",
+    "windmaple in JAX": f"{_JAX}: a log of 90,000 steps of 73,728 tokens on 8 cores of a v3; of Trillium only the "
+    "minutes, taken for as many tokens on 8 chips",
 }

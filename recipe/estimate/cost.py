@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from eval.published import SIZES, SPEEDS, Speed
+from eval.published import SIZES, SPEEDS
 from recipe.config import ModelConfig
 from recipe.engine.hardware import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
@@ -22,20 +22,15 @@ def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, s
     if not runs:
         return ASSUMED_MFU, ASSUMED_MFU, f"an assumed {100 * ASSUMED_MFU:.0f} % MFU"
     shapes = {size: ModelConfig(n_layer=layers, n_embd=width) for (layers, width), size in SIZES.items()}
-
-    def distance(run: Speed) -> tuple[float, float]:
-        sizes = parameter_count(shapes[run.size]) / parameter_count(model)
-        return abs(math.log(sizes)), abs(math.log(run.count / count))
-
-    nearest = min(runs, key=distance)
+    ratio = {size: abs(math.log(parameter_count(shape) / parameter_count(model))) for size, shape in shapes.items()}
+    nearest = min(runs, key=lambda run: (ratio[run.size], abs(math.log(run.count / count))))
     shape, peak = shapes[nearest.size], nearest.count * DEVICES[name].peak
-    of_token = flops_per_token(shape, shape.n_positions)
-    same = (run for run in runs if (run.size, run.count) == (nearest.size, nearest.count))
-    found = sorted((run.tokens_per_second * of_token / peak, run.run) for run in same)
-    shares = " to ".join(f"{100 * mfu:.1f}" for mfu in dict.fromkeys((found[0][0], found[-1][0])))
-    whose = " and ".join(dict.fromkeys(run for _, run in found))
+    same = [run for run in runs if (run.size, run.count) == (nearest.size, nearest.count)]
+    found = sorted((run.tokens_per_second * flops_per_token(shape, 1024) / peak, run.run) for run in same)
+    low, high = found[0][0], found[-1][0]
+    shares = " to ".join(f"{100 * mfu:.1f}" for mfu in dict.fromkeys((low, high)))
     of = f"{si(parameter_count(shape), 'B')} parameters on {nearest.count} x {name}"
-    return found[0][0], found[-1][0], f"{shares} % MFU, published by {whose} for {of}"
+    return low, high, f"{shares} % MFU, published by {' and '.join(dict.fromkeys(run for _, run in found))} for {of}"
 
 
 def cpu_flops(precision: str, size: int = 256) -> float:

@@ -105,10 +105,10 @@ def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     else:
         why = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
         return f"time       {why} is not known; the progress shows it after the first steps"
-    hours = [flops / (peak * mfu) / 3600 for mfu in dict.fromkeys((high, low))]
-    took = " to ".join(duration(3600 * each) for each in hours)
+    times = [flops / (peak * mfu) for mfu in dict.fromkeys((high, low))]
+    took = " to ".join(map(duration, times))
     if run.price_per_hour:
-        took += f", ${' to $'.join(f'{each * run.price_per_hour:,.0f}' for each in hours)},"
+        took += f", {' to '.join(f'${seconds / 3600 * run.price_per_hour:,.0f}' for seconds in times)},"
     return f"time       about {took} {basis}"
 
 

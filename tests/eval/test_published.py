@@ -18,7 +18,7 @@ OURS = {"5.23"}  # a version
 def tables() -> list[str]:
     """docs/results.md's tables of what others published."""
     lines = ["| data | model | run | B tokens | loss | source |", "|---|---|---|---|---|---|"]
-    lines += ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in published.LOSSES]
+    lines += [f"| {' | '.join(row)} |" for row in published.LOSSES]
     for data, losses in published.OPENAI_LOSS.items():
         sizes, values = ", ".join(losses), ", ".join(f"{loss:.4g}" for loss in losses.values())
         lines.append(f"| {data} | {sizes} | OpenAI's weights | | {values} | {published.OPENAI_LOSS_SOURCE[data]} |")
