@@ -108,7 +108,7 @@ def messages_reach_caplog():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update_golden", action="store_true", help="write this machine's losses to recipe/golden.json")
+    parser.addoption("--update_golden", action="store_true", help="write this machine's losses to the golden files")
 
 
 def flags(**fields) -> list[str]:

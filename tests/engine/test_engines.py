@@ -16,6 +16,7 @@ from recipe.data import tokenizer
 from recipe.evaluation import continuation
 from tests.conftest import assert_equal_tensors, by_step, launch, own_model, tensors
 from tests.engine.conftest import assert_same_losses, settings
+from tests.engine.test_gpu import REFERENCE, curve
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 OTHERS = list(NAMES)
@@ -29,6 +30,14 @@ def forget_last(directory, copy) -> None:
     """A copy of a run, as it was after step 40."""
     shutil.copytree(directory, copy)
     shutil.rmtree(copy / "step_00000050")
+
+
+def test_the_losses_that_a_gpu_has_to_follow(shards, tmp_path, pytestconfig):
+    """A change of numerics updates the file: pytest tests/engine/test_engines.py -k has_to_follow --update_golden"""
+    losses = curve(shards, tmp_path / "run", "single", cpu=True)
+    if pytestconfig.getoption("update_golden"):
+        REFERENCE.write_text(json.dumps(losses, indent=1) + "\n")
+    assert losses == pytest.approx(json.loads(REFERENCE.read_text()), abs=1e-4)
 
 
 @pytest.fixture(scope="session")

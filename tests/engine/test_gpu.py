@@ -4,6 +4,7 @@ NCCL does not allow several processes on one GPU: DDP, ZeRO and FSDP over severa
 """
 
 import dataclasses
+import json
 import re
 import shutil
 
@@ -15,10 +16,12 @@ from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import memory_estimate
 from recipe.model.loss import IGNORE_INDEX, next_token_loss
-from tests.conftest import EQUAL, TINY, flags, launch, metrics
+from tests.conftest import EQUAL, ROOT, TINY, flags, launch, metrics
 from tests.model.loss_probe import distances, relative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+# A CPU's losses, which are not computed again on a lent GPU's time; test_engines.py holds every change to them.
+REFERENCE = ROOT / "tests" / "engine" / "cpu_losses.json"
 BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
@@ -31,8 +34,19 @@ def curve(shards, run, config: str, cpu: bool, **fields) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def reference(shards, tmp_path_factory):
-    return curve(shards, tmp_path_factory.mktemp("cpu") / "run", "single", cpu=True)
+def reference():
+    return json.loads(REFERENCE.read_text())
+
+
+@pytest.fixture
+def half_of_a_cpus_run(shards, once):
+    """A run of a CPU's as it was after step 25."""
+
+    def make(directory):
+        curve(shards, directory, "single", cpu=True)
+        shutil.rmtree(directory / "step_00000050")
+
+    return once("cpu-run", make)[0]
 
 
 COMPILED = {"torch_compile": "true", "gradient_checkpointing": "true"}  # the large recipes ask for both
@@ -91,9 +105,8 @@ def test_gpu_computes_the_fused_loss_of_more_logits_than_32_bits_count():
 
 
 @pytest.mark.parametrize("config", ["single", "zero1", "zero3", "fsdp"])
-def test_gpu_resumes_what_the_cpu_saved(shards, reference, tmp_path, config):
-    curve(shards, tmp_path / "run", "single", cpu=True)
-    shutil.rmtree(tmp_path / "run" / "step_00000050")
+def test_gpu_resumes_what_the_cpu_saved(shards, reference, half_of_a_cpus_run, tmp_path, config):
+    shutil.copytree(half_of_a_cpus_run, tmp_path / "run")
     losses = curve(shards, tmp_path / "run", config, cpu=False)
     assert losses[25:] == pytest.approx(reference[25:], abs=1e-3)
 

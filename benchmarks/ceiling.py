@@ -1,0 +1,115 @@
+"""Command: what bounds a step on this device: its products, copies and attention at the run's shapes, SDPA's kernel,
+the driver, clocks and power. Writes ceiling.json.
+
+    python -m benchmarks ceiling --config gpt2 --micro_batch_size 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import report
+from benchmarks.runs import device
+from recipe.config import parse_config
+from recipe.engine import hardware
+
+SMI = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,memory.used"
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def seconds(work: Callable[[], object], least: float = 0.2) -> float:
+    """Of a call on the device: the median of groups that take some milliseconds each, over `least` seconds."""
+    wait = torch.accelerator.synchronize if device().type != "cpu" else lambda: None
+    for _ in range(3):
+        work()
+    found, ends = [], time.perf_counter() + least
+    while not found or time.perf_counter() < ends:
+        wait()
+        begun = time.perf_counter()
+        for _ in range(5):
+            work()
+        wait()
+        found.append((time.perf_counter() - begun) / 5)
+    return statistics.median(found)
+
+
+def state() -> dict[str, str]:
+    """Of the GPU, by nvidia-smi; empty without one."""
+    command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return dict(zip(SMI.split(","), output.splitlines()[0].split(", "), strict=True))
+    return {}
+
+
+def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, float]:
+    """FLOP/s of the products of a step, forward, by the shape."""
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width), (width, vocab_size)]
+    found = {}
+    for inner, outer in shapes:
+        x, w = (torch.randn(n, inner, device=device(), dtype=dtype) for n in (rows, outer))
+        found[f"{rows} x {inner} x {outer}"] = 2 * rows * inner * outer / seconds(partial(F.linear, x, w))
+    return found
+
+
+def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | str]:
+    """Milliseconds of a layer's attention forward and backward with each of SDPA's kernels, or why there are none."""
+    q, k, v = (torch.randn(shape, device=device(), dtype=dtype, requires_grad=True) for _ in "qkv")
+    gradient = torch.randn(shape, device=device(), dtype=dtype)
+
+    def work() -> None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), gradient)
+
+    found: dict[str, float | str] = {"chosen": 1e3 * seconds(work)}
+    for name, backend in KERNELS.items():
+        try:
+            with sdpa_kernel(backend):
+                found[name] = 1e3 * seconds(work)
+        except RuntimeError as error:
+            found[name] = str(error).partition("\n")[0]
+    with torch.profiler.profile() as profiler:
+        work()
+    names = {event.key for event in profiler.key_averages() if event.key.startswith("aten::_scaled_dot")}
+    return found | {"chosen is": ", ".join(sorted(names))}
+
+
+def main(argv: list[str]) -> int:
+    """Measures and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks ceiling", allow_abbrev=False)
+    parser.add_argument("--config", default="gpt2", help="recipe whose shapes are measured")
+    parser.add_argument("--micro_batch_size", type=int, default=32 if device().type != "cpu" else 1)
+    parser.add_argument("--out", default="bench", help="directory of the results")
+    arguments = parser.parse_args(argv)
+    config, on_cpu = parse_config([f"--config={arguments.config}"]), device().type == "cpu"
+    m, length, B = config.model, config.data.sequence_length, arguments.micro_batch_size
+    precision = hardware.resolve_precision("auto", cpu=on_cpu)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    numbers = torch.empty(2**26 if on_cpu else 2**29, dtype=torch.uint8, device=device())
+    results = report.circumstances() | {"idle": state()}
+    with torch.no_grad(), ThreadPoolExecutor() as pool:
+        busy = pool.submit(state)  # takes part of a second, as the products do
+        results["flops"] = products(B * length, m.n_embd, -(-m.vocab_size // 128) * 128, dtype)
+        results["busy"] = busy.result()
+        results["copied_bytes_per_second"] = 2 * numbers.nbytes / seconds(numbers.clone)
+    results["attention_ms"] = attention((B, m.n_head, length, m.n_embd // m.n_head), dtype)
+    report.write(results, Path(arguments.out) / "ceiling.json")
+    for name, value in results.items():
+        print(f"{name:<26} {value}")
+    return 0

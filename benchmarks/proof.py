@@ -1,0 +1,168 @@
+"""Command: what a GPU can prove in ten minutes, the most valuable first; it needs no network, no git and no .venv.
+
+    python -m benchmarks proof --out bench/h100 --nanogpt DIRECTORY --text SHARDS
+
+Each step is a process of its own with a time limit, and its result is written at once to OUT/NN-NAME.json: whatever
+fails, hangs or is cut off costs only itself. Repeated, the command takes the steps that have not succeeded. They run in
+OUT-work/NN-NAME, where those that failed leave their files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks import report
+from recipe.config import ROOT
+from recipe.utils.checkpoints import read_metrics
+from recipe.utils.errors import UserError
+
+GRACE_S = 10  # for a step that has to end
+LEAST_S = 15  # with less time left no step is begun
+KILLED = 124  # the exit code of a step that ran past its limit
+
+
+class Step(NamedTuple):
+    """A command of Python's that is run in a directory of its own, and what it may take."""
+
+    name: str
+    limit: float  # seconds
+    words: list[str]
+
+
+def steps(nanogpt: str, text: str) -> list[Step]:
+    """All steps in order. After the first ten minutes' worth comes what is left to know."""
+    data = {"dataset_name": "data", "train_text": ROOT / "recipe/data/tiny_shakespeare.txt", "val_fraction": 0.1}
+    short = {"max_steps": 30, "warmup_steps": 2, "total_batch_tokens": 131072, "logging_steps": 1, "eval_steps": "end"}
+    short |= {"eval_tokens": 16384, "save_steps": "end", "hellaswag_steps": 0, "sample_steps": 0, "streaming": False}
+    auto = [f"--{name}={value}" for name, value in (data | short | {"output_dir": "run"}).items()]
+    gpu_tests = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rfE", str(ROOT / "tests/engine/test_gpu.py")]
+    peers = ["peers", "--config=gpt2", "--rounds=1", "--seconds=1.5", *([f"--nanogpt={nanogpt}"] if nanogpt else [])]
+    rows = ["scoreboard", "--config=gpt2", "--seconds=3", "--processes", "--sequences"]
+
+    def benchmark(name: str, limit: float, *words: str) -> Step:
+        return Step(name, limit, ["-m", "benchmarks", *words, "--out=."])
+
+    found = [
+        Step("fused-loss", 90, [*gpu_tests, "-k", "computes_the_fused_loss"]),
+        Step("auto", 150, [str(ROOT / "recipe/train.py"), "--config=gpt2", *auto]),
+        benchmark("peers", 240, *peers, "--micro_batch_size=32", "--only=fused loss|compiled"),
+        benchmark("ceiling", 60, "ceiling"),
+        Step("preflight", 120, [str(ROOT / "recipe/preflight.py"), "--config=gpt2", "--streaming=false"]),
+        benchmark("xl", 120, *rows, "8", "--sizes=gpt2-xl", "--only=gpt2-xl"),
+        benchmark("micro-batch", 90, *rows, "128", "--sweep=micro_batch_size=64,128", "--only=micro_batch_size"),
+        benchmark("max-autotune", 120, *rows, "32", "--sweep=torch_compile_mode=max-autotune", "--only=compile_mode"),
+        benchmark("deterministic", 60, *rows, "32", "--sweep=deterministic=true", "--only=deterministic"),
+        benchmark("eager-peers", 180, *peers, "--micro_batch_size=16", "--only=(bf16|fp16|fp32)$"),
+        Step("accuracy", 450, [*gpu_tests, "-n=4"]),
+        benchmark("scoreboard", 480, *rows, "64", "--minutes=7"),
+    ]
+    if text:  # the text that ships is too little to compare them
+        words = ["optimizers", "--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
+        found.append(benchmark("optimizers", 540, *words))
+    return found
+
+
+def prove(steps: list[Step], out: Path, minutes: float) -> int:
+    """Runs the steps whose result does not say that they succeeded, until the time is up; returns the number of those
+    that have not succeeded."""
+    ends, missing, about = time.monotonic() + 60 * minutes, 0, report.circumstances()
+    out.mkdir(parents=True, exist_ok=True)
+    for number, step in enumerate(steps, 1):
+        file = out / f"{number:02}-{step.name}.json"
+        with suppress(OSError, ValueError):
+            if json.loads(file.read_text())["rc"] == 0:
+                print(f"done   {file.stem}", flush=True)
+                continue
+        left = ends - time.monotonic()
+        if left < LEAST_S:
+            print(f"LATE   {file.stem}: not begun, the time is up", flush=True)
+            missing += 1
+            continue
+        print(f"...    {file.stem}", flush=True)
+        place = out.with_name(f"{out.name}-work") / file.stem
+        found = run(step, place, min(step.limit, left))
+        # Written whole or not at all, and also where a number is not finite.
+        file.with_suffix(".part").write_text(json.dumps({"step": step.name, **found, **about}, indent=1) + "\n")
+        file.with_suffix(".part").rename(file)
+        missing += found["rc"] != 0
+        last = found["result"]["output"][-1:] or ["no output"]
+        verdict = "ok    " if found["rc"] == 0 else "KILLED" if found["rc"] == KILLED else "FAILED"
+        print(f"{verdict} {file.stem} in {found['seconds']:.0f} s: {last[0][:150]}", flush=True)
+    print(f"\n{len(steps) - missing} of {len(steps)} steps have succeeded; the same command takes the others: {out}")
+    return missing
+
+
+def run(step: Step, place: Path, limit: float) -> dict:
+    """Runs a step; returns its command, rc, seconds and result."""
+    place.mkdir(parents=True, exist_ok=True)
+    begun, clock, command = time.time(), time.monotonic(), [sys.executable, *step.words]
+    with open(place / "output", "w") as output:
+        process = psutil.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            cwd=place,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except psutil.TimeoutExpired:
+            code = KILLED
+        finally:
+            end(process)
+    result = result_of(place, begun)
+    return {"command": command, "rc": code, "seconds": time.monotonic() - clock, "limit": limit, "result": result}
+
+
+def end(process: psutil.Popen) -> None:
+    """Ends a step and all that it has started, which may be in sessions of their own, and paused."""
+    family = [process]
+    with suppress(psutil.NoSuchProcess):
+        family += process.children(recursive=True)
+        process.terminate()
+    _, alive = psutil.wait_procs(family[:1], GRACE_S)
+    for one in [*alive, *family[1:]]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family, GRACE_S)
+
+
+def result_of(place: Path, begun: float) -> dict:
+    """The JSON files that a step has written since it began, the figures of its run, and its last lines."""
+    result: dict = {}
+    for path in (*place.glob("*.json"), *place.glob("runs/*.json")):
+        if path.stat().st_mtime >= begun:
+            with suppress(ValueError):  # it was being written
+                result[path.stem] = json.loads(path.read_text())
+    metrics = place / "run" / "metrics.jsonl"
+    if metrics.exists() and len(lines := [line for line in read_metrics(metrics) if line["step"]]) > 2:
+        for name in ("tokens_per_second", "mfu", "peak_memory_bytes"):
+            result[name] = statistics.median(line.get(name) or 0 for line in lines[2:])  # the first ones compile
+        result["losses"] = [line["loss"] for line in lines]
+    output = (place / "output").read_text(errors="replace").splitlines()
+    return result | {"output": [line.strip() for line in output if line.strip()][-30:]}
+
+
+def main(argv: list[str]) -> int:
+    """Runs the proof; returns the exit code, 0 if all steps have succeeded."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks proof", allow_abbrev=False)
+    parser.add_argument("--out", default="bench/proof", help="directory of the results")
+    parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT, a peer")
+    parser.add_argument("--text", default="", help="text or shards, with which the optimizers are compared, too")
+    parser.add_argument("--minutes", type=float, default=10, help="of all steps")
+    arguments = parser.parse_args(argv)
+    nanogpt, text = (path and str(Path(path).absolute()) for path in (arguments.nanogpt, arguments.text))
+    if nanogpt and not (Path(nanogpt) / "model.py").is_file():
+        raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
+    return 1 if prove(steps(nanogpt, text), Path(arguments.out).absolute(), arguments.minutes) else 0

@@ -1,0 +1,110 @@
+"""python -m benchmarks proof: what one step does costs no other, and each result is on the disk at once."""
+
+import json
+
+import psutil
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import proof
+from benchmarks.proof import Step
+
+SUCCEEDS = "import json, pathlib; pathlib.Path('found.json').write_text(json.dumps({'ratio': 1.2})); print('well')"
+# Paused, and in a session of its own, as a run of benchmarks/runs.py is between its turns; deaf to SIGTERM itself.
+HANGS = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+os.kill(child.pid, signal.SIGSTOP)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def step(name: str, program: str, limit: float = 60) -> Step:
+    return Step(name, limit, ["-c", program])
+
+
+def results(out) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
+
+
+def test_a_step_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(proof, "GRACE_S", 0.5)
+    out = tmp_path / "proof"
+    steps = [
+        step("broken", "print('before'); raise SystemExit('no such kernel')"),
+        step("hanging", HANGS, limit=3),
+        step("sound", SUCCEEDS),
+    ]
+    assert proof.prove(steps, out, minutes=5) == 2
+    found = results(out)
+    assert {name: line["rc"] for name, line in found.items()} == {"01-broken": 1, "02-hanging": 124, "03-sound": 0}
+    assert found["01-broken"]["result"]["output"] == ["before", "no such kernel"]
+    assert found["03-sound"]["result"] == {"found": {"ratio": 1.2}, "output": ["well"]}
+    assert 3 <= found["02-hanging"]["seconds"] < 20
+    child = int(found["02-hanging"]["result"]["output"][0])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert all(line["device"] and line["torch"] and line["command"] for line in found.values())
+    printed = capsys.readouterr().out
+    assert "FAILED 01-broken" in printed
+    assert "no such kernel" in printed
+    assert "KILLED 02-hanging" in printed
+    assert "1 of 3 steps have succeeded" in printed
+
+
+def test_the_same_command_takes_the_steps_that_are_missing(tmp_path, capsys):
+    out, counted = tmp_path / "proof", "open('../count', 'a').write('x')"
+    steps = [step("first", counted), step("second", "raise SystemExit(1)"), step("third", counted)]
+    assert proof.prove(steps, out, minutes=0) == 3
+    assert capsys.readouterr().out.count("not begun, the time is up") == 3
+    assert results(out) == {}
+    assert proof.prove(steps, out, minutes=5) == 1
+    steps[1] = step("second", counted)
+    assert proof.prove(steps, out, minutes=5) == 0
+    assert (tmp_path / "proof-work/count").read_text() == "xxx"
+    assert set(results(out)) == {"01-first", "02-second", "03-third"}
+
+
+def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch):
+    """A run's metrics, and a table that is written after each of its rows."""
+    monkeypatch.setattr(proof, "GRACE_S", 0.5)
+    lines = [{"step": n, "loss": 11 - n, "tokens_per_second": 100 * n, "mfu": None} for n in range(6)]
+    program = f"import json, os, time; os.mkdir('run'); lines = {lines}\n"
+    program += "with open('run/metrics.jsonl', 'w') as file: file.writelines(json.dumps(x) + '\\n' for x in lines)\n"
+    program += "open('peers.json', 'w').write('{\"rows\": [1]}'); time.sleep(600)"
+    proof.prove([step("killed", program, limit=4)], tmp_path / "proof", minutes=5)
+    found = results(tmp_path / "proof")["01-killed"]
+    assert found["rc"] == 124
+    assert found["result"]["peers"] == {"rows": [1]}
+    assert found["result"]["tokens_per_second"] == 400
+    assert found["result"]["losses"] == [10, 9, 8, 7, 6]
+
+
+def test_the_steps_are_commands_that_exist(tmp_path, capsys):
+    """In the order of their worth, within ten minutes as far as `deterministic` if each needs half of its limit."""
+    steps = proof.steps(nanogpt="", text="")
+    names = [step.name for step in steps]
+    assert names[:3] == ["fused-loss", "auto", "peers"]
+    assert sum(step.limit for step in steps[: names.index("deterministic") + 1]) < 2 * 600
+    assert "optimizers" not in names
+    assert "optimizers" in [step.name for step in proof.steps(nanogpt="", text="books.jsonl")]
+    for words in {tuple(step.words[:3]) for step in steps if step.words[1] == "benchmarks"}:
+        with pytest.raises(SystemExit) as ended:
+            bench.main([words[2], "--help"])
+        assert ended.value.code == 0
+    assert bench.main(["proof", "--nanogpt", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "no model.py there" in capsys.readouterr().err
+
+
+def test_the_ceiling_of_this_machine(tmp_path):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(
+        "n_layer: 1\nn_head: 2\nn_embd: 32\nn_positions: 32\nsequence_length: 32\ndataset_name: data/none\n"
+    )
+    assert bench.main(["ceiling", "--config", str(recipe), "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "ceiling.json").read_text())
+    assert len(found["flops"]) == 5
+    assert found["copied_bytes_per_second"] > 1e8
+    assert found["attention_ms"]["chosen"] > 0
+    assert "scaled_dot_product" in found["attention_ms"]["chosen is"]
