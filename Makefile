@@ -9,6 +9,9 @@ OUT ?= model
 LIMIT ?=
 PROMPT ?= The king
 TEXT ?=
+NANOGPT ?=
+PROOF_OUT ?= bench/proof
+BUNDLE ?= gpu-proof.tar.gz
 WITH ?= openai-community/gpt2
 TASKS ?= hellaswag
 FRESH ?=
@@ -35,15 +38,6 @@ XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-# The parts of gpu-proof, each within nine minutes: what begins in the last of them ends in the next one or two.
-PROOF_PYTHON = $(firstword $(wildcard .venv/bin/python) $(PYTHON))
-PROOF_OUT = $(if $(filter-out file,$(origin OUT)),$(OUT),bench)
-PROOF_BENCH = $(PROOF_PYTHON) -m benchmarks
-PROOF_tests = timeout -s INT 450 $(PROOF_PYTHON) -m pytest -p no:cacheprovider tests/engine/test_gpu.py --junitxml $(PROOF_OUT)/gpu_tests.xml
-PROOF_peers = $(PROOF_BENCH) peers --config gpt2 --minutes 6 --rounds 1 --seconds 1.5 --out $(PROOF_OUT)
-PROOF_scoreboard = $(PROOF_BENCH) scoreboard --config gpt2 --minutes 8 --seconds 3 --out $(PROOF_OUT)
-PROOF_optimizers = $(PROOF_BENCH) optimizers --sizes gpt2 --minutes 8 --out $(PROOF_OUT) --runs $(PROOF_OUT)/runs $(if $(TEXT),--dataset_name $(TEXT))
-
 # What tells in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
 	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
@@ -52,7 +46,7 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan preflight data checkpoints sample eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof
+.PHONY: start help train plan preflight data checkpoints sample eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -129,8 +123,15 @@ bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CON
 	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
 # Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
-gpu-proof: ## full GPU benchmark: tests, speed, optimizers (PART, TEXT)
-	$(foreach part,$(or $(PART),tests peers scoreboard optimizers),$(PROOF_$(part)) $(ARGS);)
+gpu-proof: ## prove a GPU in ten minutes, into PROOF_OUT (NANOGPT, TEXT)
+	$(firstword $(wildcard .venv/bin/python) $(PYTHON)) -m benchmarks proof --out $(PROOF_OUT) $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
+
+gpu-bundle: ## pack what gpu-proof needs without a network: BUNDLE
+	@tar czf $(BUNDLE) $$(git ls-files) $(if $(NANOGPT),-C $(abspath $(NANOGPT)) model.py) \
+		$(if $(TEXT),-C $(dir $(abspath $(TEXT))) $(notdir $(abspath $(TEXT))))
+	@test $$(wc -c < $(BUNDLE)) -lt 60000000 || { echo "error: $(BUNDLE) has more than 60 MB; choose less TEXT"; exit 1; }
+	@echo "$(BUNDLE): unpack it there in a directory of its own, then"
+	@echo "  make gpu-proof$(if $(NANOGPT), NANOGPT=.)$(if $(TEXT), TEXT=$(notdir $(abspath $(TEXT))))"
 
 ##@ Develop
 

@@ -14,6 +14,8 @@ from recipe.utils.errors import UserError
 COMMANDS = {
     "scoreboard": ("scoreboard.main", "What each optimization, micro-batch, process and size brings"),
     "peers": ("peers.main", "The step, compared with transformers and nanoGPT"),
+    "ceiling": ("ceiling.main", "What bounds a step: products, copies, attention, clocks"),
+    "proof": ("proof.main", "All of it on a GPU in ten minutes, the most valuable first"),
     "optimizers": ("optimizers.main", "How many tokens Muon needs for AdamW's loss"),
 }
 

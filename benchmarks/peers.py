@@ -27,24 +27,24 @@ Peer = tuple[str, list, dict]  # its name, its command, the fields in which it d
 
 
 def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
-    """transformers' Trainer and model at their best settings, then with less; nanoGPT's model from a checkout; on a GPU
-    recipe/train.py with the fused loss. On a CPU each peer runs twice: with the default allocator, and with our
-    trainer's settings. Raises UserError if there is no checkout."""
+    """The most telling first: on a GPU recipe/train.py with the fused loss; nanoGPT's model from a checkout;
+    transformers' model and Trainer at their best settings, then with less. On a CPU each peer runs twice: with the
+    default allocator, and with our trainer's settings. Raises UserError if there is no checkout."""
     program = ["-m", "benchmarks.peer"]
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
     plain = {"torch_compile": False}
     found = [
-        (f"Trainer, {precision}, compiled", [*program, "trainer"], compiled),
-        (f"Trainer, {precision}", [*program, "trainer"], plain),
         (f"{loop}, {precision}, compiled", [*program, "transformers"], compiled),
+        (f"Trainer, {precision}, compiled", [*program, "trainer"], compiled),
         (f"{loop}, {precision}", [*program, "transformers"], plain),
+        (f"Trainer, {precision}", [*program, "trainer"], plain),
     ]
     if precision != "fp32":
         found.append((f"{loop}, fp32", [*program, "transformers"], plain | {"precision": "fp32"}))
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
-        found.append((f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
+        found.insert(0, (f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
     if not on_cpu:
         return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *found]
     environments = {"as shipped": [], "our allocator": ["--tuned"]}

@@ -106,13 +106,14 @@ def run(step: Step, place: Path, limit: float) -> dict:
     """Runs a step; returns its command, rc, seconds and result."""
     place.mkdir(parents=True, exist_ok=True)
     begun, clock, command = time.time(), time.monotonic(), [sys.executable, *step.words]
+    path = filter(None, [os.environ.get("PYTHONPATH")])
     with open(place / "output", "w") as output:
         process = psutil.Popen(
             command,
             stdout=output,
             stderr=output,
             cwd=place,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
         )
         try:

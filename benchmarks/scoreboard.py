@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -70,7 +71,8 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     for value in (values.split(",") if values else powers) if field else ():
         found.append(Row(f"{field} {value}", {field: value}))
     found += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
-    return found + [Row(size, {"config": size}) for size in arguments.sizes]
+    found += [Row(size, {"config": size}) for size in arguments.sizes]
+    return [row for row in found if re.search(arguments.only, row.name)]
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
@@ -144,6 +146,7 @@ def _parser(on_cpu: bool) -> argparse.ArgumentParser:
     counts = [n for n in (2, 4, 8) if n <= most]
     parser.add_argument("--processes", type=int, nargs="*", default=counts, help=f"of DDP (default: {counts})")
     parser.add_argument("--sizes", nargs="*", default=[], help="recipes, as they are: gpt2 gpt2-medium ...")
+    parser.add_argument("--only", default="", help="rows whose name this regular expression matches")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each row, at least")
     parser.add_argument("--minutes", type=float, default=30, help="of all rows, at most")
     parser.add_argument("--merge", nargs="+", type=Path, help="scoreboard.json of several machines: measure nothing")
