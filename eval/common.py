@@ -247,3 +247,5 @@ def write_results(path: Path, key: str, value: dict) -> None:
     temporary.write_text(json.dumps(read_results(path) | {key: value}, indent=2) + "\n")
     temporary.replace(path)
     print(f"wrote {path}")
+    if (path.parent / "README.md").exists():
+        print(f"note: {path.parent}/README.md stays as it is: for a new card, evaluate the run and export it again")

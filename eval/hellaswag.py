@@ -95,8 +95,16 @@ def count_correct(
 
 
 def accuracies(scores: Scores, rows: list[dict]) -> dict:
-    """{"rows": n} and each of ACCURACIES."""
-    return {"rows": len(rows)} | {name: float(right.mean()) for name, right in correct(scores, rows).items()}
+    """{"rows": n} and each of ACCURACIES, by the metric for the `evaluate` library."""
+    from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
+
+    result: dict = {"rows": len(rows)}
+    for way, (log_likelihoods, lengths) in scores.items():
+        metric, labels = HellaSwag(keep_in_memory=True), [row["label"] for row in rows]
+        found = metric.compute(log_likelihoods=log_likelihoods, lengths=lengths, labels=labels)
+        assert found  # None on another process than the first
+        result |= {f"{way}_{kind}": value for kind, value in found.items()}
+    return result
 
 
 def table(result: dict) -> str:

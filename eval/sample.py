@@ -16,12 +16,19 @@ from eval import common
 
 
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
-    """`args.num_samples` continuations, each printed after the prompt while it is drawn. A prompt that leaves no room
-    for the new tokens in the model's positions loses its beginning, with a note."""
+    """`args.num_samples` continuations, each printed after the prompt while it is drawn.
+
+    Prompt and new tokens together must fit the model's positions. If the prompt leaves at least one position, it is
+    used whole and followed by as many tokens as fit; a longer prompt is cut at its beginning to make room for all new
+    tokens. Both cases print a note.
+    """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
-    n_new = min(args.max_new_tokens, positions - 1)
+    room = positions - len(prompt_ids)
+    n_new = min(args.max_new_tokens, room if room > 0 else positions - 1)
     kept = prompt_ids[-(positions - n_new) :]
+    if n_new < args.max_new_tokens:
+        print(f"note: {n_new} new tokens instead of {args.max_new_tokens}: the model has {positions} positions")
     if len(kept) < len(prompt_ids):
         print(f"note: of the prompt's {len(prompt_ids)} tokens the last {len(kept)} are used: no more positions")
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 import huggingface_hub.constants
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -67,7 +68,9 @@ def _status(error: Exception) -> tuple[int, str]:
     if isinstance(error, HfHubHTTPError):
         answer = error.response
         return answer.status_code, answer.headers.get("X-Error-Message") or answer.reason_phrase
-    return 0, ""
+    # hf_xet raises ConnectionError for refusals too, and has the status in its text.
+    refused = re.search(r"HTTP status \w+ error \((\d{3}) ([^)]*)\)(.*)", str(error))
+    return (int(refused[1]), refused[2] + refused[3]) if refused else (0, "")
 
 
 def _is_bad_card(error: Exception) -> bool:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
 LIMIT = 900.0  # seconds that a finished run waits for its uploads, at most
+LOOK = 1.0  # seconds between two looks into the run's directory, which may take longer than a step
 PAUSE = 60.0  # seconds between a failure and the next attempt
 ATTEMPTS = 6  # failures allowed while `wait` runs: with PAUSE, longer than the Hub's five-minute rate limits
 
@@ -129,6 +130,7 @@ class Uploads:
         it after the metrics of the newest checkpoint's step are written, since the model card shows them."""
         if self._thread.is_alive() or time.monotonic() < self._not_before:
             return
+        self._not_before = time.monotonic() + LOOK
         if wanted := self._unknown():
             self._thread = threading.Thread(target=self._upload, args=(wanted,), name="upload", daemon=True)
             self._thread.start()

@@ -1,5 +1,6 @@
 """A run's directory: its checkpoints and their manifests, its log, and which run is the newest."""
 
+import errno
 import json
 import re
 from contextlib import suppress
@@ -42,6 +43,8 @@ def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl; none if there is no file. Anything that is not the line of a step, such as an
     unfinished line of a killed run, is skipped. Raises UserError if the file cannot be read."""
     with reading(path, "make it readable, or move it away: the run then goes on without its lines"):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "Not a regular file")  # opening a FIFO would wait for ever
         texts = path.read_text(errors="replace").splitlines() if path.exists() else []
     lines = []
     for text in texts:

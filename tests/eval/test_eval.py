@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval import common, hellaswag, perplexity, sample
+from tests.conftest import ROOT
 from tests.eval.conftest import load
 
 END_OF_TEXT = 50256
@@ -90,6 +91,19 @@ def test_broken_shards_are_named(content, message, tmp_path):
         perplexity.shard_windows(str(tmp_path), 8)
 
 
+def test_the_hellaswag_metric_by_hand(tmp_path):
+    import evaluate
+
+    metric = evaluate.load(str(ROOT / "eval" / "metrics" / "hellaswag"), cache_dir=str(tmp_path))
+    found = metric.compute(
+        log_likelihoods=[[-4, -6, -9, -9], [-9, -9, -1, -9], [-3] * 4],
+        lengths=[[1, 3, 1, 1], [2] * 4, [1] * 4],
+        labels=[1, 2, 0],
+    )
+    # Row 1: the sum picks 0, per length 1 (-6/3); row 2: both pick 2; row 3: a tie goes to the first.
+    assert found == pytest.approx({"acc": 2 / 3, "acc_norm": 1.0}, rel=1e-12)
+
+
 # Sampling
 
 
@@ -119,14 +133,19 @@ def test_temperature_top_k_and_top_p_are_at_work(loaded, capsys):
     assert sampled(loaded, capsys, "--top_k", "0", "--temperature", "1", "--seed", "2")[0] != greedy
 
 
-def test_a_prompt_that_leaves_no_room_loses_its_beginning(loaded, capsys):
+def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded, capsys):
     words = [f" {word}" for word in ("one", "two", "three", "four") * 25]
     flags = ["--max_new_tokens", "4", "--temperature", "0"]
     long, screen = sampled(loaded, capsys, *flags, prompt="".join(words))
     assert "of the prompt's 100 tokens the last 60 are used" in screen
-    short, screen = sampled(loaded, capsys, *flags, prompt="".join(words[-60:]))
-    assert long == short
-    assert "note" not in screen
+    assert long == sampled(loaded, capsys, *flags, prompt="".join(words[-60:]))[0]
+    flags[1] = "50"
+    whole, screen = sampled(loaded, capsys, *flags, prompt="".join(words[:60]))
+    assert "tokens the last" not in screen
+    assert "note: 4 new tokens instead of 50: the model has 64 positions" in screen
+    assert (
+        whole == sampled(loaded, capsys, "--temperature", "0", "--max_new_tokens", "4", prompt="".join(words[:60]))[0]
+    )
 
 
 # Finding models, results, errors

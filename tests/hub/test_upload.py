@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -153,13 +154,24 @@ def test_an_upload_through_xet(hub, run, tmp_path, monkeypatch):
     assert 0.8 * bytes_sent < stored < 1.2 * bytes_sent  # floats hardly compress
 
 
+def test_an_answer_to_xet_is_no_missing_connection(hub, run, monkeypatch, capsys):
+    """hf_xet raises ConnectionError for each status."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    hub.faults.append(Fault(path="*xet-write-token*", status=404, times=ALWAYS))
+    assert push(run) == 2
+    assert f"to {REPO} failed: HTTP 404: Not Found, domain: {hub.url}/api/models/" in capsys.readouterr().out
+
+
 def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub, run, monkeypatch):
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "60")
     hub.faults.append(Fault(path="/api/*", kind="stall", times=ALWAYS))
     uploads = uploads_of(run)
     start = time.monotonic()
+    looked = Mock(wraps=uploads.branches)
+    monkeypatch.setattr(uploads, "branches", looked)
     for _ in range(100):  # lines of metrics.jsonl
         uploads.start()
+    assert looked.call_count <= 2  # reading the directory may take longer than a step
     assert time.monotonic() - start < 1
     assert uploads.wait(limit=1) == 75
     assert time.monotonic() - start < 10

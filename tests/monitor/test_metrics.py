@@ -1,6 +1,7 @@
 """What a run measures and records: its loss, its throughput, metrics.jsonl across resumptions and failures."""
 
 import json
+import os
 import resource
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -74,6 +75,13 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
         log.write({"step": 3})
     assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
     assert caplog.text.count("cannot be written (File too large)") == 1
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_in_its_place_is_named(tmp_path, make):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(Not a regular file\); "):
+        MetricsLog(tmp_path / "metrics.jsonl", 0)
 
 
 def test_a_run_that_starts_over_keeps_the_curve_of_the_earlier_one(tmp_path, caplog):
