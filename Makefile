@@ -46,7 +46,7 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan preflight data checkpoints sample eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
+.PHONY: start help train plan preflight data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -87,6 +87,9 @@ checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 
 sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
 	$(BIN)/python eval/sample.py $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+
+chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
+	@$(BIN)/python eval/sample.py $(MODEL) --interactive $(ARGS)
 
 report: .venv/installed ## curves of RUN as a page; does its loss look right?
 	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)

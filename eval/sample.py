@@ -1,8 +1,11 @@
 """Text from a model: `python eval/sample.py MODEL --prompt "..."`, through transformers' generate.
 
-Sample i (from 0) is drawn with seed + i, however many samples there are, and is printed while it is drawn."""
+Sample i (from 0) is drawn with seed + i, however many samples there are, and is printed while it is drawn.
+`--interactive` continues each line of input.
+"""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -53,10 +56,27 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     return texts
 
 
+def interact(loaded: common.Loaded, args: argparse.Namespace) -> None:
+    """Continue each line of stdin until it ends. The seed advances, so a repeated line gets another continuation."""
+    print("Each line is a prompt, which the model continues: it was trained on text and does not answer questions.")
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print("Ctrl-C stops a text; Ctrl-D or Ctrl-C at the prompt ends.")
+        with contextlib.suppress(ImportError):  # not on Windows; with it, input() edits lines and remembers them
+            import readline  # noqa: F401
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if (line := input("> " if terminal else "")).strip():
+                with contextlib.suppress(KeyboardInterrupt):
+                    generate(loaded, line, args)
+                args.seed += args.num_samples
+
+
 def arguments() -> argparse.ArgumentParser:
     """The parser of this command's flags."""
     parser = common.parser("Text from a model.")
-    parser.add_argument("--prompt", default="The", help='default "The"; "" starts from <|endoftext|>')
+    parser.add_argument("--prompt", help='default "The"; "" starts from <|endoftext|>')
+    parser.add_argument("--interactive", action="store_true", help="continue what you type, or what is piped in")
     parser.add_argument("--max_new_tokens", type=common.positive_int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=50, help="likeliest tokens to draw from; 0 is all")
@@ -69,15 +89,22 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Prints and writes samples. Raises UserError."""
+    """Prints and writes samples, or starts the interactive loop. Raises UserError."""
     args = arguments().parse_args()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise common.UserError("--temperature and --top_k must not be negative, --top_p lies in (0, 1]")
+    if args.interactive and (args.prompt is not None or args.output):
+        wrong = "output" if args.output else "prompt"
+        raise common.UserError(f"--interactive reads its prompts and writes no results: remove --{wrong}")
     loaded = common.load(args)
+    if args.interactive:
+        interact(loaded, args)
+        return
     output = common.results_path(args.output, loaded)
-    texts = generate(loaded, args.prompt, args)
+    prompt = "The" if args.prompt is None else args.prompt
+    texts = generate(loaded, prompt, args)
     settings = {flag: getattr(args, flag) for flag in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
-    common.write_results(output, "sample", loaded.describe() | {"prompt": args.prompt} | settings | {"texts": texts})
+    common.write_results(output, "sample", loaded.describe() | {"prompt": prompt} | settings | {"texts": texts})
 
 
 if __name__ == "__main__":

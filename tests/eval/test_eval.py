@@ -1,10 +1,14 @@
 """Perplexity, sampling, and what the evaluation commands share: finding models, the metrics, results, errors."""
 
 import contextlib
+import io
 import json
 import math
 import os
 import shutil
+import socket
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +152,19 @@ def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded
     )
 
 
+def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
+    """tests/test_docs.py runs the command itself."""
+    flags = ["--max_new_tokens", "6", "--num_samples", "2"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("A man is\n \n\nA man is\n"))
+    monkeypatch.chdir(tmp_path)
+    command(sample, model_dir, "--interactive", "--seed", "3", *flags)
+    out = capsys.readouterr().out
+    for seed in ("3", "5"):  # the second line goes on where the first one's seeds end
+        assert sampled(loaded, capsys, *flags, "--seed", seed)[1] in out
+    assert out.count("--- sample") == 4
+    assert not list(tmp_path.iterdir())
+
+
 # Finding models, results, errors
 
 
@@ -264,6 +281,27 @@ def test_results_that_are_not_ours_stay(tmp_path):
     assert path.read_text() == "[1, 2]"
 
 
+def test_without_a_network_the_hub_fails_within_seconds(command, monkeypatch, capsys):
+    """A Hub that accepts connections and never answers, as behind a firewall; the libraries' own retries would take
+    minutes."""
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setattr(common, "HUB_TIMEOUT_S", 0.5)
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        common.run_main(lambda: command(sample, "somebody/some-model"))
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert "somebody/some-model is not a directory here: asking the Hub for it" in printed.out
+    assert "the Hub does not answer" in printed.err
+    assert "MODEL=runs/NAME" in printed.err
+    assert printed.err.count("\n") == 1
+    assert time.monotonic() - begun < 30
+    server.close()
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"), [(KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "Lower ")]
 )
@@ -281,7 +319,6 @@ def test_an_end_that_is_no_mistake_of_ours_is_no_traceback(raised, code, said, c
     ("module", "arguments", "message"),
     [
         (hellaswag, ["runs/absent"], "runs/absent"),
-        (sample, ["somebody/some-model"], "Name a model on the Hub, or a directory: MODEL=runs/NAME"),
         (perplexity, ["MODEL"], "--data DIR"),
         (perplexity, ["MODEL", "--sequence_length", "65"], "from 2 to 64"),
         (sample, ["MODEL", "--top_p", "0"], "--top_p"),
