@@ -30,7 +30,7 @@ def test_bf16_keeps_fp32_weights_and_follows_the_fp32_curve(shards, on_cpu, tmp_
         assert tensor.ndim < 2 or not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
-def test_a_run_resumes_bit_for_bit_and_compiles_nothing_new(shards, tmp_path, capsys):
+def test_a_run_resumes_bit_for_bit(shards, tmp_path, capsys):
     """Dropout, HellaSwag and samples included."""
     fields = {
         "max_steps": 12,
