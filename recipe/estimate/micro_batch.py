@@ -26,6 +26,9 @@ from recipe.utils.units import gb, plural
 logger = logging.getLogger(__name__)
 
 USEFUL = 8 * 1024  # tokens: a micro-batch that keeps a GPU busy, unless a device's share of the step is smaller
+# Logits of a micro-batch: with more, Inductor's kernels of the loss count in 64 bits, a division for each of them. By
+# their instructions (docs/log.md) that costs more than it brings. The fused loss and chunks do without.
+MOST_LOGITS = 2**31
 UNMEASURED = 8  # sequences, at most, where a step's memory cannot be measured: on a CPU more are no faster
 # Fields that may change within a run and that decide how much memory a step takes.
 _SAME = ("precision", "torch_compile", "torch_compile_mode", "gradient_checkpointing", "loss_chunk_size", "fused_loss")
@@ -51,6 +54,9 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     else:
         if wanted == AUTO and (device.memory is None or device.type in ("tpu", "xla")):
             sizes = [n for n in sizes if n <= UNMEASURED]
+        if wanted == AUTO and not (config.run.fused_loss or config.run.loss_chunk_size):
+            logits = config.data.sequence_length * config.model.vocab_size
+            sizes = [n for n in sizes if n * logits <= MOST_LOGITS] or sizes[:1]
         if device.memory is None:
             size, checkpointing = sizes[-1], bool(switch)
             why = "auto tries what fits on a GPU, and takes this elsewhere"

@@ -83,9 +83,10 @@ XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--
     ("given", "sequences", "checkpointing"),
     [
         ("--dry_run=h100", 16, False),
-        ("--dry_run=l40s", 64, True),  # 8 would not fit without
+        ("--dry_run=l40s", 32, True),  # 8 would not fit without
         ("--dry_run=h100 --micro_batch_size=32", 32, True),
-        ("--dry_run=h100 --gradient_checkpointing", 128, True),
+        ("--dry_run=h100 --gradient_checkpointing", 32, True),  # 64 have more logits than 32 bits count
+        ("--dry_run=h100 --gradient_checkpointing --fused_loss", 128, True),
         ("--dry_run", 8, True),  # memory is not known
     ],
 )

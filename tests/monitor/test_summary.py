@@ -42,7 +42,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert panel("v3-8", *run)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published by")
     eight = panel("8xh100", "--config=gpt2")
     assert eight == panel("8 x NVIDIA H100 80GB HBM3", "--config=gpt2") == panel("8xh100-sxm", "--config=gpt2")
-    assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
+    assert eight["batch"] == "524,288 tokens = 8 processes x 2 micro-steps x 32 sequences x 1024"
     assert eight["memory"].endswith("GB a device (estimate) of 80.0 GB")
     # 10 B tokens at 3.745 M tokens/s, 140 ms a step, and at 3.046 M
     assert eight["time"].startswith("about 44 min 30 s to 54 min 42 s at 32.9 to 40.5 % MFU, published by the scaling")
