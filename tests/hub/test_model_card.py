@@ -27,6 +27,7 @@ HUB_DATA = {  # as a run records them
     "text_column": "text",
     "commit": "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
 }
+CONFIG = parse_config(["--config=gpt2"]).flat() | {"dataset_name": "~/shards", "config": "~/mine/gpt2.yaml"}
 PART = {
     "from_step": 0,
     "device": "NVIDIA A100-SXM4-80GB",
@@ -40,8 +41,8 @@ PART = {
     "recipe": "0.1.0",
     "commit": "0" * 40 + "+",
     "data": HUB_DATA,
+    "config": CONFIG,
 }
-CONFIG = parse_config(["--config=gpt2"]).flat() | {"dataset_name": "~/shards", "config": "~/mine/gpt2.yaml"}
 STATE = {
     "step": 100,
     "tokens": 52_428_800,
@@ -51,7 +52,7 @@ STATE = {
     "spike_filter": {},
     "tracker": {"run_id": None},
     "metrics": {"seconds": 61.5, "pauses": 0.0, "save_wait": 0.0, "running_loss": {"sum": 0.0, "count": 0}}
-    | {"unwritten": {}},
+    | {"unwritten": {}, "lines_sha256": "0" * 64},
     "about": [PART],
     "config": CONFIG,
     "tokenizer": {"name": GPT2, "digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},
