@@ -49,7 +49,7 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import duration, gb, si
 
 IS_MAIN = os.environ.get("RANK", "0") == "0"
-PLACE, RESULT = Path("runs/.preflight"), Path("runs/preflight.json")
+RESULT = Path("runs/preflight.json")
 LIMIT_S = 180  # of one program: what takes longer hangs
 # The fields of twenty steps of a tiny model on the text that ships (48 sequences divide by most numbers of processes),
 # and its losses on a CPU in fp32, by optimizer; tests/test_train.py holds every change to them.
@@ -73,27 +73,27 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return fail(error)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the program that runs, too
+    programs = Programs()
     if not IS_MAIN:  # these only take part: the first process that ends with an error would end the main one
-        list(checks(config, argv, {}))
+        list(checks(programs, config, argv, {}))
         return 0
-    shutil.rmtree(PLACE, ignore_errors=True)
     begun, facts, lines = time.monotonic(), {"date": date.today().isoformat(), "config": config.run.config}, []
-    for name, found, wrong in checks(config, argv, facts):
-        print(f"{'WRONG' if wrong else 'ok':<6} {name:<10} {'; '.join(filter(None, (found, wrong)))}", flush=True)
-        lines.append({"check": name, "found": found, "wrong": wrong})
+    try:
+        for name, found, wrong in checks(programs, config, argv, facts):
+            print(f"{'WRONG' if wrong else 'ok':<6} {name:<10} {'; '.join(filter(None, (found, wrong)))}", flush=True)
+            lines.append({"check": name, "found": found, "wrong": wrong})
+    finally:
+        shutil.rmtree(programs.place, ignore_errors=True)
     passed = not any(line["wrong"] for line in lines)
-    shutil.rmtree(PLACE, ignore_errors=True)
-    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps({"passed": passed, **facts, "checks": lines}, indent=1) + "\n")
     verdict = "passed" if passed else "FAILED"
     print(f"\npreflight {verdict} in {duration(time.monotonic() - begun)}; {RESULT} has what was found")
     return 0 if passed else 1
 
 
-def checks(config: Config, argv: list[str], facts: dict) -> Iterator[Line]:
+def checks(programs: Programs, config: Config, argv: list[str], facts: dict) -> Iterator[Line]:
     """All lines in turn, which only the main process's are to be read; `facts` of the machine are added as they
     become known. A collective call."""
-    programs = Programs()
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "lines.jsonl"
         error = programs.run("preflight.py", "--machine", str(file), *argv)
@@ -111,17 +111,18 @@ def checks(config: Config, argv: list[str], facts: dict) -> Iterator[Line]:
     if share * facts["processes"] != 48 or share % devices:
         yield "training", "not tried", f"48 sequences do not divide by {facts['processes']} processes x {devices}"
         return
-    golden = GOLDEN["fields"] | {"micro_batch_size": share // devices // 2 or 1}
+    place, golden = programs.place, GOLDEN["fields"] | {"micro_batch_size": share // devices // 2 or 1}
+    golden["dataset_name"] = place / "data"
     for precision in dict.fromkeys(("fp32", facts["precision"])):
         for optim in facts["optimizers"]:
-            run = PLACE / f"{optim}-{precision}"
+            run = place / f"{optim}-{precision}"
             error = programs.train(golden, precision=precision, optim=optim, output_dir=run)
             yield f"{optim} {precision}", *(follows_golden(run, optim, precision) if not error else ("", error))
-    run = PLACE / "adamw-fp32"
+    run = place / "adamw-fp32"
     if IS_MAIN and checkpoint_path(run, 20).exists():  # each is a process's own life: it finds what was saved
-        shutil.copytree(checkpoint_path(run, 10), checkpoint_path(PLACE / "resumed", 10))
-    error = programs.train(golden, optim="adamw", output_dir=PLACE / "resumed")
-    yield "resume", *(resumes(run, PLACE / "resumed") if not error else ("", error))
+        shutil.copytree(checkpoint_path(run, 10), checkpoint_path(place / "resumed", 10))
+    error = programs.train(golden, optim="adamw", output_dir=place / "resumed")
+    yield "resume", *(resumes(run, place / "resumed") if not error else ("", error))
     yield "trial", *trial(programs, config, argv, facts)
 
 
@@ -135,17 +136,23 @@ class Programs:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self._store = torch.distributed.TCPStore(*address, is_master=hosts_it, wait_for_workers=False)
 
+        RESULT.parent.mkdir(exist_ok=True)
+        self.place = Path(self._agreed("place", lambda: tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)))
+
+    def _agreed(self, name: str, make: Callable[[], str]) -> str:
+        """What the main process makes, in every process."""
+        if self._store is None:
+            return make()
+        if IS_MAIN:
+            self._store.set(f"preflight/{name}", make())
+        return self._store.get(f"preflight/{name}").decode()
+
     def _meeting_point(self) -> dict[str, str]:
         """Variables of a program: where it meets those of the other processes, at a port of its own."""
         self._started += 1
         if self._store is None:
             return {}
-        key = f"preflight/{self._started}"
-        if IS_MAIN:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                self._store.set(key, str(free.getsockname()[1]))
-        return {"MASTER_PORT": self._store.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        return {"MASTER_PORT": self._agreed(str(self._started), free_port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
     def run(self, program: str, *words: str) -> str:
         """What went wrong, in a line, or empty."""
@@ -171,6 +178,13 @@ class Programs:
     def train(self, fields: dict, *words: str, **more) -> str:
         """The same for a training run with the flags `words`, and then the fields."""
         return self.run("train.py", *words, *(f"--{name}={value}" for name, value in (fields | more).items()))
+
+
+def free_port() -> str:
+    """A port that no program uses."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return str(free.getsockname()[1])
 
 
 def follows_golden(run: Path, optim: str, precision: str) -> tuple[str, str]:
@@ -220,7 +234,7 @@ def trial(programs: Programs, config: Config, argv: list[str], facts: dict) -> t
     micro = most if opt.micro_batch_size == AUTO else opt.micro_batch_size
     tokens = facts["processes"] * facts["devices"] * micro * max(1, most // micro) * data.sequence_length
     run: dict = {
-        "output_dir": PLACE / "trial",
+        "output_dir": programs.place / "trial",
         "max_steps": 8,
         "total_batch_tokens": min(tokens, opt.total_batch_tokens),
     }
@@ -228,8 +242,9 @@ def trial(programs: Programs, config: Config, argv: list[str], facts: dict) -> t
     run |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False, "max_hours": 0.01}
     note = ""
     if not (data.streaming or data.mixture or there.exists()):
-        run |= {name: GOLDEN["fields"][name] for name in ("dataset_name", "train_text", "val_fraction")}
-        run["tokenizer"], note = "gpt2", f"; on the text that ships, since {there} is not prepared yet"
+        run |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
+        run |= {"dataset_name": programs.place / "data", "tokenizer": "gpt2"}
+        note = f"; on the text that ships, since {there} is not prepared yet"
     error = programs.train(run, *argv)  # of fields given twice the last counts
     lines = read_metrics(run["output_dir"] / "metrics.jsonl") if IS_MAIN else []
     lines = [line for line in lines if line["tokens_per_second"]][1:]  # the first step compiles

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, SHAKESPEARE, by_step, flags, launch, run_train
 
-STEPS = 30
+STEPS = 25  # at step 30 this order of the data has a spike of 4 nats, which makes 3e-3 of a difference in rounding
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,11 @@ def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, proces
     shards, expected = recipe_run
     # As its own command line is: no variable that asks for the CPU.
     env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
-    command = ("examples/minimal.py", f"--data={shards}", "--steps=30", f"--out={tmp_path}")
+    command = ("examples/minimal.py", f"--data={shards}", f"--steps={STEPS}", f"--out={tmp_path}")
     result = launch(config, processes, *command, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     found = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)", result.stdout, re.MULTILINE)]
-    assert found == pytest.approx(expected, abs=1e-4)  # rounding: 3.3e-5 at the last step on one processor
+    assert found == pytest.approx(expected, abs=1e-5)  # rounding: 2.2e-6 on one processor
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 7e6
     assert AutoTokenizer.from_pretrained(tmp_path)("First Citizen").input_ids == [5962, 22307]
 

@@ -207,6 +207,7 @@ def newest_whole(run_dir: Path) -> Path | None:
     is for the user to decide.
     """
     while found := checkpoints(run_dir):
+        damage = ""
         for path in reversed(found):
             try:
                 problems = verify(path)
@@ -220,9 +221,11 @@ def newest_whole(run_dir: Path) -> Path | None:
             if not problems:
                 return path
             logger.warning("skipping %s: %s", path, problems[0])
+            damage = damage or f"{path.name}: {problems[0]}"
         else:
             raise UserError(
-                f"{run_dir}: none of its {len(found)} checkpoints is whole; --fresh starts over, and keeps them aside"
+                f"{run_dir}: none of its {len(found)} checkpoints is whole; --fresh starts over, and keeps them aside. "
+                f"The newest, {damage}"
             )
     return None
 
