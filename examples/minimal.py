@@ -5,8 +5,9 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 examples/minimal.py
 
 It imports nothing from recipe/, and a test compares the two: the same initial weights, the same batches, and the same
-losses as `python recipe/train.py --optim adamw --precision fp32`, to 1e-5 in its first steps. recipe/train.py adds
-Muon, bf16 and torch.compile, validation and HellaSwag, checkpoints and resuming, ZeRO, FSDP and TPUs, streaming, the Hub.
+losses as `python recipe/train.py --optim adamw --precision fp32`, to 1e-5 in its first steps. recipe/train.py
+adds Muon, bf16 and torch.compile, validation and HellaSwag, checkpoints and resuming, ZeRO, FSDP and TPUs, streaming,
+the Hub.
 """
 
 import argparse
