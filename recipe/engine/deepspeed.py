@@ -97,7 +97,8 @@ class ZeroStrategy(Strategy):
             for key, into in parts.items():
                 whole = self._zero.get(p, key)
                 if self.runtime.processes.is_main:
-                    into[f"{key}.{name}" if key else name] = whole.cpu()
+                    into[f"{key}.{name}" if key else name] = self._copies.add(whole)
+        self._copies.complete()
         return weights, state
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:

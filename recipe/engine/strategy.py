@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from recipe.config import BatchPlan, OptimizerConfig
 from recipe.engine import hardware
 from recipe.engine.device import Device, local_device
+from recipe.engine.host_copies import HostCopies
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, whole
+from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, state_names, whole
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -88,6 +89,9 @@ class Strategy:
         train as configured."""
         self._max_grad_norm = config.max_grad_norm
         self.spike_filter = SpikeFilter(self.device.torch_device, config)
+        names = state_names(model, optimizer)
+        saved = sum(p.numel() * (1 + len(names[name])) for name, p in model.named_parameters())
+        self._copies = HostCopies(self.device.torch_device, saved)
         return self._wrap(model, optimizer, batch)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
@@ -162,13 +166,14 @@ class Strategy:
     @torch.no_grad()
     def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
         """Copies of the weights and the optimizer state by name, on the CPU of the main process; ({}, {}) on the
-        others. A collective call."""
+        others. The next call overwrites them. A collective call."""
         copies = {}, {}
         for parts, into in zip((dict(model.named_parameters()), named_state(model, optimizer)), copies, strict=True):
             for name, part in parts.items():  # one unsharded tensor at a time is on the device
                 tensor = whole(part)
                 if self.runtime.processes.is_main:  # copied on a CPU too: the next steps change the original
-                    into[name] = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+                    into[name] = self._copies.add(tensor)
+        self._copies.complete()
         return copies
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:

@@ -51,14 +51,20 @@ if strategy.runtime.sharding.startswith("zero"):
         refused = str(error)
 wrapped, optimizer = strategy.prepare(model, optimizer, batch, OptimizerConfig())
 
-restored, _ = strategy.gather(model, optimizer)
+
+def gathered() -> tuple[dict, ...]:
+    """Copies of what the next call would overwrite."""
+    return tuple({k: v.clone() for k, v in tensors.items()} for tensors in strategy.gather(model, optimizer))
+
+
+restored, _ = gathered()
 given = {
     f"{m}.{k}": torch.rand(v.shape, generator=torch.Generator().manual_seed(2))
     for m in MOMENTS
     for k, v in initial.items()
 }
 strategy.scatter(model, optimizer, given, 7)
-_, found = strategy.gather(model, optimizer)
+_, found = gathered()
 result = {
     "rank": processes.rank,
     "refused": refused,
@@ -82,7 +88,7 @@ def step(factor: float = 1.0, filter=spike_filter) -> float:
 
 
 def everything() -> dict:
-    weights, state = strategy.gather(model, optimizer)
+    weights, state = gathered()
     return weights | state | {"steps": torch.tensor(steps_taken(optimizer))}
 
 

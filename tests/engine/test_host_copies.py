@@ -1,0 +1,28 @@
+"""A checkpoint's copies are exact, stay while training goes on, and do not wait for a GPU one by one."""
+
+import pytest
+import torch
+
+from recipe.engine.host_copies import HostCopies
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_copies_are_queued_into_one_buffer(device):
+    tensors = [torch.randn(shape, device=device) for shape in [(7, 5), (3,), (5, 7), (64, 64)]]
+    tensors[2] = tensors[2].t()
+    expected = [tensor.clone().cpu() for tensor in tensors]
+    copies = HostCopies(torch.device(device), sum(tensor.numel() for tensor in tensors))
+    if device == "cuda":
+        copies.add(tensors[0])  # allocates the buffer
+        copies.complete()
+        torch.cuda.set_sync_debug_mode("error")
+    found = [copies.add(tensor) for tensor in tensors]
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    copies.complete()
+    for tensor in tensors:
+        tensor.zero_()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(copy.untyped_storage().data_ptr() == found[0].data_ptr() for copy in found)
