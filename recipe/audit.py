@@ -116,7 +116,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
         change = f"other settings, code or processes at step {part['from_step']:,}"
         raise NotComparable(f"the run went on with {change}, of which there is no checkpoint to start from")
     values = {name: value for name, value in part["config"].items() if name in FIELDS}
-    values |= {"precision": part["precision"], "report_to": "none", "push_to_hub": False}
+    values |= {"precision": part["precision"], "report_to": "none", "push_to_hub": False, "train_hours": 0.0}
     named = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     if named & {"dataset_name", "train_text"}:
         named |= {"dataset_name", "val_data"}

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint, load_checkpoint, state_of
+from recipe.checkpoint.format import Checkpoint, checkpoints, load_checkpoint, state_of
 from recipe.checkpoint.manager import CheckpointManager, Stateful
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
-from recipe.config import ROOT, BatchPlan, Config, RunConfig, data_sets
+from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, RunConfig, data_sets
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets, state_on_disk, training_windows
@@ -26,7 +26,7 @@ from recipe.engine.strategy import Strategy
 from recipe.evaluation import Evaluator
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.monitor.metrics import Metrics, val_losses
+from recipe.monitor.metrics import Metrics, time_to_decay, val_losses
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import Unreachable, UserError
 from recipe.utils.processes import Processes
@@ -137,7 +137,8 @@ def _model_and_optimizer(
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
     """For a plan: raises UserError, on all processes, where the run could not open its data, `init_from` or its
     directory; what only the Hub knows is not checked without a network. A collective call."""
-    data = [partial(check_dataset, one, batch, config.optimizer.max_steps) for one in data_sets(config.data)]
+    steps = 0 if config.undecided else config.optimizer.max_steps
+    data = [partial(check_dataset, one, batch, steps) for one in data_sets(config.data)]
     checks = [*data, partial(check_init_from, config.model), partial(_check_run_directory, config)]
     with processes.shared_error("the inputs cannot be read"):
         for check in checks if processes.is_main else []:
@@ -230,8 +231,11 @@ def with_vocabulary(config: Config, processes: Processes) -> Config:
 
 
 def with_steps(config: Config, processes: Processes) -> Config:
-    """The configuration with the max_steps that make `num_train_epochs` of the data, which are prepared for that. A
-    collective call. Raises UserError, on all processes."""
+    """The configuration with the max_steps that make `num_train_epochs` of the data, which are prepared for that, or
+    `train_hours`. A collective call. Raises UserError, on all processes."""
+    if config.run.train_hours:
+        steps = processes.broadcast_object(_decided(config) if processes.is_main else None)
+        return replace(config, optimizer=replace(config.optimizer, max_steps=steps))
     if not (epochs := config.run.num_train_epochs):
         return config
     with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
@@ -241,6 +245,22 @@ def with_steps(config: Config, processes: Processes) -> Config:
     config = replace(config, optimizer=optimizer, run=run)
     check(config)
     return config
+
+
+def _decided(config: Config) -> int:
+    """The max_steps of a run of train_hours: UNDECIDED until the newest checkpoint was saved when it was time to decay,
+    or after that. Which checkpoint that is does not matter: all after the decision have the same."""
+    found = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
+    for path in reversed(found):
+        with suppress(UserError):  # damaged ones are named where the run continues
+            state = state_of(path)
+            if state["config"].get("train_hours") != config.run.train_hours:
+                return UNDECIDED
+            if (steps := state["config"]["max_steps"]) != UNDECIDED:
+                return steps
+            due = time_to_decay(state["metrics"], config)
+            return config.optimizer.ending_after(state["step"]) if due else UNDECIDED
+    return UNDECIDED
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:

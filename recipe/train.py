@@ -4,9 +4,11 @@
 what the loop drives.
 """
 
+import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +48,8 @@ from recipe.optim.schedule import set_lr
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.log import set_up_logging
 
+logger = logging.getLogger("recipe.train")  # as a script, too
+
 
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says, and returns the exit code (see ExitCode)."""
@@ -78,11 +82,26 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
         return ExitCode.DONE
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)
+    while (code := pretrain(config, batch, strategy)) is None:  # of train_hours so many are over that the decay is due
+        config = with_steps(replace(config, run=replace(config.run, fresh=False)), processes)
+        start, steps = config.optimizer.decay_start, config.optimizer.max_steps
+        logger.info("decay      begins after step %s; the run has %s steps", f"{start:,}", f"{steps:,}")
+    return code
+
+
+def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode | None:
+    """Trains from the run's newest checkpoint to its last step. None if the run was stopped, with a checkpoint, because
+    it is time to decide how many steps it has."""
+    processes, stop = strategy.runtime.processes, strategy.runtime.stop
     with open_run_directory(config, processes) as (directory, checkpoint):
         uploads, code = open_uploads(config, processes), ExitCode.DONE
         if not is_complete(config, processes, checkpoint):
             with open_components(config, batch, strategy, directory, checkpoint) as parts:
+                if config.undecided and processes.is_main:  # whose clock a checkpoint keeps
+                    stop.decay_when(parts.metrics.time_to_decay)
                 val_loss, saved = train(config, batch, parts, uploads)
+            if saved and val_loss is None and strategy.runtime.agreement.to_decay(processes):
+                return None
             code = summarize(config, parts.metrics, val_loss, saved)
         if code == ExitCode.DONE:
             stop.heartbeat()  # from now on Ctrl-C leaves the uploads for later

@@ -24,7 +24,7 @@ from recipe.checkpoint.format import (
     sweep,
     verify,
 )
-from recipe.config import SHAPE_FIELDS, OptimizerConfig, counts_in
+from recipe.config import SHAPE_FIELDS, UNDECIDED, OptimizerConfig, counts_in
 from recipe.data.tokenizer import GPT2Tokenizer
 from recipe.optim.schedule import lr_at
 from recipe.utils.errors import UserError, writing
@@ -183,6 +183,8 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
         changed.append(f"dataset_name's weights, of 1,000, {weights[0]} -> {weights[1]}")
     if changed:
         raise UserError(f"{run_dir} holds a run with other settings: {', '.join(changed)}; put those back, {way_out}")
+    if before["max_steps"] == UNDECIDED:  # as now, or it has just been decided
+        differing.pop("max_steps", None)
     for difference in (text for k, text in differing.items() if k not in HARMLESS):
         logger.info("resuming with %s", difference)
     step = state["step"]

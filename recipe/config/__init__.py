@@ -7,6 +7,7 @@ from recipe.config.fields import (
     MIXTURE_PERIOD,
     ROOT,
     SHAPE_FIELDS,
+    UNDECIDED,
     Config,
     DataConfig,
     MixtureEntry,

@@ -6,6 +6,7 @@ Every field is a flag (`--learning_rate 1e-3`) and a key of a recipe's YAML (par
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ DATASETS = {
     "openwebtext": ("Skylion007/openwebtext", ""),
     "tinystories": ("roneneldan/TinyStories", ""),
 }
+UNDECIDED = 10**9  # max_steps of a run of train_hours whose decay has not begun
 MIXTURE_PERIOD = 1000  # sequences over which the shares of a mixture are exact
 
 
@@ -145,6 +147,12 @@ class OptimizerConfig:
     )
     skip_grad_z: float = setting(0.0, "the same for the gradient norm", min=0)
 
+    def ending_after(self, step: int) -> int:
+        """The max_steps with which wsd's decay begins at `step`, or at the end of the warm-up."""
+        step = max(step, self.warmup_steps)
+        steps = count(int(step / (1 - self.decay_fraction)))
+        return next(n for n in steps if n - round(self.decay_fraction * n) >= step)
+
     @property
     def decay_start(self) -> int:
         """The last step of wsd's constant phase, whose checkpoint a longer run can start from; else 0."""
@@ -199,6 +207,12 @@ class RunConfig:
     hellaswag_limit: int = setting(0, "rows of HellaSwag in such an evaluation (0: all 10,042)", min=0)
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = setting("none", "tracker of the logged metrics")
     num_train_epochs: float = setting(0.0, "passes over the prepared training data, in place of max_steps", min=0)
+    train_hours: float = setting(
+        0.0,
+        "train, validate and save for so long, stops not counted, in place of max_steps: the decay begins in time",
+        only=("lr_scheduler_type", "wsd"),
+        min=0,
+    )
     fresh: bool = setting(False, "move an earlier run in output_dir aside and start over")
     max_hours: float = setting(0.0, "stop with a checkpoint after this many hours (0: no limit)", min=0)
     price_per_hour: float = setting(0.0, "dollars an hour of all devices, for the cost in the plan", min=0)
@@ -212,6 +226,7 @@ class RunConfig:
 
 PARTS = {"Model": ModelConfig, "Data": DataConfig, "Optimizer": OptimizerConfig, "Run": RunConfig}  # --help's groups
 FIELDS = {field.name: field for part in PARTS.values() for field in dataclasses.fields(part) if field.metadata}
+LENGTHS = ("num_train_epochs", "max_steps", "train_hours")  # each says how long a run is
 DEFAULTS = {name: field.default for name, field in FIELDS.items()}
 ONLY = {name: field.metadata["only"] for name, field in FIELDS.items() if field.metadata["only"]}
 
@@ -224,6 +239,11 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     run: RunConfig
+
+    @property
+    def undecided(self) -> bool:
+        """Whether `train_hours` have not decided yet how many steps the run has."""
+        return self.run.train_hours > 0 and self.optimizer.max_steps == UNDECIDED
 
     def flat(self) -> dict:
         """All fields as one flat dict for JSON. `dataset_name` of a mixture is a list of {"name": directory, "weight":

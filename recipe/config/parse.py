@@ -14,6 +14,7 @@ from recipe.config.fields import (
     DEFAULT_RECIPE,
     DEFAULTS,
     FIELDS,
+    LENGTHS,
     OF_ONE_DATA_SET,
     ONLY,
     PARTS,
@@ -29,6 +30,8 @@ from recipe.config.mixture import FORM, data_config
 from recipe.config.values import converted, hint, metavar
 from recipe.utils.errors import UserError, reading
 
+MOST_DECAY = 0.8  # decay_fraction of a run of train_hours
+
 
 def parse_config(argv: list[str] | None = None) -> Config:
     """The run's configuration from `--config FILE` and flags. Raises UserError for whatever is wrong with them."""
@@ -41,8 +44,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
         _parser(DEFAULTS | recipe | {"config": path}).print_help()
         raise SystemExit(0)
     values = _without_replaced(recipe, flags) | flags
-    if values.get("num_train_epochs") and "max_steps" in values:
-        raise UserError("num_train_epochs and max_steps both say how long the run is; give one of them")
+    if len(lengths := [name for name in LENGTHS if values.get(name)]) > 1:
+        raise UserError(f"{' and '.join(lengths)} both say how long the run is; give one of them")
     values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
@@ -72,10 +75,8 @@ def _without_replaced(recipe: dict, flags: dict) -> dict:
     replaced."""
     before = DEFAULTS | recipe
     dropped = {name for name, (other, value) in ONLY.items() if flags.get(other, value) != value == before[other]}
-    if flags.get("num_train_epochs"):
-        dropped.add("max_steps")
-    if "max_steps" in flags:
-        dropped.add("num_train_epochs")
+    if any(flags.get(name) for name in LENGTHS):
+        dropped |= {*LENGTHS}
     replaced = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", before[name])]
     if replaced:
         dropped |= {"dataset_name", *OF_ONE_DATA_SET}
@@ -165,8 +166,14 @@ def check(config: Config) -> None:
             f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
             "or shorten the sequences"
         )
-    if opt.warmup_steps >= opt.max_steps and not config.run.num_train_epochs:  # from which max_steps follows later
+    later = config.run.num_train_epochs or config.run.train_hours  # from which max_steps follows
+    if opt.warmup_steps >= opt.max_steps and not later:
         raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
+    if config.run.train_hours and opt.decay_fraction > MOST_DECAY:
+        raise UserError(
+            f"decay_fraction {opt.decay_fraction:g} leaves too little before the decay to tell by it how many steps "
+            f"train_hours {config.run.train_hours:g} are; {MOST_DECAY} is the most"
+        )
     values = config.flat()
     for name, (other, needed) in ONLY.items():
         if values[other] != needed and values[name] != DEFAULTS[name]:

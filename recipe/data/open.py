@@ -50,7 +50,7 @@ def open_datasets(
                 with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
                     if must_prepare(data):
                         prepare(data)
-                sequences = config.optimizer.max_steps * batch.sequences * one.share
+                sequences = 0 if config.undecided else config.optimizer.max_steps * batch.sequences * one.share
                 train, validation = _open_prepared(data, shape, sequences)
             trains.append(train)
             validations.append(validation)

@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
 from recipe.data.prefetch import BatchLoader
 from recipe.utils.errors import ExitCode
+from recipe.utils.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +37,15 @@ class StopSignal:
 
     Attributes:
         requested: whether this process has been told to stop.
+        decay_due: whether it was its clock that told it to, so that wsd's decay can begin.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
             started again and again must make progress each time.
     """
 
     def __init__(self):
-        self.requested = self.stepping = self._begun = False
+        self.requested = self.decay_due = self.stepping = self._begun = False
         self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
+        self._is_time: Callable[[], bool] = lambda: False
 
     def listen(self) -> None:
         """Takes over the signals of this process; call it in the main thread."""
@@ -59,9 +63,15 @@ class StopSignal:
         """Requests a stop at the first boundary `hours` from now."""
         self._hours, self._deadline = hours, time.monotonic() + 3600 * hours
 
+    def decay_when(self, is_time: Callable[[], bool]) -> None:
+        """Requests a stop, as `decay_due`, at the first boundary at which `is_time()`."""
+        self._is_time = is_time
+
     def heartbeat(self) -> None:
         """Call it wherever the main thread can stop."""
         self._begun = True
+        if self.stepping and not self.requested and self._is_time():
+            self.requested, self.decay_due, self._is_time = True, True, lambda: False
         if self.stepping and time.monotonic() > self._deadline:
             logger.warning("max_hours  %g hours have passed", self._hours)
             self.requested, self._deadline = True, math.inf
@@ -114,6 +124,9 @@ class Agreement:
 
     def __init__(self, signal: StopSignal, hosts: torch.distributed.ProcessGroup | None):
         self._signal, self._hosts = signal, hosts
+        self._clear()
+
+    def _clear(self) -> None:
         self._flags, self._sent = torch.tensor([0, 1], dtype=torch.int32), None
 
     def check_stop(self) -> None:
@@ -129,6 +142,16 @@ class Agreement:
             self._send(late=not batches.ready(_POLL), failed=batches.error() is not None)
         self._send(late=not batches.ready(0.0, ahead=1), failed=batches.error(ahead=1) is not None)
         self._signal.stepping = True
+
+    def to_decay(self, processes: Processes) -> bool:
+        """After Interrupted: whether it was the clock of a process that stopped them all, to begin the decay. Its
+        request is then taken back; a signal that came after it is heard at the next boundary. A collective call."""
+        signal = self._signal
+        told = processes.anywhere(signal.requested and not signal.decay_due)
+        if agreed := processes.anywhere(signal.decay_due) and not told:
+            signal.requested = signal.decay_due = False
+            self._clear()
+        return agreed
 
     def _send(self, *, late: bool, failed: bool = False) -> None:
         self._flags = torch.tensor([self._signal.requested or failed, late], dtype=torch.int32)

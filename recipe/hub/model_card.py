@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from eval.published import ACCURACIES, HELLASWAG_ROWS
 from eval.scores import all_scores, comparison_row, hellaswag_scores, score, table_row, text_dataset
 from recipe.checkpoint.format import state_of
-from recipe.config import SHAPE_FIELDS, ModelConfig, hyperparameters
+from recipe.config import SHAPE_FIELDS, UNDECIDED, ModelConfig, hyperparameters
 from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
@@ -95,7 +95,9 @@ def _summary(state: dict, texts: list[dict]) -> str:
         link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
         links.append(link + (f" ({text['share']:.1%})" if text["share"] < 1 else ""))
     start = "from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}"
-    part = f" It is a checkpoint of a run of {config['max_steps']:,} steps." * (config["max_steps"] > state["step"])
+    steps = config["max_steps"]
+    length = f"{config['train_hours']:g} hours" if steps == UNDECIDED else f"{steps:,} steps"
+    part = f" It is a checkpoint of a run of {length}." * (steps > state["step"])
     return (
         f"A GPT-2 language model with {si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} "
         f"heads, {model.n_embd} wide, {model.n_positions:,} positions), trained {start} on {state['tokens']:,} tokens "

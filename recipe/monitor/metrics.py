@@ -54,6 +54,7 @@ class Metrics:
         self._flops_per_token = flops_per_token(config.model, config.data.sequence_length)
         self.loss = RunningLoss(strategy.device.torch_device, strategy.device.sum_dtype)
         self.seconds = self.pauses = self._save_wait = 0.0
+        self._first_steps, self._stepped = 0.0, False  # seconds of each process's first, which compiles
         self.warning, self.unwritten = "", {}
         self.tracker = Tracker(config, first_step)
         self._log: MetricsLog | None = None  # the main process alone has one
@@ -72,7 +73,8 @@ class Metrics:
                 self._known = self._log.earlier | self._known
             self._known = processes.broadcast_object(self._known)
             shown = processes.is_main
-            self._progress = Progress(opt.max_steps, opt.total_batch_tokens, self._step, show=shown)
+            hours = self._config.run.train_hours if self._config.undecided else 0.0
+            self._progress = Progress(opt.max_steps, opt.total_batch_tokens, self._step, hours=hours, show=shown)
             closing.callback(self._progress.close)
             if processes.is_main:
                 self.tracker.start()
@@ -128,11 +130,13 @@ class Metrics:
         }
         if self._log:
             self._log.write(line)
-        self._progress.report(line, self.warning)
+        self._progress.report(line, self.warning, self.seconds + self.pauses)
         self.tracker.log(line)
 
     def end_step(self, grad_norm: torch.Tensor, skipped: torch.Tensor) -> None:
         """Adds a step: `grad_norm` (), and `skipped` (), 1.0 or 0.0, both on the device; nothing waits for them."""
+        if not self._stepped:
+            self._stepped, self._first_steps = True, self._first_steps + time.perf_counter() - self._window_begun
         self.loss.end_step(skipped)
         self._grad_norm = grad_norm
         self._progress.advance()
@@ -168,12 +172,24 @@ class Metrics:
         that an audit knows them for the run's. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._strategy.runtime.processes.mean)
         lines = sha256_before(Path(self._config.run.output_dir) / "metrics.jsonl", self._step) if self._log else ""
-        times = {"seconds": self.seconds, "pauses": self.pauses, "save_wait": self._save_wait}
-        return times | {"running_loss": loss, "lines_sha256": lines, "unwritten": self.unwritten}
+        return self._times() | {"running_loss": loss, "lines_sha256": lines, "unwritten": self.unwritten}
+
+    def _times(self) -> dict[str, float]:
+        # With the seconds since the last reading, which a resumed run does not see again.
+        seconds = self.seconds + time.perf_counter() - self._window_begun
+        return {"seconds": seconds, "first_steps": self._first_steps} | {
+            "pauses": self.pauses,
+            "save_wait": self._save_wait,
+        }
+
+    def time_to_decay(self) -> bool:
+        """Whether it is, for a run of train_hours."""
+        return time_to_decay(self._times(), self._config)
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what `state_dict` returned."""
         self.seconds, self.pauses, self._save_wait = state["seconds"], state["pauses"], state["save_wait"]
+        self._first_steps = state["first_steps"]
         self.loss.load_state_dict(state["running_loss"])
         self._known = state["unwritten"]
 
@@ -287,6 +303,14 @@ def sha256_before(path: Path, step: int) -> str:
                 break
         lines.update(text)
     return lines.hexdigest()
+
+
+def time_to_decay(times: dict[str, float], config: Config) -> bool:
+    """Whether wsd's decay must begin for the run to end after train_hours: the steps that it then takes, and the pauses
+    between them, last as those before did. `times` are of Metrics.state_dict; first steps are slower than others."""
+    left = 3600 * config.run.train_hours - times["first_steps"]
+    used = times["seconds"] + times["pauses"] - times["first_steps"]
+    return used >= (1 - config.optimizer.decay_fraction) * left
 
 
 def val_losses(run: Path) -> dict[int, float]:

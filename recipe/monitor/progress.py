@@ -32,15 +32,17 @@ class Progress:
     """A bar in tokens if standard output and error are a terminal, otherwise a line for each record; silent if `show`
     is false."""
 
-    def __init__(self, steps: int, step_tokens: int, first_step: int, *, show: bool):
-        """For a run of `steps` steps of `step_tokens` tokens each that has done `first_step` of them."""
+    def __init__(self, steps: int, step_tokens: int, first_step: int, *, hours: float = 0.0, show: bool):
+        """For a run of `steps` steps of `step_tokens` tokens each, or if given of `hours`, that has done `first_step`
+        of them."""
+        self._seconds = 3600 * hours
         self._steps, self._step_tokens, self._first_step, self._show = steps, step_tokens, first_step, show
         self._newest: dict[str, float] = {}  # the newest value of each column on the bar
         self._warning = ""
         on_terminal = sys.stderr.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._bar = tqdm(
             desc="first steps: ",  # in which a compilation can take minutes
-            total=steps * step_tokens,
+            total=None if hours else steps * step_tokens,
             initial=first_step * step_tokens,
             unit_scale=True,
             bar_format=_FORMAT,
@@ -53,14 +55,20 @@ class Progress:
         """Counts a finished step."""
         self._bar.update(self._step_tokens)
 
-    def report(self, record: dict, warning: str = "") -> None:
-        """Shows a record of metrics.jsonl, and a warning that must not scroll away."""
+    def report(self, record: dict, warning: str = "", elapsed: float = 0.0) -> None:
+        """Shows a record of metrics.jsonl, and a warning that must not scroll away; `elapsed` seconds of the run are
+        over."""
+        share = record["step"] / self._steps
+        if self._seconds:
+            share = min(1.0, elapsed / self._seconds)
+            self._bar.total = int(self._bar.n / share) if share else None
         self._newest |= {k: value for k, value in record.items() if value is not None and k not in _NOT_ON_THE_BAR}
         self._warning = f"WARNING: {warning}" if warning else ""
         self._bar.set_description(self._warning, refresh=False)
-        self._bar.set_postfix_str(self._figures(self._newest))
-        step = f"step {record['step']:<{len(str(self._steps))}}  {100 * record['step'] / self._steps:3.0f} %"
-        figures = list(filter(None, (self._figures(record), self._warning)))
+        self._bar.set_postfix_str(self._figures(self._newest, elapsed))
+        width = len(str(self._steps)) if not self._seconds else 6
+        step = f"step {record['step']:<{width}}  {100 * share:3.0f} %"
+        figures = list(filter(None, (self._figures(record, elapsed), self._warning)))
         if self._show and self._bar.disable and figures:
             logger.info("  ".join([step, *figures]))
         elif self._show and record["val_loss"] is not None:
@@ -89,12 +97,12 @@ class Progress:
         """Removes the bar."""
         self._bar.close()
 
-    def _figures(self, record: dict) -> str:
+    def _figures(self, record: dict, elapsed: float) -> str:
         known = {k: v for k, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         parts = [form.format(known[column] * factor) for column, form, factor in _FIGURES if column in known]
         if known.get("tokens_per_second") and self._first_step + 1 < known["step"] < self._steps:  # the first compiles
-            tokens = (self._steps - known["step"]) * self._step_tokens
-            parts.append(f"{duration(tokens / known['tokens_per_second'])} left")
+            seconds = (self._steps - known["step"]) * self._step_tokens / known["tokens_per_second"]
+            parts.append(f"{duration(max(0.0, self._seconds - elapsed) if self._seconds else seconds)} left")
         if known.get("data_wait", 0) > 0.01:
             parts.append(f"{100 * known['data_wait']:.0f} % waiting for data")
         if known.get("skipped_steps"):

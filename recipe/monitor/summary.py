@@ -60,11 +60,15 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = 
     )
     if found:
         yield found
-    yield f"length     {opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens"
+    decided = not config.undecided
+    length = [f"{opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens"] * decided
+    in_all = [f"{duration(3600 * run.train_hours)} in all (train_hours)"] * bool(run.train_hours)
+    yield f"length     {': '.join(in_all + length)}"
     muon = f"Muon {opt.muon_learning_rate:g} and " if opt.optim == "muon" else ""
-    shape = (
-        f"{opt.lr_scheduler_type}, decaying from step {opt.decay_start:,}" if opt.decay_start else opt.lr_scheduler_type
-    )
+    shape = opt.lr_scheduler_type
+    if opt.decay_start:
+        start = f"from step {opt.decay_start:,}" if decided else f"over the last {100 * opt.decay_fraction:g} %"
+        shape = f"{shape}, decaying {start}"
     yield f"optimizer  {muon}AdamW {opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up; {shape}"
     needed, there_is = memory_estimate(config, batch, **kind), device.memory
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"
@@ -72,11 +76,13 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = 
         verdict = "is tight and may fit" if needed <= TIGHT * limit else "does not fit"
         helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"
         yield f"           which {verdict}: {gb(limit)} are for tensors. {helps}"
-    milestones = opt.max_steps // run.milestone_steps if run.milestone_steps else 0
+    milestones = opt.max_steps // run.milestone_steps if run.milestone_steps and decided else 0
     # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
     most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
-    yield f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {most} at once, in {run.output_dir}"
-    yield _forecast(config, batch, strategy)
+    many = f"{most}" if decided or not run.milestone_steps else f"{most} and the milestones"
+    yield f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {many} at once, in {run.output_dir}"
+    if decided:
+        yield _forecast(config, batch, strategy)
     if device.idle_gpus:
         yield f"note       {device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:

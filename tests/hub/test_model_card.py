@@ -51,7 +51,13 @@ STATE = {
     "grad_scaler": {},
     "spike_filter": {},
     "tracker": {"run_id": None},
-    "metrics": {"seconds": 61.5, "pauses": 0.0, "save_wait": 0.0, "running_loss": {"sum": 0.0, "count": 0}}
+    "metrics": {
+        "seconds": 61.5,
+        "first_steps": 1.0,
+        "pauses": 0.0,
+        "save_wait": 0.0,
+        "running_loss": {"sum": 0.0, "count": 0},
+    }
     | {"unwritten": {}, "lines_sha256": "0" * 64},
     "about": [PART],
     "config": CONFIG,

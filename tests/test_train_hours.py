@@ -1,0 +1,77 @@
+"""train_hours: a run of wsd that decays in time, whatever stops it on the way, and that an audit can replay."""
+
+import json
+import shutil
+
+import pytest
+
+from recipe import audit
+from recipe.checkpoint.format import checkpoints
+from tests.conftest import TINY, assert_equal_tensors, by_step, flags, run_train
+
+SECONDS = 12
+FIELDS = {name: value for name, value in TINY.items() if name != "max_steps"}
+FIELDS |= {"train_hours": SECONDS / 3600, "lr_scheduler_type": "wsd", "decay_fraction": 0.5, "save_steps": "end"}
+FIELDS |= {"logging_steps": 10, "eval_steps": 400}
+
+
+def plan(run) -> dict:
+    """Of the newest checkpoint: its step, the configured steps, and the seconds of the run."""
+    state = json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text())
+    times = state["metrics"]
+    return {"step": state["step"], "seconds": times["seconds"] + times["pauses"]} | {"config": state["config"]}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_decays_and_is_complete_in_time(shards, tmp_path, processes, capsys):
+    run = tmp_path / "run"
+    command = flags(**FIELDS, dataset_name=shards, output_dir=run)
+    result = run_train(*command, processes=processes)
+    assert result.returncode == 0, result.stdout + result.stderr
+    start, last = (int(path.name[5:]) for path in checkpoints(run))
+    assert f"decay      begins after step {start:,}; the run has {last:,} steps" in result.stdout
+    assert last / 2 == pytest.approx(start, abs=1)
+    lines = by_step(run)
+    assert max(lines) == last
+    assert lines[last]["val_loss"] is not None
+    rates = {line["learning_rate"] for step, line in lines.items() if 4 < step <= start}
+    assert rates == {1e-2}  # the warm-up over, constant
+    assert lines[last]["learning_rate"] == pytest.approx(1e-2 / (last - start), rel=1e-6)
+    # Quiet machines keep it within some percent; those that test may be slowed down at any moment.
+    assert 0.5 * SECONDS < plan(run)["seconds"] < 2 * SECONDS
+    assert "holds the whole run" in run_train(*command, processes=processes).stdout
+
+    if processes == 1:
+        again = tmp_path / "again"  # killed between the two parts
+        shutil.copytree(run, again)
+        shutil.rmtree(again / f"step_{last:08d}")
+        resumed = run_train(*command[:-1], f"--output_dir={again}")
+        assert f"from step {start}" in resumed.stdout
+        assert_equal_tensors(again / f"step_{last:08d}", run / f"step_{last:08d}")
+        assert audit.main([str(run), "--last", "2"]) == 0
+        assert capsys.readouterr().out.count("steps to the bit") == 2
+
+
+def test_a_run_that_was_stopped_counts_only_the_time_that_it_ran(shards, tmp_path):
+    command = flags(**FIELDS, dataset_name=shards, output_dir=tmp_path / "run")
+    stopped = run_train(*command, "--max_hours", str(SECONDS / 4 / 3600))
+    assert stopped.returncode == 75, stopped.stdout + stopped.stderr
+    assert plan(tmp_path / "run")["seconds"] > 0.2 * SECONDS
+    result = run_train(*command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert plan(tmp_path / "run")["step"] == plan(tmp_path / "run")["config"]["max_steps"]
+    assert 0.5 * SECONDS < plan(tmp_path / "run")["seconds"] < 2 * SECONDS
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--lr_scheduler_type=cosine", "--decay_fraction=0.2"], "train_hours is for lr_scheduler_type wsd"),
+        (["--max_steps=5", "--train_hours=1"], "max_steps and train_hours both say how long the run is"),
+        (["--decay_fraction=0.9"], "decay_fraction 0.9 leaves too little before the decay"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(shards, tmp_path, words, error):
+    result = run_train(*flags(**FIELDS, dataset_name=shards, output_dir=tmp_path / "run"), *words)
+    assert result.returncode == 2
+    assert error in result.stderr
