@@ -78,10 +78,13 @@ def _loss_sum(
         logits = hidden[rows] @ weight.t()  # (chunk, V and padding)
         loss += _KERNELS[kernel](logits, targets[rows], vocab_size, need_grad)
         if need_grad:
-            # Ignored rows are masked on the narrow side: D numbers a row, not V.
-            valid = (targets[rows] != IGNORE_INDEX)[:, None]
-            grad_hidden[rows] = (logits @ weight) * valid
-            product = logits.t() @ (hidden[rows] * valid)
+            if kernel == "fused":  # 0 in ignored rows
+                torch.mm(logits, weight, out=grad_hidden[rows])
+                product = logits.t() @ hidden[rows]
+            else:  # they are masked on the narrow side: D numbers a row, not V
+                valid = (targets[rows] != IGNORE_INDEX)[:, None]
+                grad_hidden[rows] = (logits @ weight) * valid
+                product = logits.t() @ (hidden[rows] * valid)
             grad_weight = grad_weight.add_(product) if chunked else product
     return loss, grad_hidden, grad_weight
 
@@ -110,7 +113,7 @@ def _scale_gradients(ctx, grad_loss, *_):
 _loss_sum.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 # The kernels. Each returns the summed cross-entropy of (N, V and padding) logits and, with `need_grad`, turns them into
-# their gradient, softmax - onehot; 0 in the padding, and anything in ignored rows.
+# their gradient, softmax - onehot; 0 in the padding, and anything in ignored rows (0 where it is fused).
 
 
 def _whole(logits, targets, vocab_size, need_grad):
