@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 
+from recipe.model.linear import linear
 from recipe.model.loss import next_token_loss
 from recipe.utils.errors import UserError, no_safetensors, reading
 from recipe.utils.units import some
@@ -50,7 +51,7 @@ class Conv1D(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return linear(x, self.weight, self.bias)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.config import OptimizerConfig, parse_config
+from recipe.model import gpt2
 from recipe.model.attention import block_attention
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.model.linear import TwoStageLinear
 from recipe.model.loss import next_token_loss
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
@@ -96,12 +98,15 @@ def test_equal_to_transformers(n_embd, n_head, tmp_path):
     assert all(torch.equal(tensor, again[name]) for name, tensor in ours.state_dict().items())
 
 
-def test_recomputation_chunks_and_padding_change_no_gradient():
+def test_recomputation_chunks_padding_and_two_stages_change_no_gradient(monkeypatch):
     config = config_of(n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     ids = torch.randint(515, (2, 33))
     in_chunks, padded = partial(next_token_loss, chunk_size=16), partial(next_token_loss, pad_vocab_to=128)
     results = []
-    for options in ({}, {"gradient_checkpointing": True}, {"loss": in_chunks}, {"loss": padded}):
+    staged = {"gradient_checkpointing": True}  # the last, with the products of a compiled model on CUDA
+    for options in ({}, {"gradient_checkpointing": True}, {"loss": in_chunks}, {"loss": padded}, staged):
+        if options is staged:
+            monkeypatch.setattr(gpt2, "linear", TwoStageLinear.apply)
         model = GPT2LMHeadModel(config, **options).train()
         torch.manual_seed(5)  # dropout
         loss = model(ids[:, :-1], ids[:, 1:])
