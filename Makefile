@@ -46,7 +46,7 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan preflight data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
+.PHONY: start help train plan preflight overfit data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
@@ -76,6 +76,13 @@ plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28:
 
 preflight: $(TRAINING) ## prove this machine in two minutes: kernels, links, disk, resume, speed
 	@$(LAUNCH) recipe/preflight.py --config $(CONFIG) $(ARGS)
+
+# The training text is the 288 tokens that the validation leaves: 4 sequences of 64 and the last one's end.
+overfit: $(TRAINING) ## learn one batch by heart with CONFIG: from a loss of 10.8 to below 0.1
+	@$(LAUNCH) --num_processes 1 --num_machines 1 recipe/train.py --config $(CONFIG) --run_name overfit --fresh \
+		--dataset_name data/one-batch --train_text recipe/data/tiny_shakespeare.txt --streaming false --val_fraction 0.99915 \
+		--sequence_length 64 --total_batch_tokens 256 --micro_batch_size 4 --max_steps 40 --warmup_steps 5 \
+		--logging_steps 5 --eval_steps end --eval_tokens 256 --save_steps end --hellaswag_steps 0 --sample_steps 0 $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
 	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)

@@ -24,6 +24,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from huggingface_hub import JobHardware
 
 from eval.hellaswag import load_rows
+from recipe.monitor.metrics import read_metrics
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
 from tests.eval.conftest import local_tasks
@@ -176,6 +177,20 @@ def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
     result = subprocess.run(words, cwd=ROOT, env=by_hand(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step_00000005: 1,635,744 parameters" in result.stdout  # the sampler's first line
+
+
+def test_make_overfit_learns_a_batch_by_heart(tmp_path):
+    """The loss begins at that of a guess, ln(50,257) = 10.8, and ends below 0.1."""
+    command = ["make", "-n", "overfit", "-o", ".venv/installed", f"ARGS=--output_dir {tmp_path} --precision fp32"]
+    printed = subprocess.run(command, cwd=ROOT, env=by_hand(), capture_output=True, text=True, check=True).stdout
+    words = shlex.split(printed.replace("\\\n", " ").partition("recipe/train.py ")[2])
+    words += ["--dataset_name", str(tmp_path / "data")]
+    result = programs.run("recipe/train.py", *words, env=environment())
+    assert result.returncode == 0, result.stderr
+    losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"]]
+    assert losses[0] == pytest.approx(10.8, abs=0.1)
+    assert losses[-1] < 0.1
+    assert f"loss {losses[-1]:.4f}" in result.stdout
 
 
 @pytest.mark.parametrize("stopped", [True, False])
