@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
@@ -136,8 +136,11 @@ def times_as_fast(rates: list[float], peer: list[float]) -> dict[str, float]:
     return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
-def trainer(processes: int = 1) -> list:
-    """The command that starts recipe/train.py in this many processes."""
+def trainer(processes: int = 1, without: Sequence[str] = ()) -> list:
+    """The command that starts recipe/train.py in this many processes; or in one, `without` what benchmarks/plain.py
+    can leave out."""
+    if without:
+        return ["-m", "benchmarks.plain", ",".join(without)]
     script = ROOT / "recipe/train.py"
     if processes == 1:
         return [script]

@@ -1,5 +1,5 @@
-"""Command: the speed of recipe/train.py here by optimization, micro-batch, processes and size. Each row is a separate
-run, timed by its metrics.jsonl. Writes scoreboard.json and scoreboard.md.
+"""Command: the speed of recipe/train.py here by optimization, micro-batch, processes and size, and below it what others
+published. Each row is a separate run, timed by its metrics.jsonl. Writes scoreboard.json and scoreboard.md.
 
     python -m benchmarks scoreboard --sweep micro_batch_size --sizes gpt2 gpt2-medium gpt2-large gpt2-xl
     python -m benchmarks scoreboard --merge h100/scoreboard.json cpu/scoreboard.json     several machines in one table
@@ -23,9 +23,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.runs import Run, Void, device, shards, trainer
-from recipe.config import parse_config
+from eval.published import SIZES, SLOWER, SPEED_SOURCES, SPEEDS, Speed
+from recipe.config import ModelConfig, parse_config
 from recipe.engine import hardware
 from recipe.estimate.cost import cpu_flops
+from recipe.estimate.memory import flops_per_token
 from recipe.utils.units import si
 
 COLUMNS = {  # of the table: key of a row -> heading, format
@@ -33,7 +35,7 @@ COLUMNS = {  # of the table: key of a row -> heading, format
     "name": ("setup", "{}"),
     "size": ("model", "{}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "gain": ("x first", "{:.2f}"),
+    "gain": ("x first", "{:,.2f}"),
     "mfu": ("MFU", "{:.1%}"),
     "memory_gb": ("memory, GB", "{:.2f}"),
     "source": ("source", "{}"),
@@ -42,7 +44,8 @@ COLUMNS = {  # of the table: key of a row -> heading, format
 
 @dataclass(frozen=True)
 class Row:
-    """A run: the fields in which it differs from the best of the ladder so far, or a size from its recipe."""
+    """A run: the fields in which it differs from the best of the ladder so far, or a size from its recipe; and
+    "without", what benchmarks/plain.py leaves out of it."""
 
     name: str
     differs: dict
@@ -56,12 +59,16 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
     sequences = arguments.sequences
     first = {"precision": "fp32", "micro_batch_size": max(1, sequences // (2 if on_cpu else 8))}
     first |= {"torch_compile": False, "loss_chunk_size": 0, "gradient_checkpointing": False, "fused_loss": False}
+    first |= {"without": ("attention", "vocabulary", "adamw")}  # as the scaling journal and build-nanogpt began
     found = [
         Row("fp32", first, kept=True),
         Row("tf32", {"precision": "tf32"}, kept=True),
         Row("best precision", {"precision": "auto"}, kept=True),
-        Row(f"micro-batch {sequences}", {"micro_batch_size": sequences}, kept=True),
+        Row("fused attention", {"without": ("vocabulary", "adamw")}, kept=True),
         Row("compile", {"torch_compile": True}, kept=True),
+        Row("padded vocabulary", {"without": ("adamw",)}, kept=True),
+        Row("fused AdamW", {"without": ()}, kept=True),
+        Row(f"micro-batch {sequences}", {"micro_batch_size": sequences}, kept=True),
         Row("(fused loss)", {"fused_loss": True}),
         Row("(loss in chunks)", {"loss_chunk_size": max(128, sequences * length // 8)}),
         Row("(gradient checkpointing)", {"gradient_checkpointing": True}),
@@ -72,20 +79,23 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
         found.append(Row(f"{field} {value}", {field: value}))
     found += [Row(f"{n} processes", {}, processes=n) for n in arguments.processes]
     found += [Row(size, {"config": size}) for size in arguments.sizes]
+    if on_cpu:  # where nothing is padded
+        found = [row for row in found if row.name != "padded vocabulary"]
     return [row for row in found if re.search(arguments.only, row.name)]
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Yields each row with the keys of COLUMNS; None where `source` has the reason. `gain` is over the first row."""
+    """Yields each row with the keys of COLUMNS; no speed where `source` has the reason."""
     on_cpu, ends = device().type == "cpu", time.monotonic() + 60 * arguments.minutes
     about = report.circumstances()
     peak = cpu_flops(hardware.resolve_precision("auto", cpu=True)) if on_cpu else hardware.peak_flops(about["device"])
     recipe = parse_config([f"--config={arguments.config}"])
-    best, rates = {"config": recipe.run.config}, []
+    best = {"config": recipe.run.config}
     for row in rows_of(arguments, recipe.data.sequence_length, on_cpu):
         fields = row.differs if row.name in arguments.sizes else best | row.differs
         config, n = parse_config([f"--config={fields['config']}"]), row.processes
         fields = fields | {"total_batch_tokens": arguments.sequences * config.data.sequence_length * n}
+        without = fields.pop("without", ()) if n == 1 else ()
         machine = about["device"] if on_cpu else f"{n} x {about['device']}"
         model = report.measured_model(config)
         result = dict.fromkeys(COLUMNS) | model | {"machine": machine, "name": row.name, "processes": n}
@@ -94,22 +104,48 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         try:
             if (left := ends - time.monotonic()) < 0:
                 raise Void("skipped: the time is up")
-            with closing(Run(trainer(n), fields, directory, n)) as run:
+            with closing(Run(trainer(n, without), fields, directory, n)) as run:
                 rate, memory = run.turn(arguments.seconds, patience=min(left, 600)), run.lines[-1]["peak_memory_bytes"]
         except Void as reason:
             yield result | {"source": str(reason)}
             continue
         if row.kept:
-            best, rates = best | row.differs, [*rates, rate]
-        if row.name not in arguments.sizes:
-            result["gain"] = rate / rates[0] if rates else None
+            best |= row.differs
         if peak:
             result["mfu"] = rate * model["flops_per_token"] / (peak if on_cpu else peak * n)
         yield result | {"tokens_per_second": rate, "memory_gb": memory / 1e9 if memory else None}
 
 
-def table(rows: list[dict]) -> str:
-    """All rows in Markdown."""
+def published_rows() -> list[dict]:
+    """What others published, with the keys of COLUMNS; `gain` is over the first row of the same source."""
+    rows = []
+    for source in SPEED_SOURCES:
+        runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]
+        rows += with_gains([_published(run) for run in runs])
+    return rows
+
+
+def _published(run: Speed) -> dict:
+    row = dict.fromkeys(COLUMNS) | {"machine": f"{run.count} x {run.device}", "name": run.setup, "size": run.size}
+    if run.device in hardware.DEVICES:
+        layers, width = next(shape for shape, size in SIZES.items() if size == run.size)
+        flops = run.tokens_per_second * flops_per_token(ModelConfig(n_layer=layers, n_embd=width), 1024)
+        row["mfu"] = flops / (run.count * hardware.DEVICES[run.device].peak)
+    return row | {"tokens_per_second": run.tokens_per_second, "source": f"published: {run.run}"}
+
+
+def with_gains(rows: list[dict]) -> list[dict]:
+    """The rows, with `gain` over the first that has a speed, for those of the same model as that one."""
+    timed = [row for row in rows if row["tokens_per_second"]]
+    alike = [row for row in timed if row["size"] == timed[0]["size"]]
+    for row in alike if len(alike) > 1 else ():
+        row["gain"] = row["tokens_per_second"] / alike[0]["tokens_per_second"]
+    return rows
+
+
+def table(measured: list[dict]) -> str:
+    """All rows in Markdown, and below them those that others published."""
+    rows = [*with_gains(measured), *published_rows()]
     cells = [[heading for heading, _ in COLUMNS.values()]]
     for row in rows:
         cells.append(["" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items()])
@@ -117,7 +153,7 @@ def table(rows: list[dict]) -> str:
     cells.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in cells]
     note = f"MFU by {report.FLOPS_FORMULA}, of the half-precision peak. Memory of a device, or of a process."
-    return "\n".join([*lines, "", note]) + "\n"
+    return "\n".join([*lines, "", note, *(f"{run}: {source}." for run, source in SPEED_SOURCES.items())]) + "\n"
 
 
 def main(argv: list[str]) -> int:
@@ -131,7 +167,7 @@ def main(argv: list[str]) -> int:
         with shards() as directory:
             for row in measure(arguments, directory):
                 measured.append(row)
-                report.write(report.circumstances() | {"rows": measured}, out / "scoreboard.json")
+                report.write(report.circumstances() | {"rows": with_gains(measured)}, out / "scoreboard.json")
     (out / "scoreboard.md").write_text(table(measured))
     print("\n" + table(measured))
     return 0

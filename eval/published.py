@@ -82,8 +82,8 @@ LOSSES = (
 
 
 class Speed(NamedTuple):
-    """The best that `run`, a key of SPEED_SOURCES, reports of GPT-2 of a size in SIZES, on `count` of a device in
-    recipe.engine.hardware.DEVICES."""
+    """What `run`, a key of SPEED_SOURCES, reports of GPT-2 of a size in SIZES, on `count` of a device, called as in
+    recipe.engine.hardware.DEVICES if it is one of those."""
 
     run: str
     setup: str
@@ -93,9 +93,39 @@ class Speed(NamedTuple):
     tokens_per_second: float
 
 
+# For the scoreboard, not for plans: the rows of a source on the way to its best, each on top of those above it, one
+# sequence at once if no batch is named.
+SLOWER = (
+    Speed("the scaling journal", "fp32, on the CPU", 1, "M3", "124M", 645),
+    Speed("the scaling journal", "fp32, on the GPU, by MPS", 1, "M3", "124M", 1_149),
+    Speed("the scaling journal", "fp32", 1, "RTX 3090", "124M", 11_381),
+    Speed("the scaling journal", "fp32", 1, "H100", "124M", 27_026),
+    Speed("the scaling journal", "bf16", 1, "H100", "124M", 42_871),
+    Speed("the scaling journal", "flash attention", 1, "H100", "124M", 48_154),
+    Speed("the scaling journal", "compiled", 1, "H100", "124M", 55_271),
+    Speed("the scaling journal", "fused AdamW", 1, "H100", "124M", 78_750),
+    Speed("the scaling journal", "tensor cores for fp32, too", 1, "H100", "124M", 79_013),
+    Speed("the scaling journal", "batch of 2", 1, "H100", "124M", 150_836),
+    Speed("the scaling journal", "batch of 4", 1, "H100", "124M", 217_249),
+    Speed("the scaling journal", "batch of 8", 1, "H100", "124M", 272_887),
+    Speed("the scaling journal", "batch of 16", 1, "H100", "124M", 319_727),
+    Speed("the scaling journal", "batch of 32", 1, "H100", "124M", 329_105),
+    Speed("the video", "fp32, batch of 16; 1,000 ms a step", 1, "A100", "124M", 16_384 / 1.0),
+    Speed("the video", "TF32; 333 ms", 1, "A100", "124M", 16_384 / 0.333),
+    Speed("the video", "bf16; 300 ms", 1, "A100", "124M", 16_384 / 0.3),
+    Speed("the video", "compiled; 130 ms", 1, "A100", "124M", 16_384 / 0.13),
+    Speed("the video", "flash attention; 96 ms", 1, "A100", "124M", 16_384 / 0.096),
+    Speed("the video", "vocabulary of 50,304; 93 ms", 1, "A100", "124M", 16_384 / 0.093),
+    Speed("the video", "fused AdamW; 90 ms", 1, "A100", "124M", 16_384 / 0.09),
+    Speed("the video", "DDP, as the Kaggle notebook quotes it", 8, "A100", "124M", 1_242_000),
+    Speed("a Kaggle notebook", "fp32", 2, "T4", "124M", 7_400),
+)
+# The best of a run on a device: what plans take, too.
 SPEEDS = (
     Speed("the scaling journal", "batch of 64", 1, "H100", "124M", 349_179),
     Speed("the scaling journal", "64 of 512 a step", 1, "H100", "124M", 418_821),
+    Speed("the scaling journal", "64 of 512 a step; DDP", 2, "H100", "124M", 825_314),
+    Speed("the scaling journal", "64 of 512 a step; DDP", 4, "H100", "124M", 1_595_618),
     Speed("the scaling journal", "DDP, sharded moments; 59.5 min", 8, "H100", "124M", 3_046_409),
     Speed("llm.c in October 2024", "ZeRO-1; 140 ms a step", 8, "H100", "124M", 524_288 / 0.140),
     Speed("the scaling journal", "DDP, sharded moments; 582 min", 8, "H100", "1558M", 320_000),
@@ -109,8 +139,11 @@ SPEEDS = (
     Speed("windmaple in JAX", "bf16; 82 min", 8, "TPU V6E", "124M", 90_000 * 73_728 / (82 * 60)),
 )
 SPEED_SOURCES = {
-    "the scaling journal": "jjschwartz.github.io/blog/scaling-gpt2 (July 2025), torch 2.5.1; of one H100: "
-    "Jjschwartz/gollem (9bdf113), experiments/gpt2/5_batch_results.csv and 6_gpt2_124M_DDP.ipynb",
+    "the scaling journal": "jjschwartz.github.io/blog/scaling-gpt2 (July 2025), torch 2.5.1; batches and up to 4 H100: "
+    "Jjschwartz/gollem (9bdf113), experiments/gpt2/5_batch_results.csv and 6_gpt2_124M_DDP.ipynb; it has 1,499 for "
+    "MPS in another place",
+    "the video": "Andrej Karpathy, Let's reproduce GPT-2 (124M), youtu.be/l8pRSuU81PU (June 2024): the times of a step "
+    "of 16 x 1,024 tokens in its table of contents",
     "llm.c": "karpathy/llm.c (f1e2ace), scripts/run_gpt2_124M.sh, 350M, 774M (May 2024), 1558M (July 2024); CUDA",
     "llm.c in October 2024": "KellerJordan/modded-nanogpt (f411b3d), records/track_1_short/2024-10-13_llmc",
     "S. Emani with llm.c": "SiddanthEmani/GPT-2-124M-CUDA (7f9c49c, March 2025), whose 60 % MFU is not by our formula",

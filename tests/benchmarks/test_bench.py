@@ -110,14 +110,14 @@ def test_ratios_are_of_neighbors_in_time():
     assert found == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
-SEEN: list[dict] = []  # the fields of each
+SEEN: list[dict] = []  # the fields of each, and what was left out of its program
 
 
 class Stopwatch:
     """A run that takes no steps: its speed follows from its fields."""
 
     def __init__(self, program, fields, directory, processes):
-        SEEN.append(fields)
+        SEEN.append(fields | {"without": program[2] if program[1:2] == ["benchmarks.plain"] else ""})
         self.lines = [{"peak_memory_bytes": 10**9}]
         self._fields, self._processes = fields, processes
 
@@ -146,6 +146,12 @@ def test_the_scoreboard_builds_on_what_is_kept(tmp_path, monkeypatch, capsys):
     assert {seen["total_batch_tokens"] for seen in SEEN[:-1]} == {4 * 128}  # all rows take the same steps
     assert SEEN[-1]["total_batch_tokens"] == 8 * 128
     assert not SEEN[-1]["gradient_checkpointing"]
+    assert [seen["without"] for seen in SEEN[:7]] == [
+        *3 * ["attention,vocabulary,adamw"],
+        *2 * ["vocabulary,adamw"],
+        "",
+        "",
+    ]
     assert scoreboard.main(["--minutes=0", f"--out={tmp_path}"]) == 0
     assert "time is up" in capsys.readouterr().out
 
@@ -158,8 +164,43 @@ def test_several_machines_are_one_table(tmp_path, monkeypatch, capsys):
         assert bench.main(["scoreboard", "--processes", "--out", str(file.parent)]) == 0
     assert bench.main(["scoreboard", "--merge", *map(str, files), "--out", str(tmp_path)]) == 0
     lines = (tmp_path / "scoreboard.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in lines if "fp32" in line][:2] == ["| machine a", "| machine b"]
+    assert [line.split("|")[1].strip() for line in lines if "| fp32" in line][:2] == ["machine a", "machine b"]
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert "padded vocabulary" not in "".join(lines)  # on a CPU nothing is
+
+
+def test_each_row_has_its_speed_up_over_the_first_of_all_machines(tmp_path):
+    """And what others published has theirs: the scaling journal's goes from 1.0 to 4,723."""
+
+    def write(machine: str, rows: dict[str, tuple[str, float | None]]) -> str:
+        made = [
+            dict.fromkeys(scoreboard.COLUMNS)
+            | {"machine": machine, "name": name, "size": size, "tokens_per_second": rate, "source": "measured"}
+            for name, (size, rate) in rows.items()
+        ]
+        (tmp_path / f"{machine}.json").write_text(json.dumps({"rows": made}))
+        return str(tmp_path / f"{machine}.json")
+
+    files = [
+        write("laptop", {"tf32": ("124M", None), "fp32": ("124M", 500), "gpt2-xl": ("1558M", 40)}),
+        write("server", {"fp32": ("124M", 100_000)}),
+    ]
+    assert scoreboard.main(["--merge", *files, "--out", str(tmp_path)]) == 0
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in (tmp_path / "scoreboard.md").read_text().splitlines()
+    ]
+    gains = {(c[1], c[2]): c[5] for c in cells if len(c) > 5}
+    assert [gains["laptop", name] for name in ("tf32", "fp32", "gpt2-xl")] == ["", "1.00", ""]
+    assert gains["server", "fp32"] == "200.00"
+    assert gains["1 x M3", "fp32, on the CPU"] == "1.00"
+    assert gains["8 x H100", "DDP, sharded moments; 59.5 min"] == "4,723.11"
+    assert gains["8 x TPU V3", "PyTorch/XLA, bf16"] == "32.84"
+
+
+def test_the_first_rows_take_the_same_steps(start):
+    """Without the optimizations that are no fields of a recipe."""
+    ours, plain = start(), start("-m", "benchmarks.plain", "attention,adamw,vocabulary")
+    assert peers.compare(ours, plain, rounds=1, seconds=0.05, tolerance=0.01)["losses_apart"] < 2e-5
 
 
 @pytest.fixture
