@@ -15,7 +15,7 @@ from recipe.data.mixed import Dataset, MixedDataset, windows_before
 from recipe.data.prepare import must_prepare, prepare
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, Shard, check_tokenizer, find_shards
-from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting, open_manifest
+from recipe.data.stream import BuilderProcess, StreamedDataset, open_manifest
 from recipe.data.tokenizer import open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -145,14 +145,13 @@ def _open_stream(
 ) -> tuple[StreamedDataset, TokenDataset]:
     """Starts this node's builder and waits for its first shards; the run reads from window `first` on."""
     out = Path(data.dataset_name)
-    waiting, commit = Waiting(out), None
+    commit = None
 
     def start(commit: str | None) -> str | None:
         builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
         closing.callback(builder.close)
         what = " ".join(filter(None, (data.train_text, data.dataset_config)))
         logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
-        waiting.until_opened()
         return open_manifest(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.

@@ -67,36 +67,28 @@ class BuilderProcess:
         self._stdin.close()
 
 
-class Waiting:
-    """Waits for the builder, and logs that. Ends with its error, or when `closed` is set."""
-
-    def __init__(self, out: Path):
-        self.out, self.closed = out, False
-
-    def until_opened(self) -> None:
-        """Waits until readers can begin: for the validation shards and the first one for training."""
-        self.until(lambda: read_json(self.out / STATUS).get("opened"), "the first shards")
-
-    def until(self, ready: Callable[[], object], what: str) -> None:
-        """Waits until `ready()` is true. Raises UserError with the builder's error."""
-        start = time.monotonic()
-        logged = start + _SILENCE - _BETWEEN_LINES
-        while not ready():
-            status = read_json(self.out / STATUS)
-            if status.get("error"):
-                raise UserError(status["error"])
-            if self.closed:
-                raise UserError("the run ended while it waited for data")
-            if time.monotonic() - logged > _BETWEEN_LINES:
-                logged = time.monotonic()
-                logger.info("data       waiting %.0f s for %s", logged - start, what)
-            time.sleep(POLL)
+def wait_for(out: Path, ready: Callable[[], object], what: str, closed: threading.Event | None = None) -> None:
+    """Waits until `ready()` is true, and logs that it waits for `what`. Raises UserError with the error of the builder
+    of `out`, and where the event `closed` is set."""
+    start = time.monotonic()
+    logged = start + _SILENCE - _BETWEEN_LINES
+    while not ready():
+        if error := read_json(out / STATUS).get("error"):
+            raise UserError(error)
+        if closed and closed.is_set():
+            raise UserError("the run ended while it waited for data")
+        if time.monotonic() - logged > _BETWEEN_LINES:
+            logged = time.monotonic()
+            logger.info("data       waiting %.0f s for %s", logged - start, what)
+        time.sleep(POLL)
 
 
 def open_manifest(out: Path) -> Manifest:
-    """The manifest of a stream that readers can begin to read."""
+    """The manifest of a stream, once readers can begin: when the validation shards are there, and the first one for
+    training. Raises UserError with the builder's error."""
+    wait_for(out, lambda: read_json(out / STATUS).get("opened"), "the first shards")
     manifest = Manifest.load(out)
-    assert manifest  # the builder has written it before
+    assert manifest
     return manifest
 
 
@@ -107,7 +99,7 @@ class StreamedDataset(TokenDataset):
     def __init__(self, out: Path, *shape: int, rank: int, first: int):
         """`shape` is what TokenDataset takes after its shards."""
         self.out, self.rank = out, rank
-        self._waiting = Waiting(out)
+        self._closed = threading.Event()
         self._at: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
         self.manifest = open_manifest(out)
         super().__init__(self.manifest.shards_in(out, "train"), *shape)
@@ -115,9 +107,9 @@ class StreamedDataset(TokenDataset):
 
     def _refresh(self) -> bool:
         """Reads the manifest; returns whether it has changed."""
-        known, self.manifest = self.manifest, open_manifest(self.out)
-        if self.manifest == known:
+        if (manifest := Manifest.load(self.out)) in (None, self.manifest):
             return False
+        self.manifest = manifest
         self._set_shards(self.manifest.shards_in(self.out, "train"))
         return True
 
@@ -133,7 +125,7 @@ class StreamedDataset(TokenDataset):
                 return np.concatenate(parts)
             number = len(self.shards)  # which is the first one of the next epoch if the stream ends here
             self._pass_to(number)
-            self._waiting.until(self._refresh, f"shard {number}")
+            self._wait_for(self._refresh, number)
             self.check_batch()
 
     def pass_to(self, window: int) -> None:
@@ -151,8 +143,11 @@ class StreamedDataset(TokenDataset):
 
     def _open(self, epoch: int, s: int) -> tuple[ShardReader, np.ndarray]:
         self._pass_to(epoch * len(self.shards) + s)
-        self._waiting.until(self.shards[s].path.exists, f"shard {s}")
+        self._wait_for(self.shards[s].path.exists, s)
         return super()._open(epoch, s)
+
+    def _wait_for(self, ready: Callable[[], object], number: int) -> None:
+        wait_for(self.out, ready, f"shard {number}", self._closed)
 
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""
@@ -168,4 +163,4 @@ class StreamedDataset(TokenDataset):
 
     def close(self) -> None:
         """Ends every wait for a shard."""
-        self._waiting.closed = True
+        self._closed.set()

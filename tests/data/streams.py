@@ -11,7 +11,7 @@ from recipe.config import DataConfig
 from recipe.data.dataset import TokenDataset
 from recipe.data.prepare import prepare
 from recipe.data.shards import find_shards
-from recipe.data.stream import BuilderProcess, StreamedDataset, Waiting
+from recipe.data.stream import BuilderProcess, StreamedDataset, open_manifest
 from tests.data import TEXT
 
 T, BATCH = 32, 8
@@ -44,7 +44,7 @@ def streaming(data, readers=1, earlier=None, first=0):
     builder = BuilderProcess(data, readers, commit=None, earlier=earlier)
     out, datasets = builder.out, []
     try:
-        Waiting(out).until_opened()
+        open_manifest(out)
         datasets += [StreamedDataset(out, T, BATCH, 1, rank=rank, first=first * BATCH) for rank in range(readers)]
         yield SimpleNamespace(datasets=datasets, builder=builder, out=out)
     finally:

@@ -17,7 +17,7 @@ import pytest
 from recipe.data.builder import Builder
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
-from recipe.data.stream import BuilderProcess, Waiting
+from recipe.data.stream import BuilderProcess, open_manifest
 from recipe.utils.errors import UserError
 from tests.checkpoint import change_state
 from tests.conftest import TINY, flags, run_train
@@ -132,7 +132,7 @@ def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
     if child == 0:
         os.write(tell, str(BuilderProcess(data, 1, commit=None, earlier=None)._process.pid).encode())
         time.sleep(600)
-    Waiting(out).until_opened()
+    open_manifest(out)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     builder, deadline = int(os.read(told, 20)), time.monotonic() + 30
