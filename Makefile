@@ -69,7 +69,7 @@ help:
 train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)) || [ $$stopped ]
-	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python eval/sample.py "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
+	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at $$28 an hour)
 	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
@@ -93,28 +93,28 @@ checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 ##@ Look and evaluate
 
 sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
-	$(BIN)/python eval/sample.py $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+	$(BIN)/python -m eval.sample $(MODEL) --prompt "$(PROMPT)" $(ARGS)
 
 chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
-	@$(BIN)/python eval/sample.py $(MODEL) --interactive $(ARGS)
+	@$(BIN)/python -m eval.sample $(MODEL) --interactive $(ARGS)
 
 report: .venv/installed ## curves of RUN as a page; does its loss look right?
-	$(BIN)/python eval/report.py $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+	$(BIN)/python -m eval.report $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 audit: .venv/installed ## replay the last steps of RUN or REPO; are they right?
 	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(RUN)) $(ARGS)
 
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
-	$(BIN)/python eval/perplexity.py $(MODEL) $(ARGS)
+	$(BIN)/python -m eval.perplexity $(MODEL) $(ARGS)
 
 eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a quick look)
-	$(BIN)/python eval/hellaswag.py $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python -m eval.hellaswag $(MODEL) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
-	$(BIN)/python eval/harness.py $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python -m eval.harness $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 compare: .venv/installed ## MODEL beside WITH (GPT-2): loss, HellaSwag, a sample
-	$(BIN)/python eval/compare.py $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+	$(BIN)/python -m eval.compare $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 

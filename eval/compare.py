@@ -1,4 +1,4 @@
-"""Two models side by side: `python eval/compare.py MODEL --other MODEL_OR_ID [--limit N]`.
+"""Two models side by side: `python -m eval.compare MODEL --other MODEL_OR_ID [--limit N]`.
 
 The loss on the validation shards of the first model's run, HellaSwag in both published ways, and a sample of each. Both
 models see the same text, so each difference has a paired interval, which can separate models whose own intervals
@@ -6,11 +6,6 @@ overlap. Losses per token are comparable only with the same tokenizer; otherwise
 """
 
 import argparse
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 

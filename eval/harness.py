@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model: `python eval/harness.py MODEL --tasks lambada_openai,wikitext [--limit N]`.
+"""lm-evaluation-harness on a model: `python -m eval.harness MODEL --tasks lambada_openai,wikitext [--limit N]`.
 
 Tasks are the harness's own, with its prompts, metrics, versions and data sets on the Hub, and those of --include_path.
 The model is loaded as by the other commands; log-probabilities are computed in float32 whatever its dtype.
@@ -8,11 +8,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from eval import common
 from eval.scores import score

@@ -1,4 +1,4 @@
-"""HellaSwag in both published scoring styles: `python eval/hellaswag.py MODEL [--limit N]`.
+"""HellaSwag in both published scoring styles: `python -m eval.hellaswag MODEL [--limit N]`.
 
 llm.c-style, "llmc" in results: the context unchanged, each ending encoded separately, length in tokens (as in
 build-nanogpt).
@@ -16,9 +16,6 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte: `python eval/perplexity.py MODEL [--data DIR]`.
+"""Loss, perplexity and bits per byte: `python -m eval.perplexity MODEL [--data DIR]`.
 
 Windows are made as in the trainer's validation: T + 1 tokens at stride T, in order, never across shards, so that each
 token except a shard's first is predicted once. Without --data they are exactly the windows of the training run's
@@ -10,12 +10,8 @@ import glob
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Does my loss look right? Plots and a page about one or several runs: `python eval/report.py [RUN ...] [--out DIR]`.
+"""Does my loss look right? Plots and a page about one or several runs: `python -m eval.report [RUN ...] [--out DIR]`.
 
 Writes report.html, which is self-contained, and each plot as a PNG into DIR (default: `report` in the first run's
 directory). Reads metrics.jsonl and, where there are any, the checkpoints' trainer_state.json and
@@ -8,11 +8,7 @@ results.json.
 import argparse
 import base64
 import math
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jinja2
 import matplotlib.style

@@ -1,4 +1,4 @@
-"""Text from a model: `python eval/sample.py MODEL --prompt "..."`, through transformers' generate.
+"""Text from a model: `python -m eval.sample MODEL --prompt "..."`, through transformers' generate.
 
 Sample i (from 0) is drawn with seed + i, however many samples there are, and is printed while it is drawn.
 `--interactive` continues each line of input.
@@ -7,10 +7,6 @@ Sample i (from 0) is drawn with seed + i, however many samples there are, and is
 import argparse
 import contextlib
 import sys
-from pathlib import Path
-
-if __name__ == "__main__":  # as a script: import from the repository, not from eval/ with its `common`, `sample`...
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, TextStreamer, set_seed

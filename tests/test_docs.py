@@ -45,9 +45,9 @@ NOTE = """#!/bin/sh
 
 # What makes a program quick and independent of a network; of an option that stands twice, the last counts.
 SHORTER = {
-    "eval/hellaswag.py": ["--limit", "4"],
-    "eval/compare.py": ["--limit", "4"],
-    "eval/harness.py": ["--limit", "4", "--include_path", "tasks"],  # those on rows of this machine
+    "eval.hellaswag": ["--limit", "4"],
+    "eval.compare": ["--limit", "4"],
+    "eval.harness": ["--limit", "4", "--include_path", "tasks"],  # those on rows of this machine
     "recipe.data.prepare": ["--train_text", "texts.jsonl", "--dataset_name", "data/texts", "--val_documents", "3"],
     "recipe.hub.export push": ["--help"],  # tests/hub runs it
     "recipe.audit --repo": ["--help"],  # the same

@@ -88,7 +88,8 @@ def copy_run(source: str | Path, target: str | Path) -> None:
         if not path.match(_STEPS) and not path.name.startswith("."):
             _copy_files(path, target / path.name)
     for path in source.glob(_STEPS):
-        if not _same(path, target / path.name):
+        manifests = [at / path.name / "manifest.json" for at in (source, target)]  # the checksums of all files
+        if not (all(file.exists() for file in manifests) and filecmp.cmp(*manifests, shallow=False)):
             for leftover in (incoming, target / path.name):
                 shutil.rmtree(leftover, ignore_errors=True)
             _copy_files(path, incoming)
@@ -96,12 +97,6 @@ def copy_run(source: str | Path, target: str | Path) -> None:
     for path in target.glob(_STEPS):
         if not (source / path.name).exists():
             shutil.rmtree(path)
-
-
-def _same(checkpoint: Path, copy: Path) -> bool:
-    """Whether a checkpoint was already copied: the manifests hold the checksums of all files."""
-    manifests = [path / "manifest.json" for path in (checkpoint, copy)]
-    return all(path.exists() for path in manifests) and filecmp.cmp(*manifests, shallow=False)
 
 
 def _copy_files(source: Path, target: Path) -> None:

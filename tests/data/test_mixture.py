@@ -195,12 +195,12 @@ def test_what_the_run_records(prepared, tmp_path):
 def test_validation_by_eval_is_of_one_data_set(prepared):
     """And gives the loss of that one in the run."""
     at, _ = prepared
-    ran = processes.run(ROOT / "eval/perplexity.py", "runs/mixed", env=environment(), cwd=at)
+    ran = processes.run("-m", "eval.perplexity", "runs/mixed", env=environment(), cwd=at)
     assert ran.returncode == 2
     assert re.search(r"the model was trained on 3 data sets\. Name one: --data data/a-\w+", ran.stderr)
     windows = TINY["eval_tokens"] // TINY["sequence_length"] // 3
     words = "runs/mixed", "--data=data/b", f"--limit_windows={windows}", f"--output={at}/b.json"
-    ran = processes.run(ROOT / "eval/perplexity.py", *words, env=environment(), cwd=at)
+    ran = processes.run("-m", "eval.perplexity", *words, env=environment(), cwd=at)
     assert ran.returncode == 0, ran.stderr
     found = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
     assert found == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
