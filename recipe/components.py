@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from recipe.checkpoint.format import Checkpoint, checkpoints, load_checkpoint, state_of
-from recipe.checkpoint.manager import CheckpointManager, Stateful
+from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, RunConfig, data_sets
 from recipe.config.parse import check
@@ -87,7 +87,7 @@ def open_components(
         if checkpoint and processes.is_main:
             set_aside(directory, checkpoint)
         metrics = Metrics(config, strategy, batches, step)
-        stateful: dict[str, Stateful] = {
+        stateful = {
             "data": train_data,
             "metrics": metrics,
             "tracker": metrics.tracker,

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,23 +34,8 @@ from recipe.utils.errors import UserError, first_line, writing
 from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
-RETRY_WINDOW_S, RETRY_PAUSE_S = (
-    60.0,
-    5.0,
-)  # seconds in which the last save of a run is tried again, and between two attempts
+RETRY_WINDOW_S, RETRY_PAUSE_S = 60.0, 5.0  # in which the last save of a run is tried again, and between two attempts
 _OF_TOKENIZER = ("name", "digest", "end_of_text", "end_of_text_token")  # what a checkpoint keeps of it
-
-
-class Stateful(Protocol):
-    """A component of a run whose state a checkpoint keeps."""
-
-    def state_dict(self) -> dict:
-        """As JSON. A collective call."""
-        ...
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restores what `state_dict` returned."""
-        ...
 
 
 class CheckpointManager:
@@ -66,14 +51,14 @@ class CheckpointManager:
         config: Config,
         strategy: Strategy,
         trained: tuple[GPT2LMHeadModel, torch.optim.Optimizer],
-        stateful: dict[str, Stateful],
+        stateful: dict[str, Any],
         log: Any,
         directory: RunDirectory,
         resumed: Checkpoint | None,
     ):
-        """`trained` are the model without wrappers and its prepared optimizer, `stateful` the further components whose
-        state a checkpoint keeps; `log` is the run's Metrics, of a higher layer, and `directory` the run's, which the
-        main process has locked."""
+        """`trained` are the model without wrappers and its prepared optimizer, `stateful` the further components of
+        which a checkpoint keeps the state_dict(), JSON by a collective call; `log` is the run's Metrics, of a higher
+        layer, and `directory` the run's, which the main process has locked."""
         self._config, self._strategy, self._log = config, strategy, log
         self._model, self._optimizer = trained
         self._stateful, self._directory = stateful, directory

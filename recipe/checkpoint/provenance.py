@@ -32,8 +32,6 @@ _PACKAGES = (
     "tiktoken",
     "safetensors",
 )
-
-
 # Fields that decide no number of a run: a change of one is no new part of it.
 _OUTSIDE = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}
 
@@ -75,11 +73,11 @@ def descends(parts: list[dict], step: int, earlier: list[dict]) -> bool:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that are installed."""
-    found = {}
+    known = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            known[name] = version(name)
+    return known
 
 
 def _commit() -> str | None:

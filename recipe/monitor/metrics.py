@@ -177,10 +177,8 @@ class Metrics:
     def _times(self) -> dict[str, float]:
         # With the seconds since the last reading, which a resumed run does not see again.
         seconds = self.seconds + time.perf_counter() - self._window_begun
-        return {"seconds": seconds, "first_steps": self._first_steps} | {
-            "pauses": self.pauses,
-            "save_wait": self._save_wait,
-        }
+        pauses = {"pauses": self.pauses, "save_wait": self._save_wait}
+        return {"seconds": seconds, "first_steps": self._first_steps} | pauses
 
     def time_to_decay(self) -> bool:
         """Whether it is, for a run of train_hours."""
