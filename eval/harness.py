@@ -41,7 +41,7 @@ def evaluate(
 def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
     """The scores in the output of `evaluate`; a filter other than none stays in the name."""
     url = "https://github.com/EleutherAI/lm-evaluation-harness"
-    source = {"source_name": "lm-evaluation-harness", "source_url": url, "whole": not limit}
+    source = {"source_name": "lm-evaluation-harness", "source_url": url, "complete": not limit}
     found = []
     for task, metrics in results["results"].items():
         rows = f", {metrics['sample_len']:,} rows" if "sample_len" in metrics else ""

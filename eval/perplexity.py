@@ -122,7 +122,7 @@ def scores_of(result: dict) -> list[dict]:
     how += f", the first {limit:,} windows" if limit else ""
     data = text_dataset(Path(result["data"]).name)
     metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
-    return [score(data, metric, result[metric[0]], how, whole=not limit) for metric in metrics.items()]
+    return [score(data, metric, result[metric[0]], how, complete=not limit) for metric in metrics.items()]
 
 
 def main() -> None:

@@ -59,15 +59,15 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
 
 
 def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
-    """Training and validation loss against tokens: the whole run, and its last four fifths. Returns title and
+    """Training and validation loss against tokens: the full run, and its last four fifths. Returns title and
     caption."""
     end = max(run.tokens for run in runs) or 1
     begin = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, where a short run is too
-    whole, rest = panels
+    full, rest = panels
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = {(run.dataset, run.size): loss for run in runs if (loss := OPENAI_LOSS.get(run.dataset, {}).get(run.size))}
     late = [*openai.values()]  # values that the second panel must include
-    for axes in (whole, rest):
+    for axes in (full, rest):
         for reference in references:
             x, y = reference.val_loss[(reference.val_loss[:, 0] > 0) & (reference.val_loss[:, 0] <= end)].T
             tolerance = distance((x, y), reference)[2]
@@ -83,17 +83,17 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
             axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
             late += [*smooth(y)[x >= begin[i]], *val[val_x >= begin[i]]]
         _token_axis(axes)
-    whole.set(ylabel="loss (nats a token)", title="(a) whole run, logarithmic")
+    full.set(ylabel="loss (nats a token)", title="(a) full run, logarithmic")
     if logged := [x for run in runs for x in run.series("loss")[0]]:
-        whole.set_xscale("log", nonpositive="mask")
-        whole.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged) else (1, 2, 5)))
-        whole.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
-        whole.xaxis.set_minor_formatter(NullFormatter())
+        full.set_xscale("log", nonpositive="mask")
+        full.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged) else (1, 2, 5)))
+        full.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
+        full.xaxis.set_minor_formatter(NullFormatter())
     rest.set(title="(b) last four fifths", xlim=(min(begin), 1.02 * end))
     if late:
         room = 0.05 * (max(late) - min(late)) + 0.01
         rest.set_ylim(min(late) - room, max(late) + room)
-    _legend(whole)
+    _legend(full)
     caption = "Loss in nats a token; faint: every line of the log; bold: their moving average."
     for r in references:
         caption += f" Reference: {r.source}; validation on {r.validation}. Gray band: the expected deviation."

@@ -18,7 +18,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
     Prompt and new tokens together must fit the model's positions. If the prompt leaves at least one position, it is
-    used whole and followed by as many tokens as fit; a longer prompt is cut at its beginning to make room for all new
+    used in full and followed by as many tokens as fit; a longer prompt is cut at its beginning to make room for all new
     tokens. Both cases print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions

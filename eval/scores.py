@@ -2,7 +2,7 @@
 model card and the report show them.
 
 A score is a dict of EvalResult's fields and three more: "how" it was measured, in words; "ci95", half the width of its
-95 % interval, or None; and "whole", whether the whole data set was evaluated rather than a part for a quick look.
+95 % interval, or None; and "complete", whether the full data set was evaluated rather than a part for a quick look.
 """
 
 import math
@@ -16,7 +16,7 @@ def score(dataset: dict, metric: tuple[str, str], value: float, how: str, **more
     """One score; `metric` is its name on the Hub and its name for readers, `more` are further fields."""
     metric_type, metric_name = metric
     found = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": how}
-    return {"task_type": "text-generation"} | dataset | found | {"ci95": None, "whole": True} | more
+    return {"task_type": "text-generation"} | dataset | found | {"ci95": None, "complete": True} | more
 
 
 def text_dataset(name: str) -> dict:
@@ -27,13 +27,13 @@ def text_dataset(name: str) -> dict:
 
 def hellaswag_scores(accuracies: dict[str, float | None], rows: int, how: str, when: str = "") -> list[dict]:
     """The scores of the first `rows` rows, from the values of ACCURACIES that were measured."""
-    whole = rows >= HELLASWAG_ROWS
-    count = f"{rows:,} rows" if whole else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
+    complete = rows >= HELLASWAG_ROWS
+    count = f"{rows:,} rows" if complete else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
     found = []
     for name, text in ACCURACIES.items():
         if (p := accuracies.get(name)) is not None:
             metric = "accuracy", f"{text}{when}"
-            found.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), whole=whole))
+            found.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), complete=complete))
     return found
 
 

@@ -107,7 +107,7 @@ class Evaluator:
         batches = -(-len(rows) // (world_size * HELLASWAG_BATCH))
         with (
             self.metrics.paused("HellaSwag") as tick,
-            whole_model(self.strategy, self.raw_model) as live,
+            unsharded_model(self.strategy, self.raw_model) as live,
             device.autocast(),
         ):
 
@@ -140,7 +140,7 @@ class Evaluator:
         """Continues each line of `sample_prompt`, or a line break, and prints it: the same text for the same seed on
         every process."""
         run, texts = self.config.run, []
-        with self.metrics.paused("sampling"), whole_model(self.strategy, self.raw_model) as live:
+        with self.metrics.paused("sampling"), unsharded_model(self.strategy, self.raw_model) as live:
             for prompt in map(str.strip, run.sample_prompt.splitlines() or [""]):
                 tokens = continuation(live, self._encode(prompt or "\n") or [self.tokenizer.end_of_text], run.seed)
                 texts.append(prompt + self.tokenizer.decode(tokens).decode(errors="replace"))
@@ -171,7 +171,7 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 
 
 @contextmanager
-def whole_model(strategy: Strategy, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
+def unsharded_model(strategy: Strategy, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
     """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
     collective call."""
     live = model

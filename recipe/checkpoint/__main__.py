@@ -16,7 +16,7 @@ from recipe.utils.errors import ExitCode, UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code (0: all are whole, 1: some are damaged, 2: there are none)."""
+    """The command; returns the exit code (0: all are intact, 1: some are damaged, 2: there are none)."""
     parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description=__doc__.partition("\n")[0])
     help = "a run, for all of its checkpoints, or one of them (default: the newest run)"
     parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help=help)
@@ -43,7 +43,7 @@ def _report(path: Path) -> bool:
     if not os.path.lexists(path):
         print(f"{path}  deleted meanwhile, by the run that trains there")
         return False
-    state = f"DAMAGED: {'; '.join(problems)}" if problems else "whole"
+    state = f"DAMAGED: {'; '.join(problems)}" if problems else "intact"
     print(f"{path}  {size:,.1f} MB  {modified}  {state}")
     return bool(problems)
 

@@ -8,7 +8,7 @@
       manifest.json           size and SHA-256 of each file above
 
 Nothing here depends on the engine or on the number of processes, and nothing is pickled. A checkpoint is written into a
-temporary directory, flushed to the disk and renamed: a directory with its final name is whole.
+temporary directory, flushed to the disk and renamed: a directory with its final name is complete.
 """
 
 from __future__ import annotations
@@ -193,13 +193,13 @@ def state_of(checkpoint: Path) -> dict:
 
 
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
-    """The files of a whole checkpoint that `from_pretrained` reads, or all of its files with `state`; never files that
-    were added later."""
+    """The files of an intact checkpoint that `from_pretrained` reads, or all of its files with `state`; none that was
+    added later."""
     names = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
     return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _FOR_TRAINING))
 
 
-def newest_whole(run_dir: Path) -> Path | None:
+def newest_intact(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files all verify; None where there is none at all. Damaged ones are skipped with a
     warning. If a run deletes a checkpoint during the search, the search starts again.
 
@@ -224,8 +224,8 @@ def newest_whole(run_dir: Path) -> Path | None:
             damage = damage or f"{path.name}: {problems[0]}"
         else:
             raise UserError(
-                f"{run_dir}: none of its {len(found)} checkpoints is whole; --fresh starts over, and keeps them aside. "
-                f"The newest, {damage}"
+                f"{run_dir}: none of its {len(found)} checkpoints is intact; --fresh starts over, and keeps them "
+                f"aside. The newest, {damage}"
             )
     return None
 

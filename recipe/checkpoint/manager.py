@@ -18,7 +18,7 @@ from recipe.checkpoint.format import (
     Checkpoint,
     checkpoint_path,
     checkpoints,
-    newest_whole,
+    newest_intact,
     prune,
     save_checkpoint,
     step_of,
@@ -134,8 +134,8 @@ class CheckpointManager:
             time.sleep(RETRY_PAUSE_S)
             self._write(checkpoint, 0.0, again=True)
         if getattr(self._error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) and stop.requested == stopped:
-            with suppress(UserError):  # where none is whole, none goes
-                if newest := newest_whole(path):
+            with suppress(UserError):  # where none is intact, none goes
+                if newest := newest_intact(path):
                     logger.warning("room       only %s and what is protected stay, for the last save", newest.name)
                     self._prune(step_of(newest), limit=1)
                     self._write(checkpoint, 0.0, again=True)

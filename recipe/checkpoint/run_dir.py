@@ -17,7 +17,7 @@ from recipe.checkpoint.format import (
     Checkpoint,
     checkpoint_path,
     checkpoints,
-    newest_whole,
+    newest_intact,
     protect,
     state_of,
     step_of,
@@ -140,8 +140,8 @@ def _check_free(run_dir: Path) -> None:
 def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
     """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
     none, and whether it is rewound (see Checkpoint). It is the newest or, if max_steps has grown since wsd lowered the
-    learning rate, the last one before that. Raises as `newest_whole` does, and OSError."""
-    newest = newest_whole(run_dir)
+    learning rate, the last one before that. Raises as `newest_intact` does, and OSError."""
+    newest = newest_intact(run_dir)
     if newest is None or config["lr_scheduler_type"] != "wsd":
         return newest, False
     plan = _optimizer(state_of(newest)["config"])

@@ -123,7 +123,7 @@ def data_sets(data: DataConfig) -> list[MixtureEntry]:
 class OptimizerConfig:
     """The batch, the optimizer, its schedule and the spike filter."""
 
-    max_steps: int = setting(1000, "optimizer steps in the whole run", min=1)
+    max_steps: int = setting(1000, "optimizer steps in the run", min=1)
     total_batch_tokens: int = setting(524288, "tokens per optimizer step, over all processes and micro-steps", min=1)
     micro_batch_size: int | Literal["auto"] = setting(8, "sequences on a device at once; auto: as many as fit", min=1)
     optim: Literal["adamw", "muon"] = setting("adamw", "muon: for the matrices inside the blocks, AdamW for the rest")
@@ -178,12 +178,12 @@ class RunConfig:
     )
     torch_compile: bool = setting(False, "torch.compile the model")
     torch_compile_mode: Literal["default", "regional", "max-autotune"] = setting(
-        "default", "compile the whole model; one block, used for all (quick); or the whole, every kernel tuned (slow)"
+        "default", "compile the model; one block, used for all (quick); or the model with every kernel tuned (slow)"
     )
     gradient_checkpointing: bool | Literal["auto"] = setting(
         False, "recompute activations in the backward pass: less memory, slower. auto: only where it helps to fit"
     )
-    loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: the whole micro-batch)", min=0)
+    loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: all of the micro-batch)", min=0)
     fused_loss: bool = setting(False, "one Triton kernel for the loss and its gradient, on CUDA")
     logging_steps: int = setting(10, "steps between lines of metrics.jsonl", min=1)
     eval_steps: int | Literal["end"] = setting(250, "steps between validations; the last step has one, too", min=1)
@@ -193,8 +193,8 @@ class RunConfig:
     milestone_steps: int = setting(0, "checkpoints at multiples of this step are never pruned (0: none)", min=0)
     push_to_hub: bool | Literal["state"] = setting(
         False,
-        "upload milestones and the final checkpoint to hub_model_id during training; state: whole, with metrics.jsonl, "
-        "so that others can audit the run",
+        "upload milestones and the final checkpoint to hub_model_id during training; state: all their files "
+        "and metrics.jsonl, so that others can audit the run",
     )
     hub_model_id: str = setting("", "ORG/NAME of the repository on the Hub for push_to_hub")
     hub_private_repo: bool = setting(False, "push_to_hub creates a private repository, and uploads to no public one")

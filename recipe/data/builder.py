@@ -31,7 +31,7 @@ _AHEAD = 8  # shards, counted from the one that is read
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Replaces a file as a whole, without waiting for the disk, and without what is secret."""
+    """Replaces a file atomically, without waiting for the disk, and without what is secret."""
     replace_file(path, json.dumps(redacted(values)).encode(), flush=False)
 
 

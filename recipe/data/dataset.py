@@ -140,7 +140,7 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
 
 
 def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> None:
-    """Raises UserError for data on which a run would mislead or could not take a step: validation data without a whole
+    """Raises UserError for data on which a run would mislead or could not take a step: validation data without a full
     window, fewer training windows than a step takes, and a training shard that is also one for validation."""
     for one, dataset in zip(train, validation, strict=True):
         if not dataset.windows:

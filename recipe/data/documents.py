@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
 LONGEST_PIECE = 1 << 20
-# No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the whole.
+# No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the text.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
 _JSON = "expected one object per line, or in .json an array of objects"
@@ -179,7 +179,7 @@ def _chunks_of(text: str) -> Iterator[str]:
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the whole.
+    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the text.
 
     Where 768 Ki characters hold no blank, the cut falls between any two, which may cost a token there.
     """
@@ -202,7 +202,7 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 class TextFiles:
-    """Local files in order, which are never held in memory as a whole."""
+    """Local files in order, which are never held in memory all at once."""
 
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty where no text file matches. `size` is that of all
@@ -251,7 +251,7 @@ class TextFiles:
     def _documents_in(self, path: Path, start: int) -> Iterator[Pieces]:
         suffix = text_suffix(path)
         if suffix == ".parquet":
-            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or whole row groups are read
+            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or a row group is read at once
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 batches, rows = file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False), 0
                 for batch in batches:
@@ -304,7 +304,7 @@ def _unpacked(file: BinaryIO) -> io.BufferedReader:
 def _reading(path: Path) -> Generator[None, None, None]:
     """As `reading`; the error for a file that is not UTF-8 says how to convert it."""
     try:
-        with reading(path, "is it whole?"):
+        with reading(path, "is it complete?"):
             yield
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):

@@ -39,7 +39,7 @@ class Shard:
 
     path: Path
     tokens: int
-    sha256: str | None  # of the whole file; None until it is read where no manifest has it
+    sha256: str | None  # of the file; None until it is read where no manifest has it
 
 
 def open_shard(shard: Shard) -> ShardReader:
@@ -140,7 +140,7 @@ class Manifest:
                     raise ValueError(f"shards: {entry['file']!r:.80} is not {name}")
 
     def save(self, directory: Path) -> None:
-        """Writes the manifest into `directory`, replacing the one there as a whole."""
+        """Writes the manifest into `directory`, replacing the one there atomically."""
         with writing(directory / MANIFEST, _AGAIN):
             replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=1).encode() + b"\n")
 

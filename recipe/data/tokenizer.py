@@ -96,7 +96,7 @@ class GPT2Tokenizer:
         return [encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> bytes:
-        """The text of some tokens, in UTF-8 if they are whole characters."""
+        """The text of some tokens, in UTF-8 if they are complete characters."""
         return encoding().decode_bytes(ids)
 
     def save(self, directory: Path, max_length: int) -> None:
@@ -124,7 +124,7 @@ class OwnTokenizer(GPT2Tokenizer):
         return [np.array(one.ids, np.uint16) for one in self._bpe.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> bytes:
-        """As GPT2Tokenizer's; U+FFFD for what is no whole character."""
+        """As GPT2Tokenizer's; U+FFFD for what is no complete character."""
         return self._bpe.decode(ids, skip_special_tokens=False).encode()
 
     def save(self, directory: Path, max_length: int) -> None:

@@ -52,7 +52,7 @@ class ZeroStrategy(Strategy):
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config |= settings_of(batch, self._max_grad_norm, self.device.precision)
         if self.device.precision == "fp16":
-            whole = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+            full = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self._accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
         prepared, optimizer = self._accelerator.prepare(model, optimizer)
         assert prepared.gradient_accumulation_steps() == batch.accumulation
@@ -64,7 +64,7 @@ class ZeroStrategy(Strategy):
             # The spike filter ends a run that overflows for ever, with an error that explains it.
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
             for name, p in model.named_parameters():  # DeepSpeed's fp32 weights are made from fp16 ones
-                self._zero.set(p, whole[name])
+                self._zero.set(p, full[name])
         return prepared, optimizer
 
     @contextmanager
@@ -92,12 +92,12 @@ class ZeroStrategy(Strategy):
         if optimizer.state:  # there is none before the first step
             self._zero.link()
         names = state_names(model, optimizer)
-        for name, p in model.named_parameters():  # one whole tensor at a time is on the device
+        for name, p in model.named_parameters():  # one full tensor at a time is on the device
             parts = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
             for key, into in parts.items():
-                whole = self._zero.get(p, key)
+                full = self._zero.get(p, key)
                 if self.runtime.processes.is_main:
-                    into[f"{key}.{name}" if key else name] = self._copies.add(whole)
+                    into[f"{key}.{name}" if key else name] = self._copies.add(full)
         self._copies.complete()
         return weights, state
 
@@ -213,7 +213,7 @@ def check_sharding_only(file: Path) -> None:
 
 
 class _Internals:
-    """Private parts of DeepSpeed: reading and writing the whole fp32 tensors of a sharded parameter.
+    """Private parts of DeepSpeed: reading and writing the full fp32 tensors of a sharded parameter.
 
     The public functions are not enough. Before the first step there is no optimizer state to set; the link from
     parameters to it is made after the first parameter group's step, when the second group has no state yet, and not
@@ -263,19 +263,19 @@ class _Internals:
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def get(self, p: torch.nn.Parameter, key: str = "") -> Tensor:
-        """The whole fp32 weight (key "") or moment of `p`, on every process. A collective call."""
+        """The full fp32 weight (key "") or moment of `p`, on every process. A collective call."""
         return self.api.safe_get_full_optimizer_state(p, key) if key else self.api.safe_get_full_fp32_param(p)
 
-    def set(self, p: torch.nn.Parameter, whole: Tensor, key: str = "") -> None:
-        """Sets this process's part of the fp32 weight (key "") or moment of `p` from the whole tensor."""
+    def set(self, p: torch.nn.Parameter, full: Tensor, key: str = "") -> None:
+        """Sets this process's part of the fp32 weight (key "") or moment of `p` from the full tensor."""
         if self.stage == 3:
             part = p.partition_numel()  # ty: ignore[missing-attribute] # DeepSpeed puts it there
-            padded = torch.nn.functional.pad(whole.flatten(), (0, part * self.engine.dp_world_size - whole.numel()))
-            whole = padded.narrow(0, part * torch.distributed.get_rank(), part)
+            padded = torch.nn.functional.pad(full.flatten(), (0, part * self.engine.dp_world_size - full.numel()))
+            full = padded.narrow(0, part * torch.distributed.get_rank(), part)
             set_weight, set_moment = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
         else:
             set_weight, set_moment = self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
         if key:
-            set_moment(p, whole, key)
+            set_moment(p, full, key)
         else:
-            set_weight(p, whole)
+            set_weight(p, full)

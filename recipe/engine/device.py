@@ -14,7 +14,7 @@ from recipe.model.attention import block_attention
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-XLA_COMPILES = "XLA itself compiles whole steps"
+XLA_COMPILES = "XLA itself compiles full steps"
 _ELSEWHERE = torch.device("meta")
 
 

@@ -34,7 +34,7 @@ class FsdpStrategy(Strategy):
     """Each block is gathered while it runs, in bf16 where that is the precision; the sharded weights, gradients and
     optimizer state are fp32.
 
-    Gradients are reduced in every micro-step: kept whole until the last one, they would take as much memory as the
+    Gradients are reduced in every micro-step: kept unsharded until the last one, they would take as much memory as the
     weights before sharding.
     """
 
@@ -56,7 +56,7 @@ class FsdpStrategy(Strategy):
         )
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
         # The root holds the rest, the embeddings and the last layer norm: the head reads the embedding too.
-        for module in (*model.transformer.h, model):  # one by one: no device ever holds the whole model
+        for module in (*model.transformer.h, model):  # one by one: no device ever holds the full model
             fully_shard(module.to(self.device.torch_device), mesh=mesh, mp_policy=policy)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
@@ -86,7 +86,7 @@ class FsdpStrategy(Strategy):
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:
-    """This process's part of each parameter, by name. A forward pass without a backward may leave whole ones."""
+    """This process's part of each parameter, by name. A forward pass without a backward may leave unsharded ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -82,7 +82,7 @@ _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 def known_name(name: str) -> str:
     """The name in DEVICES of what CUDA or the XLA engine calls `name`; empty where it is not known.
 
-    The whole name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
+    The full name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
     slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
     """
     model = _MEMORY.sub("", _model(name))
@@ -223,7 +223,7 @@ def compile_graph(model: torch.nn.Module, mode: str) -> None:
         import torch._inductor.config as inductor
 
         inductor.deterministic = True  # or a kernel's sums would depend on which of its variants was faster
-    # CUDA graphs would reserve the memory of a whole step, and gain nothing at batches that fill a GPU.
+    # CUDA graphs would reserve the memory of a full step, and gain nothing at batches that fill a GPU.
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 

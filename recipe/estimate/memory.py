@@ -26,7 +26,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precision: str = "bf16") -> int:
-    """Bytes a device holds through a whole run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
+    """Bytes a device holds through a run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
     20 N. Muon has one moment instead of two for the matrices that it moves.
 
     ZeRO keeps a further fp32 copy of the weights with the moments and shards those across processes, at stage 2 the
@@ -45,13 +45,13 @@ def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precisi
     if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
         return states if world_size == 1 else states + 4 * N
     w = 2 if precision == "fp16" else 4
-    whole = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
+    unsharded = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
     if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
         beside = w * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
         beside += _ZERO_BUCKET * (6 if precision == "bf16" else w)
     else:  # two for each type
         beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
-    return whole + (states + (2 * w - 4) * N - whole) // world_size + beside
+    return unsharded + (states + (2 * w - 4) * N - unsharded) // world_size + beside
 
 
 def _moved_by_muon(config: Config) -> int:
@@ -82,7 +82,7 @@ def memory_estimate(
     The largest of three moments, each beside `state_bytes` and what is kept for backward: the loss, the first block's
     backward, and, compiled, the end of backward, where all its gradients come out at once beside those that they are
     added to (DDP compiles bucket by bucket). Muon's update (`update_bytes`), or under FSDP HellaSwag or a sample, which
-    hold the whole weights, may take more.
+    hold the full weights, may take more.
 
     Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
     allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
@@ -121,9 +121,9 @@ def memory_estimate(
         kept -= 4 * N
 
     evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
-    whole = 4 * (N - N // batch.world_size) if evaluates else 0  # the weights, while there are no gradients
+    unsharded = 4 * (N - N // batch.world_size) if evaluates else 0  # the weights, while there are no gradients
     state = state_bytes(config, batch.world_size, sharding, precision)
-    return state + max(kept + max(loss, backward), whole, update_bytes(config, batch.world_size, precision))
+    return state + max(kept + max(loss, backward), unsharded, update_bytes(config, batch.world_size, precision))
 
 
 def checkpoint_bytes(config: Config) -> int:

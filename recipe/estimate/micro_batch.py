@@ -174,4 +174,4 @@ def _of_checkpoint(config: Config, strategy: Strategy) -> tuple[int, bool] | Non
         same = state["engine"] == str(strategy) and all(now[k] in (before[k], "auto") for k in _SAME)
         return (int(before["micro_batch_size"]), before["gradient_checkpointing"]) if same else None
     except (IndexError, OSError, ValueError, KeyError, TypeError):
-        return None  # there is none, or it is damaged: which of them is whole is decided later
+        return None  # there is none, or it is damaged: which of them is intact is decided later

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 
-from recipe.checkpoint.format import checkpoints, files_of, newest_whole, state_of, step_of, verify
+from recipe.checkpoint.format import checkpoints, files_of, newest_intact, state_of, step_of, verify
 from recipe.config import check_repo_name
 from recipe.engine.launch import fail
 from recipe.hub.access import check_access
@@ -33,7 +33,7 @@ logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __m
 
 
 def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
-    """Writes the newest whole checkpoint of `run`, or the `best` one, to the directory `out`; returns the checkpoint.
+    """Writes the newest intact checkpoint of `run`, or the `best` one, to the directory `out`; returns the checkpoint.
 
     `run` may also be a checkpoint. `force` replaces the files of an earlier export only. Raises UserError.
     """
@@ -50,23 +50,23 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "", force
 
 
 def choose(run: Path, best: bool) -> Path:
-    """The newest whole checkpoint of `run`, or the `best` one, or `run` itself if it is one. Raises UserError."""
+    """The newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one. Raises UserError."""
     if (run / "manifest.json").is_file():
         if best:
             raise UserError(f"{run} is one checkpoint, and --best chooses among a run's; name {run.resolve().parent}")
         if problems := verify(run.resolve()):  # `run` may be a link
-            raise UserError(f"{run}: {problems[0]}; name its run, and the newest whole checkpoint is taken")
+            raise UserError(f"{run}: {problems[0]}; name its run, and the newest intact checkpoint is taken")
         return run
-    checkpoint = best_whole(run) if best else newest_whole(run)
+    checkpoint = best_intact(run) if best else newest_intact(run)
     if checkpoint is None:
-        evaluated = " is whole and was evaluated at its step (eval_steps); omit --best to take the newest"
+        evaluated = " is intact and was evaluated at its step (eval_steps); omit --best to take the newest"
         way_out = evaluated if best else "; name a run directory, such as runs/shakespeare"
         raise UserError(f"{run}: no checkpoint there{way_out}")
     return checkpoint
 
 
-def best_whole(run: Path) -> Path | None:
-    """The whole checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
+def best_intact(run: Path) -> Path | None:
+    """The intact checkpoint with the lowest validation loss in metrics.jsonl, among those still on disk."""
     losses = val_losses(run)
     for loss, path in sorted((losses[step_of(path)], path) for path in checkpoints(run) if step_of(path) in losses):
         if not verify(path):

@@ -52,7 +52,7 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         raise UserError(f"{results} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
-    whole = [score for score in scores if score["whole"]]
+    complete = [score for score in scores if score["complete"]]
     data = ModelCardData(
         language="en" if {text.get("id") for text in texts} <= _ENGLISH else None,
         license=license or config["hub_license"],
@@ -60,10 +60,10 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         pipeline_tag="text-generation",
         tags=["gpt2", "causal-lm", "pretraining"],
         datasets=list(dict.fromkeys(text["id"] for text in texts if "id" in text)) or None,
-        metrics=sorted({score["metric_type"] for score in whole} & {"accuracy", "perplexity"}) or None,
+        metrics=sorted({score["metric_type"] for score in complete} & {"accuracy", "perplexity"}) or None,
         base_model=init if init and _REPOSITORY.fullmatch(init) else None,
-        model_name=name if whole else None,
-        eval_results=[_entry(score) for score in whole] or None,
+        model_name=name if complete else None,
+        eval_results=[_entry(score) for score in complete] or None,
     )
     preflight = _preflight(checkpoint, parts[-1])
     tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
@@ -136,7 +136,7 @@ def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
 
 def _entry(score: dict) -> EvalResult:
     """A score as an entry of model-index, which leaderboards read."""
-    fields = {key: value for key, value in score.items() if key not in ("how", "ci95", "whole")}
+    fields = {key: value for key, value in score.items() if key not in ("how", "ci95", "complete")}
     return EvalResult(**fields | {"metric_value": round(score["metric_value"], 6)})
 
 

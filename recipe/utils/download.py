@@ -33,7 +33,7 @@ def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     try:
         return answer.result(seconds)
     except NoResult:
-        raise TimeoutError(f"no whole answer in {seconds:g} s") from None
+        raise TimeoutError(f"no complete answer in {seconds:g} s") from None
 
 
 def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str:

@@ -19,10 +19,10 @@ class ShardReader:
     """The tokens of a shard, `len` of them, read when they are asked for: with pread, since a mapping of a file that is
     cut short would end the process by SIGBUS. The file stays readable when it is deleted.
 
-    Raises UserError for a file that is no shard of a known format, or not a whole one.
+    Raises UserError for a file that is no shard of a known format, or not a complete one.
     """
 
-    sha256: str  # of the whole file, where `open_shard` has opened it
+    sha256: str  # of the file, where `open_shard` has opened it
 
     def __init__(self, path: Path):
         self.path, self._file = path, os.open(path, os.O_RDONLY)

@@ -11,7 +11,7 @@ import pytest
 
 from recipe.checkpoint import format as ckpt
 from recipe.checkpoint.__main__ import main
-from recipe.checkpoint.format import checkpoints, newest_whole, prune, verify
+from recipe.checkpoint.format import checkpoints, newest_intact, prune, verify
 from recipe.config import Config, parse_config
 from recipe.utils.errors import UserError
 from tests.checkpoint import save
@@ -44,7 +44,7 @@ def test_any_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, caplog
     elif damage == "link":
         (tmp_path / "copy").write_bytes(data)
         file.symlink_to(tmp_path / "copy")
-    assert newest_whole(tmp_path) == tmp_path / "step_00000001"
+    assert newest_intact(tmp_path) == tmp_path / "step_00000001"
     assert "skipping" in caplog.text
     assert "step_00000002" in caplog.text
     assert name in caplog.text or name == "manifest.json"
@@ -52,9 +52,9 @@ def test_any_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, caplog
 
 def test_where_all_are_damaged_the_user_decides(tmp_path):
     (save(tmp_path, 1) / "config.json").unlink()
-    with pytest.raises(UserError, match="none of its 1 checkpoints is whole; --fresh starts over, and keeps them"):
-        newest_whole(tmp_path)
-    assert newest_whole(tmp_path / "nothing") is None
+    with pytest.raises(UserError, match="none of its 1 checkpoints is intact; --fresh starts over, and keeps them"):
+        newest_intact(tmp_path)
+    assert newest_intact(tmp_path / "nothing") is None
 
 
 def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(tmp_path, monkeypatch):
 
     monkeypatch.setattr("recipe.utils.checkpoints.sha256_of", stale)
     with pytest.raises(UserError, match=r"step_00000001 cannot be read: Stale file handle; try again"):
-        newest_whole(tmp_path)
+        newest_intact(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../config.json", "{run}/config.json"])
@@ -98,7 +98,7 @@ def test_a_leftover_is_no_checkpoint_and_does_not_block_the_next_save(tmp_path, 
         leftover.write_text("")
     else:
         leftover.symlink_to(precious)
-    assert newest_whole(tmp_path) == tmp_path / "step_00000001"
+    assert newest_intact(tmp_path) == tmp_path / "step_00000001"
     save(tmp_path, 2)
     assert not os.path.lexists(leftover)
     assert verify(tmp_path / "step_00000002") == []
@@ -125,7 +125,7 @@ def test_what_is_newer_than_the_step_just_saved_is_damaged_and_never_counts(tmp_
     save(tmp_path, 12)
     prune(tmp_path, 12, keeping(1), {})
     assert names(tmp_path) == [12, 20]
-    assert newest_whole(tmp_path) == tmp_path / "step_00000012"
+    assert newest_intact(tmp_path) == tmp_path / "step_00000012"
     save(tmp_path, 20)  # the same step, saved again
     assert verify(tmp_path / "step_00000020") == []
 
@@ -145,7 +145,7 @@ def test_reading_while_a_run_prunes_finds_a_whole_checkpoint_every_time(tmp_path
     thread.start()
     try:
         for _ in range(60):
-            assert newest_whole(tmp_path)
+            assert newest_intact(tmp_path)
             assert main([str(tmp_path)]) == 0
     finally:
         stop.set()
@@ -157,9 +157,9 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
     save(tmp_path, 1)
     (save(tmp_path, 2) / "config.json").write_bytes(b"[]")
     assert main([str(tmp_path)]) == 1
-    whole, damaged = capsys.readouterr().out.splitlines()
-    assert whole.startswith(f"{tmp_path}/step_00000001 ")
-    assert whole.endswith(" whole")
+    intact, damaged = capsys.readouterr().out.splitlines()
+    assert intact.startswith(f"{tmp_path}/step_00000001 ")
+    assert intact.endswith(" intact")
     assert "step_00000002" in damaged
     assert "DAMAGED: config.json does not have the checksum" in damaged
     assert main([str(tmp_path / "step_00000001")]) == 0

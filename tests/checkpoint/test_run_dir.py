@@ -8,7 +8,7 @@ import time
 import pytest
 
 from recipe.checkpoint import run_dir as module
-from recipe.checkpoint.format import newest_whole
+from recipe.checkpoint.format import newest_intact
 from recipe.checkpoint.run_dir import LOCK, OWNER, check_same_run, run_directory
 from recipe.config import parse_config
 from recipe.data.tokenizer import open_tokenizer
@@ -93,7 +93,7 @@ def test_fresh_moves_the_earlier_run_aside_and_keeps_all_of_it(tmp_path):
     save(run, 3)
     for n in (1, 2):
         with run_directory(run, fresh=True):
-            assert newest_whole(run) is None
+            assert newest_intact(run) is None
             assert sorted(p.name for p in run.iterdir()) == [LOCK, OWNER]
             save(run, n)
     assert names(tmp_path) == ["run/step_00000002", "run.old-1/step_00000003", "run.old-2/step_00000001"]

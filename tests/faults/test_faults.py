@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.checkpoint.format import checkpoints, newest_whole, step_of
+from recipe.checkpoint.format import checkpoints, newest_intact, step_of
 from recipe.utils.errors import ExitCode
 from tests.conftest import assert_equal_tensors, by_step, tensors
 from tests.faults.lab import Lab, Run, curve, newest_step
@@ -144,7 +144,7 @@ def test_power_cut(lab, once, tmp_path, part):
     for number, (committed, tree) in enumerate(sample):
         cut = tmp_path / str(number)
         write(tree, cut)
-        newest = newest_whole(cut / "run")
+        newest = newest_intact(cut / "run")
         assert (step_of(newest) if newest else 0) >= committed
         if number % (len(sample) // 3) == 0:
             lab.start(cut, 1, **milestone).end(0)

@@ -50,5 +50,5 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog):
     except ValueError as error:  # a UserError
         said = str(error)
     assert time.monotonic() - begun < 10
-    assert "no whole answer in 0.5 s" in said or said.startswith("the Hub does not answer")
+    assert "no complete answer in 0.5 s" in said or said.startswith("the Hub does not answer")
     server.close()
