@@ -7,7 +7,7 @@ import pytest
 
 from recipe.config import BatchPlan, MixtureEntry, counts_of
 from recipe.data import dataset as dataset_module
-from recipe.data.dataset import TokenDataset, check_data, check_same_data, permutation
+from recipe.data.dataset import TokenDataset, check_data, check_same_data
 from recipe.data.mixed import MixedDataset
 from recipe.data.shards import Shard
 from recipe.utils.errors import UserError
@@ -100,12 +100,6 @@ def test_the_documented_rule_is_the_order(three, tmp_path, seed):
         mixed = MixedDataset(sets, [TokenDataset(shards, T, B, seed) for shards in (three, other)], B, seed)
         dealt = [documented_mixture(seed, [667, 333], step * B + j) for j in range(B)]
         assert mixed.sequences(step, 0, B).tolist() == [documented_sequence(files[d], seed, g) for d, g in dealt]
-
-
-def test_the_permutation_is_this_one_for_ever():
-    """Whatever numpy's version, which NEP 19 promises."""
-    assert permutation(12, 1337, 0, 2).tolist() == [5, 10, 2, 1, 7, 11, 8, 6, 4, 9, 0, 3]
-    assert permutation(12, 2**63 - 1, 7, 0).tolist() == [2, 10, 0, 8, 4, 1, 9, 3, 6, 11, 5, 7]
 
 
 def test_6_a_shard_shorter_than_a_sequence_is_passed_over(tmp_path):

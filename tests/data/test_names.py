@@ -3,7 +3,6 @@
 import gzip
 import math
 import re
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
 from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 from tests import processes
 from tests.conftest import ROOT, environment, flags
 from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
@@ -32,25 +32,10 @@ SMALL = flags(
 )
 
 
-class Engine:
-    """One process."""
-
-    is_main, local_rank, local_world_size = True, 0, 1
-
-    def main_process_first(self):
-        return nullcontext()
-
-    def shared_error(self, what):
-        return nullcontext()
-
-    def broadcast_object(self, value):
-        return value
-
-
 def opened(*words):
     """The training and validation tokens of a run with these flags, of its first two sequences, and its data fields."""
     config = parse_config(["--n_positions=16", "--sequence_length=16", "--total_batch_tokens=32", *map(str, words)])
-    with open_datasets(config, batch_arithmetic(config, 1), Engine()) as (train, validation):
+    with open_datasets(config, batch_arithmetic(config, 1), Processes()) as (train, validation):
         train.sequences(0, 0, 2)
         return train, validation, config.data
 

@@ -3,14 +3,13 @@
 import json
 import tempfile
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from recipe.data import documents
-from recipe.data.documents import LONGEST_PIECE, PIECE, in_pieces
+from recipe.data.documents import LONGEST_PIECE, in_pieces
 from recipe.data.tokenizer import END_OF_TEXT, VOCAB_SIZE, GPT2Tokenizer, encode, encoding, hf_tokenizer
 from tests.conftest import ROOT, SHAKESPEARE
 
@@ -18,14 +17,6 @@ from tests.conftest import ROOT, SHAKESPEARE
 @pytest.fixture(scope="module")
 def theirs():
     return hf_tokenizer()
-
-
-def test_known_ids():
-    ids = encode("Hello world")
-    assert ids.dtype == np.uint16
-    assert ids.tolist() == [15496, 995]
-    assert encoding().n_vocab == VOCAB_SIZE == 50257
-    assert len(encode("")) == 0
 
 
 def test_the_bundled_files_are_read_as_tiktoken_reads_them_but_without_its_cache(tmp_path, monkeypatch):
@@ -65,17 +56,6 @@ def test_a_million_spaces_before_a_word():
     ids = encode("x" + " " * 1_000_000 + "word")
     assert encoding().decode(ids.tolist()) == "x" + " " * 1_000_000 + "word"
     assert ids[-1] == encode(" word")[0]  # the last space is the word's, as in shorter runs
-
-
-@pytest.mark.parametrize("unit", ["To be, or not to be.\n", "word ", "it's  1st\r\n\n\t", "\n \n x", "日本 語\n"])
-def test_pieces_give_the_tokens_of_the_whole(unit):
-    text = unit * (3 * LONGEST_PIECE // len(unit))
-    chunks = [text[lo : lo + 700_001] for lo in range(0, len(text), 700_001)]
-    pieces = list(in_pieces(chunks))
-    assert "".join(pieces) == text
-    assert all(PIECE < len(piece) <= LONGEST_PIECE for piece in pieces[:-1])
-    assert np.array_equal(np.concatenate([encode(piece) for piece in pieces]), encode(text))
-    assert list(in_pieces([text])) == pieces  # wherever the reader's chunks end
 
 
 @settings(max_examples=300, deadline=None)

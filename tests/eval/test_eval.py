@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eval import common, hellaswag, perplexity, sample
 from tests.conftest import ROOT
+from tests.data import write_shard
 from tests.eval.conftest import load
 
 END_OF_TEXT = 50256
@@ -27,12 +28,6 @@ MODEL_FILES = ("config.json", "model.safetensors")
 @pytest.fixture(scope="module")
 def loaded(model_dir):
     return load(model_dir)
-
-
-def write_shard(path: Path, tokens: np.ndarray) -> None:
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
 
 
 # Perplexity
@@ -83,16 +78,6 @@ def test_bytes_are_those_of_the_text(loaded):
     lengths, ids = perplexity.byte_lengths(loaded.tokenizer), loaded.encode(text)
     assert lengths[ids].sum() == len(text.encode())
     assert lengths[END_OF_TEXT] == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"short", "not a shard"), (np.array([20240520, 1, 5] + [0] * 253, "<i4").tobytes(), "the header gives 5 tokens")],
-)
-def test_broken_shards_are_named(content, message, tmp_path):
-    (tmp_path / "val.bin").write_bytes(content)
-    with pytest.raises(common.UserError, match=message):
-        perplexity.shard_windows(str(tmp_path), 8)
 
 
 def test_the_hellaswag_metric_by_hand(tmp_path):

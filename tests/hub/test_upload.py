@@ -5,9 +5,7 @@ import json
 import logging
 import shutil
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -21,6 +19,7 @@ from recipe.config import parse_config
 from recipe.hub import access, export, upload
 from recipe.hub.upload import Uploads
 from recipe.utils.errors import UserError
+from recipe.utils.processes import Processes
 from tests import processes
 from tests.conftest import TINY, by_step, environment, flags
 from tests.hub import REPO, TOKEN, Fault, Hub
@@ -89,15 +88,12 @@ def config_of(run: Path, **changes):
     return parse_config(flags(**TINY | fields | {"output_dir": run} | changes))
 
 
-ONE_PROCESS = SimpleNamespace(is_main=True, shared_error=lambda what: nullcontext())
-
-
 def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, shards, capsys):
     """With data that a flag names, since the paths in the configuration are somebody else's."""
     assert push(run) == 0
     assert audit.main(["--repo", REPO]) == 2
     assert "only uploads of --push_to_hub state" in capsys.readouterr().err
-    assert upload.open_uploads(config_of(run, push_to_hub="state"), ONE_PROCESS).wait() == 0
+    assert upload.open_uploads(config_of(run, push_to_hub="state"), Processes()).wait() == 0
     assert audit.main(["--repo", REPO]) == 2
     assert f"dataset_name '{shards}' of {REPO} is a path of its author" in capsys.readouterr().err
     here = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
@@ -289,7 +285,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     config = config_of(run)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     monkeypatch.setattr(upload, "PAUSE", 0.1)
-    uploads = upload.open_uploads(config, ONE_PROCESS)
+    uploads = upload.open_uploads(config, Processes())
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
     assert push(run) == 75
@@ -303,7 +299,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     assert push(run) == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     logging.getLogger("recipe").propagate = True
-    upload.open_uploads(config, ONE_PROCESS).start()
+    upload.open_uploads(config, Processes()).start()
     assert "HF_HUB_OFFLINE is set, so this run uploads nothing" in caplog.text
 
 
