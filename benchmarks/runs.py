@@ -43,11 +43,8 @@ class Void(Exception):
 
 
 class Run:
-    """A program that trains until it is closed, except while it is paused.
-
-    Attributes:
-        lines: the lines that the steps have written so far, in order.
-    """
+    """A program that trains until it is closed, except while it is paused; `lines` are those that its steps have
+    written."""
 
     def __init__(self, program: list, fields: dict, directory: Path, processes: int = 1):
         """`program`, the arguments of a Python command, takes `fields` as flags. `directory` comes from `shards`."""

@@ -1,8 +1,7 @@
 """Two models side by side: `python -m eval.compare MODEL --other MODEL_OR_ID [--limit N]`.
 
-The loss on the validation shards of the first model's run, HellaSwag in both published ways, and a sample of each. Both
-models see the same text, so each difference has a paired interval, which can separate models whose own intervals
-overlap. Losses per token are comparable only with the same tokenizer; otherwise the table has no loss.
+The loss on the validation shards of the first model's run (with one tokenizer only), HellaSwag in both published ways,
+and a sample of each. Both models see the same text, so each difference has a paired interval.
 """
 
 import argparse

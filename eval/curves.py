@@ -125,11 +125,8 @@ def _is_number(value) -> TypeGuard[float]:
 
 
 def dataset_of(config: dict, about: list[dict]) -> str:
-    """Which of DATASETS a run trains and validates on; empty for any other, for shards whose text neither a manifest
-    nor dataset_source names, and for tokenizers other than GPT-2's, whose losses per token are not comparable.
-
-    `about` is the field of trainer_state.json: for each part of the run, the text that the shards were made from.
-    """
+    """Which of DATASETS a run trains and validates on by the `about` of its trainer_state.json; empty for any other,
+    for shards whose text neither a manifest nor dataset_source names, and for other tokenizers than GPT-2's."""
     # All parts of a run read the same shards, so parts that name only the shards are ignored.
     sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
     names = {_known_text(source) for source in sources}
@@ -182,10 +179,8 @@ def load_references() -> list[Reference]:
 
 
 def find_reference(run: Run, references: list[Reference]) -> Reference | None:
-    """The reference for a run's data and model, if one ships; other settings may still differ.
-
-    There is none for a run that starts from other weights, or whose settings are unknown before its first checkpoint.
-    """
+    """The reference for a run's data and model, if one ships and the run starts from scratch; other settings may
+    differ."""
     for reference in references:
         same = all(run.config.get(key) == reference.settings[key] for key in ("n_layer", "n_head", "n_embd"))
         if same and run.dataset == reference.dataset and not run.config.get("init_from"):

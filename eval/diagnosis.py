@@ -72,9 +72,8 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
 def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, difference of the loss from the reference, tolerance), (n,) each; losses in nats.
 
-    The curve is (tokens, loss), the reference is interpolated in the logarithm of the tokens. The tolerance is the
-    reference's noise plus the effect of a tenth more or fewer tokens: where a loss falls steeply, a slightly longer
-    warm-up makes a large but meaningless difference.
+    The reference is interpolated in the logarithm of the tokens. The tolerance is its noise plus the effect of a tenth
+    more or fewer tokens: where a loss falls steeply, a longer warm-up makes a large but meaningless difference.
     """
     x, y = curve
     known = reference.val_loss[reference.val_loss[:, 0] > 0]

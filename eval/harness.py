@@ -1,7 +1,6 @@
 """lm-evaluation-harness on a model: `python -m eval.harness MODEL --tasks lambada_openai,wikitext [--limit N]`.
 
-Tasks are the harness's own, with its prompts, metrics, versions and data sets on the Hub, and those of --include_path.
-The model is loaded as by the other commands; log-probabilities are computed in float32 whatever its dtype.
+Tasks are the harness's own and those of --include_path; log-probabilities are in float32 whatever the model's dtype.
 """
 
 import importlib.metadata
@@ -18,10 +17,7 @@ def evaluate(
     loaded: common.Loaded, tasks: list[str], *, batch_size: int, limit: int | None = None, include: Path | None = None
 ) -> dict:
     """What lm_eval.simple_evaluate returns, "samples" included; `limit` is in rows per task, `include` a directory with
-    the YAML files of more tasks.
-
-    Raises UserError for a task that the harness does not know, and OSError for data that cannot be loaded.
-    """
+    the YAML files of more tasks. Raises UserError for an unknown task, and OSError for data that cannot be loaded."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -80,10 +80,7 @@ def count_correct(
     model: LanguageModel, rows: list[dict], *, batch_size: int = 16, rank: int = 0, world_size: int = 1
 ) -> dict[str, int]:
     """How many rows of this rank's share are correct, to be summed over ranks: {"rows": n} and one number for each of
-    ACCURACIES. For evaluation during training.
-
-    Every rank calls the model equally often, because a forward pass of sharded weights is collective.
-    """
+    ACCURACIES. Every rank calls the model equally often, because a forward pass of sharded weights is collective."""
     # The same number of rows for each rank; an index of len(rows) or more is padding.
     numbers = np.arange(rank, rank + world_size * -(-len(rows) // world_size), world_size)
     share, real = [rows[i % len(rows)] for i in numbers], numbers < len(rows)

@@ -71,11 +71,9 @@ class Row:
 def score(
     model: LanguageModel, groups: Sequence[Sequence[Request]], batch_size: int, desc: str = ""
 ) -> list[list[float]]:
-    """The summed log-likelihoods, in nats, of each group's requests, which continue one context, in
-    ceil(len(groups) / batch_size) calls of the model. With `desc`, shows a progress bar.
-
-    Requests longer than the model's positions plus one lose tokens on the left.
-    """
+    """The summed log-likelihoods, in nats, of each group's requests, which continue one context, in ceil(len(groups) /
+    batch_size) calls of the model. With `desc`, shows a progress bar. Requests longer than the model's positions plus
+    one lose tokens on the left."""
     packed = [rows_of(group, model) for group in groups]
     # Rows of similar length go together to save padding. Longest first, so that running out of memory shows at once.
     order = sorted(range(len(groups)), key=lambda i: -max(row.inputs.shape[1] for row in packed[i]))

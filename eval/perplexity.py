@@ -1,8 +1,7 @@
 """Loss, perplexity and bits per byte: `python -m eval.perplexity MODEL [--data DIR]`.
 
-Windows are made as in the trainer's validation: T + 1 tokens at stride T, in order, never across shards, so that each
-token except a shard's first is predicted once. Without --data they are exactly the windows of the training run's
-validation, limited to the first `eval_tokens` tokens, and the loss equals the trainer's.
+Windows are those of the trainer's validation: T + 1 tokens at stride T, in order, never across shards. Without --data
+they are exactly those of the training run, and the loss equals the trainer's.
 """
 
 import argparse
@@ -26,11 +25,8 @@ from recipe.utils.shards import ShardReader
 
 
 def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], dict[str, str]]:
-    """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. Tokens at a shard's end
-    that do not fill a window are skipped, as in training.
-
-    `data` is a directory, whose .bin files with "val" in their name are used, or a glob of .bin files.
-    """
+    """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. `data` is a directory,
+    whose .bin files with "val" in their name are used, or a glob of .bin files."""
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
     paths = [Path(name) for name in sorted(glob.glob(pattern)) if os.path.isfile(name)]
     if not paths:

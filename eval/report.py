@@ -1,8 +1,6 @@
 """Does my loss look right? Plots and a page about one or several runs: `python -m eval.report [RUN ...] [--out DIR]`.
 
-Writes report.html, which is self-contained, and each plot as a PNG into DIR (default: `report` in the first run's
-directory). Reads metrics.jsonl and, where there are any, the checkpoints' trainer_state.json and
-results.json.
+Writes report.html, which is self-contained, and each plot as a PNG, by metrics.jsonl and the checkpoints' results.
 """
 
 import argparse

@@ -17,9 +17,8 @@ from eval import common
 def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> list[str]:
     """`args.num_samples` continuations, each printed after the prompt while it is drawn.
 
-    Prompt and new tokens together must fit the model's positions. If the prompt leaves at least one position, it is
-    used in full and followed by as many tokens as fit; a longer prompt is cut at its beginning to make room for all new
-    tokens. Both cases print a note.
+    A prompt that leaves at least one position is used in full and followed by as many tokens as fit; a longer prompt is
+    cut at its beginning to make room for all new tokens. Both cases print a note.
     """
     tokenizer, positions = loaded.tokenizer, loaded.n_positions
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]

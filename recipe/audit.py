@@ -4,11 +4,10 @@
     python -m recipe.audit runs/NAME --random 3 --launch 'accelerate launch --config_file accelerate_configs/ddp.yaml'
     python -m recipe.audit --repo ORG/NAME                            a run on the Hub
 
-The data of a step follow from (seed, step), and a checkpoint holds the full state: from one checkpoint the ordinary
-trainer must arrive at the next. Each interval is replayed in a temporary directory; the run is only read. In the run's
-own circumstances all must be equal to the bit. Elsewhere a second replay, which adds in another order, measures what
-rounding does here, and the run may be a few times as far from the first (docs/fault-tolerance.md). Exit code 0: it
-holds; 1: something is different; 69: something cannot be compared here.
+Each interval is replayed in a temporary directory; the run is only read. In the run's own circumstances all must be
+equal to the bit. Elsewhere a second replay, which adds in another order, measures what rounding does here, and the run
+may be a few times as far from the first (docs/fault-tolerance.md). Exit code 0: it holds; 1: something is different;
+69: something cannot be compared here.
 """
 
 from __future__ import annotations

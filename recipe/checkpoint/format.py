@@ -87,11 +87,11 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
-    """Commits a checkpoint to its `path` in the run's directory.
+    """Commits a checkpoint to its `path` in the run's directory; on one process, with tensors that do not change
+    meanwhile.
 
-    Call it on one process, with tensors that do not change meanwhile. `files` is what transformers needs beside the
-    weights, config and tokenizer: {file name: content}. Whatever is raised, such as OSError, or UserError where a
-    tensor is not finite, leaves earlier checkpoints as they are and nothing of this one.
+    `files` is what transformers needs beside the weights: {file name: content}. Whatever is raised, such as OSError, or
+    UserError where a tensor is not finite, leaves earlier checkpoints as they are and nothing of this one.
     """
     final = checkpoint.path
     temporary = final.with_name(f"{_SAVING}{final.name}")
@@ -133,12 +133,10 @@ def _save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[s
 def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, float], limit: int | None = None) -> None:
     """Deletes checkpoints up to step `newest`, just committed, but keeps the last `save_total_limit` (or `limit`),
     those at multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so
-    that a run whose loss diverges does not replace all its good checkpoints. What a plan has named stays, also where
-    max_steps or milestone_steps change.
+    that a run that diverges does not replace all its good ones. What a plan has named stays when the plan changes.
 
-    `val_losses` is {step: validation loss}; a checkpoint whose own step was not evaluated is never the best. One that
-    is newer than `newest` must be damaged, or the run would have continued from it: it stays and does not count. Raises
-    OSError.
+    `val_losses` is {step: validation loss}. A checkpoint that is newer than `newest` must be damaged, or the run would
+    have continued from it: it stays and does not count. Raises OSError.
     """
     milestone, decay_start = config.run.milestone_steps, config.optimizer.decay_start
     found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
@@ -201,11 +199,8 @@ def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
 
 def newest_intact(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files all verify; None where there is none at all. Damaged ones are skipped with a
-    warning. If a run deletes a checkpoint during the search, the search starts again.
-
-    Raises UserError where a checkpoint cannot be read, which may pass, or where all are damaged: whether to start over
-    is for the user to decide.
-    """
+    warning. Raises UserError where one cannot be read, which may pass, or where all are damaged: whether to start over
+    is for the user to decide."""
     while found := checkpoints(run_dir):
         damage = ""
         for path in reversed(found):

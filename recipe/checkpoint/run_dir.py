@@ -97,13 +97,11 @@ class RunDirectory:
 
 @contextmanager
 def run_directory(path: Path, *, fresh: bool = False) -> Generator[RunDirectory, None, None]:
-    """Context: the directory of a run, locked for this process; for the main process only.
+    """Context: the directory of a run, locked for this process; for the main process only. The system releases the lock
+    of a process that dies.
 
     Raises UserError where the directory belongs to another process or to something else. With `fresh` what an earlier
     run left is moved aside. A directory into which the run wrote nothing is removed at the end.
-
-    The system releases the lock of a process that dies. (On a file system without such locks, filelock goes by the
-    existence and the age of a file.)
     """
     directory = RunDirectory(path)
     try:
@@ -162,8 +160,8 @@ HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "price_per
 
 
 def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir: Path) -> None:
-    """Compares the trainer state of a checkpoint with `config` (a flat dict) and its tokenizer; logs a line for each
-    harmless difference.
+    """Compares the trainer state of a checkpoint with `config` (a flat dict) and its tokenizer; logs harmless
+    differences.
 
     Raises UserError, naming the fields, where architecture, tokenizer, data or batch differ: that is another run.
     """

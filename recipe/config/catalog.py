@@ -26,11 +26,8 @@ SHARD_FIELDS = (
 
 def resolve(data: DataConfig) -> DataConfig:
     """The data's configuration with `dataset_name` the directory, file or glob of the shards, and `train_text` the text
-    from which they are made, if there is one.
-
-    A name of DATASETS or of the Hub stands for its text; a path of text stands for itself. Shards made from them lie in
-    a directory of their own under data/, so that they never mix with other files. Other names stay as they are.
-    """
+    from which they are made, if there is one. Shards made from text lie in a directory of their own under data/, so
+    that they never mix with other files."""
     name, text = data.dataset_name, data.train_text
     if text:
         return data if name else dataclasses.replace(data, dataset_name=_directory_of(text, data))

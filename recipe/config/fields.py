@@ -1,7 +1,6 @@
 """The fields of a run's configuration, as frozen dataclasses: each with its help, its unit and its limits.
 
-Every field is a flag (`--learning_rate 1e-3`) and a key of a recipe's YAML (parse.py). What describes the hardware
-(processes, nodes, sharding) is not here: that is Accelerate's file.
+Every field is a flag (`--learning_rate 1e-3`) and a key of a recipe's YAML (parse.py). Accelerate's file has the rest.
 """
 
 import dataclasses

@@ -120,10 +120,8 @@ def permutation(n: int, seed: int, *key: int) -> np.ndarray:
 
 
 def check_same_data(saved: dict, now: dict, where: str) -> None:
-    """Raises UserError for data other than those whose `saved` state a checkpoint keeps.
-
-    A stream that has not come to its end knows its first shards only; those must be the same.
-    """
+    """Raises UserError for data other than those whose `saved` state a checkpoint keeps. A stream that has not come to
+    its end knows its first shards only; those must be the same."""
     if "mixture" in now:
         for then, today in zip(saved["mixture"], now["mixture"], strict=True):
             check_same_data(then, today, today["name"])

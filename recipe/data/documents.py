@@ -1,8 +1,5 @@
-"""Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON object or a row of a table.
-
-A literal end-of-text separates documents, in all of them. A column of text is tokenized; one of token ids is read as
-it is.
-"""
+"""Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON object or a row of a table. A
+literal end-of-text separates documents, in all of them."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ def tokenized(
     documents: Iterable[Document], tokenizer: GPT2Tokenizer, threads: int | None = None
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document that is not empty, in one or more pieces with their tokens, (tokens,), uint16, of which the first
-    of a document is end-of-text.
-
-    Texts are tokenized on threads, by default one a core, since tokenizers release the GIL.
-    """
+    of a document is end-of-text. Texts are tokenized on threads, by default one a core: tokenizers release the GIL."""
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
     pieces = ((document, piece) for document in documents for piece in document.pieces)
     last = None
@@ -179,10 +173,8 @@ def _chunks_of(text: str) -> Iterator[str]:
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the text.
-
-    Where 768 Ki characters hold no blank, the cut falls between any two, which may cost a token there.
-    """
+    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the text. Where 768 Ki
+    characters hold no blank, the cut falls between any two, which may cost a token there."""
     text = ""
     for chunk in chunks:
         text += chunk

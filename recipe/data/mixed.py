@@ -13,11 +13,8 @@ from recipe.data.dataset import TokenDataset, permutation
 
 
 class MixedDataset:
-    """Datasets read as one: of each 1,000 windows of the run every dataset gives its count, in an order of their own.
-
-    A dataset's windows are taken one after the other, so that each keeps its own epochs and permutation. `parts` is
-    (name, share, dataset) of each data set; the shares add up to 1.
-    """
+    """Datasets read as one: of each 1,000 windows of the run every dataset gives its count, in an order of their own,
+    one after the other, so that it keeps its own epochs and permutation. `parts` is (name, share, dataset) of each."""
 
     def __init__(self, sets: list[MixtureEntry], datasets: list[TokenDataset], batch_size: int, seed: int):
         """`sets` and `datasets` belong together, in the mixture's order; `batch_size` is TokenDataset's."""
@@ -57,10 +54,8 @@ Dataset = TokenDataset | MixedDataset  # what a run reads
 
 def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """For windows of the run, (N,), which dataset gives them, and which of its own windows they are: (N,), int64 each.
-
-    A permutation keyed (seed, block) deals the places of each block of 1,000 windows to the datasets, `counts` of them
-    to each; a dataset fills its places in order.
-    """
+    A permutation keyed (seed, block) deals the places of each block of 1,000 windows, `counts` of them to each
+    dataset."""
     which = [_places(number // MIXTURE_PERIOD, counts, seed)[number % MIXTURE_PERIOD] for number in g.tolist()]
     window = [windows_before(number, counts, seed)[k] for number, k in zip(g.tolist(), which, strict=True)]
     return np.array(which, np.int64), np.array(window, np.int64)

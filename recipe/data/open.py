@@ -28,11 +28,9 @@ logger = logging.getLogger(__name__)
 def open_datasets(
     config: Config, batch: BatchPlan, processes: Processes, step: int = 0, state: dict | None = None
 ) -> Generator[tuple[Dataset, Dataset], None, None]:
-    """The training and validation data. A collective call: local text is prepared by the main process first.
-
-    The run continues at `step`, and `state` is what the checkpoint kept of the data, if there is one. Raises UserError
-    on all processes.
-    """
+    """The training and validation data of a run that continues at `step`; `state` is what the checkpoint kept of the
+    data, if there is one. A collective call: local text is prepared by the main process first. Raises UserError on
+    all."""
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(one.data) for one in sets]

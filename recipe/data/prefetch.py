@@ -19,8 +19,7 @@ class BatchLoader:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
     One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory are hidden behind the
-    step, and whether the data of a step are there is known before the step before it begins. The copy to the device is
-    made when the loop takes a micro-batch; from pinned memory it is not waited for.
+    step, and whether the data of a step are there is known before the step before it begins.
     """
 
     def __init__(

@@ -55,10 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
     """Makes the shards of `train_text` in the directory `dataset_name`, or finishes making them; returns the manifest.
-
-    End-of-text stands before each document; empty documents are skipped. `threads` tokenize, by default one a core.
-    Raises UserError.
-    """
+    `threads` tokenize, by default one a core. Raises UserError."""
     out = Path(data.dataset_name)
     producer = Producer(data, threads)
     if manifest := producer.finished():
@@ -79,11 +76,8 @@ def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
 
 
 def must_prepare(data: DataConfig) -> bool:
-    """Whether local text is to be prepared before a run.
-
-    Raises UserError where the directory holds shards of another text, or made with other settings; and for a Hub data
-    set that is not prepared, which takes hours, too long for the other processes to wait.
-    """
+    """Whether local text is to be prepared before a run. Raises UserError where the directory holds shards of another
+    text or of other settings; and for a Hub data set, which takes hours, too long for the other processes to wait."""
     if not data.train_text:
         return False
     producer = Producer(data)

@@ -54,10 +54,8 @@ def encoding() -> tiktoken.Encoding:
 
 
 def encode(text: str) -> np.ndarray:
-    """Token ids of `text`, shape (tokens,), uint16.
-
-    A literal "<|endoftext|>" is ordinary text: END_OF_TEXT never comes out.
-    """
+    """Token ids of `text`, (tokens,), uint16. A literal "<|endoftext|>" is ordinary text: END_OF_TEXT never comes
+    out."""
     try:
         return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except ValueError:
@@ -83,7 +81,6 @@ class GPT2Tokenizer:
     Attributes:
         name: for people; of a directory only the last part, since its path is private.
         digest: the same for tokenizers that give the same tokens.
-        vocab_size: how many numbers there are for tokens.
         end_of_text: the number of the token that stands before each document; `end_of_text_token` is its text.
     """
 

@@ -215,10 +215,8 @@ def check_sharding_only(file: Path) -> None:
 class _Internals:
     """Private parts of DeepSpeed: reading and writing the full fp32 tensors of a sharded parameter.
 
-    The public functions are not enough. Before the first step there is no optimizer state to set; the link from
-    parameters to it is made after the first parameter group's step, when the second group has no state yet, and not
-    again; and ZeRO-3's setter fails where a parameter does not divide by the number of processes.
-    test_zero_shards_the_optimizer_state fails where a new version moves any of these names.
+    The public functions are not enough (docs/log.md, "One recipe on every engine"). test_an_engine_from_inside fails
+    where a new version moves any of these names.
     """
 
     def __init__(self, engine):

@@ -1,12 +1,8 @@
-"""Strategy: one device or DDP through Accelerate. deepspeed.py, fsdp.py and xla.py override what differs.
+"""Strategy: one device or DDP through Accelerate. deepspeed.py, fsdp.py, tpu.py and xla.py override what differs.
 
 Accelerate decides which device and how many processes; the recipe decides everything else. What Accelerate would do
-silently and wrongly (processes that are not connected, a model without its wrapper) is refused with the command to run
-instead. No other package imports Accelerate's Accelerator.
-
-Strategies agree: the same recipe gives the same losses on one device, DDP, ZeRO-1, 2 and 3, FSDP and XLA, in fp32
-within 1e-4 over the first 50 steps of the tests' schedule. A learning rate high enough to amplify rounding widens the
-difference on any of them. With dropout they do not agree: its masks depend on the process and the micro-batch.
+silently and wrongly (processes that are not connected, a model without its wrapper) is refused. Strategies agree: the
+same recipe gives the same losses on all of them (docs/status.md), but with dropout, whose masks depend on the process.
 """
 
 from __future__ import annotations

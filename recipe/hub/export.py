@@ -4,9 +4,8 @@
     python -m recipe.hub.export RUN --best                  the one with the lowest validation loss
     python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones to branches, the newest to main
 
-An export holds model.safetensors, config.json, generation_config.json, the tokenizer's files and README.md, a model
-card with what the run recorded and what eval/ measured (results.json beside the checkpoint). A push uploads these
-files, unless they are there already; it replaces a README.md that differs (its history stays).
+An export holds the model, the tokenizer's files and README.md, a model card with what the run recorded and what eval/
+measured. A push uploads these files, unless they are there already; a README.md that differs is replaced.
 """
 
 import argparse
@@ -33,10 +32,8 @@ logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __m
 
 
 def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
-    """Writes the newest intact checkpoint of `run`, or the `best` one, to the directory `out`; returns the checkpoint.
-
-    `run` may also be a checkpoint. `force` replaces the files of an earlier export only. Raises UserError.
-    """
+    """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to the directory
+    `out`; returns the checkpoint. `force` replaces the files of an earlier export only. Raises UserError."""
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
     checkpoint = choose(run, best)
@@ -76,10 +73,8 @@ def best_intact(run: Path) -> Path | None:
 
 
 def push(args: argparse.Namespace) -> ExitCode:
-    """Uploads the milestones that the Hub lacks, and the newest or the best checkpoint to main.
-
-    Returns the exit code of Uploads.wait. Raises UserError.
-    """
+    """Uploads the milestones that the Hub lacks, and the newest or the best checkpoint to main; returns the exit code
+    of Uploads.wait. Raises UserError."""
     if not args.repo:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
     check_repo_name(args.repo, "--repo")

@@ -147,14 +147,10 @@ def plain(value) -> str:
 
 
 def data_sets(state: dict) -> list[dict]:
-    """Each training data set recorded in a trainer_state.json.
-
-    Returns:
-        {"text", "name", "share", "state"}: the text it was made from, its name in the run, its share of the mixture,
-        and the state that identifies its shards; with {"id", "commit", "subset", "split"} for a data set on the Hub, or
-        {"files"} for local text. Never the configured `train_text`, since existing shards are used whatever they were
-        made from.
-    """
+    """Each training data set in a trainer_state.json: {"text", "name", "share", "state"}, the text it was made from,
+    its name in the run, its share of the mixture, and the state that identifies its shards; with {"id", "commit",
+    "subset", "split"} for a data set on the Hub, or {"files"}. Never the configured `train_text`: existing shards are
+    used whatever they were made from."""
     source, saved = state["about"][-1]["data"], state["data"]
     if "mixture" not in source:
         own = _text(source) or {"text": Path(state["config"]["dataset_name"]).name}

@@ -96,11 +96,8 @@ class Uploads:
 
     def sync(self, wanted: dict[str, Path]) -> None:
         """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has. One that does
-        not match its manifest is refused, with a warning.
-
-        Raises UserError if the repository is public but a private one is wanted or if a card cannot be written, and
-        whatever huggingface_hub raises.
-        """
+        not match its manifest is refused, with a warning. Raises UserError if the repository is public but a private
+        one is wanted or if a card cannot be written, and whatever huggingface_hub raises."""
         api = HfApi()
         open_repository(api, self.repo, self.private)
         for branch, checkpoint in wanted.items():
@@ -137,10 +134,8 @@ class Uploads:
 
     def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
         """Uploads everything that is left. Ends after `limit` seconds, after ATTEMPTS failures, or when `stopped()`.
-
-        Returns DONE if everything is on the Hub, USER_ERROR if the Hub refuses it or a checkpoint is damaged, RUN_AGAIN
-        if it failed.
-        """
+        Returns DONE if everything is on the Hub, USER_ERROR if the Hub refuses it or a checkpoint is damaged, else
+        RUN_AGAIN."""
         if missing := self._missing():
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
         deadline = time.monotonic() + limit
@@ -178,11 +173,8 @@ class Uploads:
 
 
 def open_uploads(config: Config, processes: Processes) -> Uploads:
-    """The uploads of a training run; they do nothing without push_to_hub. Collective.
-
-    Raises UserError, on all processes, if the token may not write to hub_model_id. An unreachable Hub is not an error:
-    the run goes on and tries again.
-    """
+    """The uploads of a training run; they do nothing without push_to_hub. Collective. Raises UserError, on all
+    processes, if the token may not write to hub_model_id; with an unreachable Hub the run goes on and tries again."""
     run, run_dir = config.run, Path(config.run.output_dir)
     if not run.push_to_hub:
         return Uploads(run_dir)

@@ -193,11 +193,8 @@ class Metrics:
 
 
 class RunningLoss:
-    """Mean of the losses since the last reading, kept on the device: adding to it never waits for the device.
-
-    Attributes:
-        step: (), loss of the current step over the micro-batches done so far.
-    """
+    """Mean of the losses since the last reading, kept on the device: adding to it never waits for the device. `step` is
+    (), the loss of the current step over the micro-batches done so far."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float64):
         """`dtype`: float64 where the device has it."""

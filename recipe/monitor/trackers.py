@@ -1,9 +1,7 @@
 """TensorBoard, wandb and trackio beside metrics.jsonl, through Accelerate's trackers.
 
-A tracker that raises an exception causes one warning and is not called again: metrics.jsonl has everything. A resumed
-run continues the same run at the tracker; the checkpoint holds its id. Steps that a killed run logged after its last
-checkpoint are logged again: TensorBoard hides the first values, wandb drops the second, trackio shows both. The values
-are the same.
+A resumed run continues the same run at the tracker; the checkpoint holds its id. Steps that a killed run logged after
+its last checkpoint are logged again, with the same values.
 """
 
 import json
@@ -46,11 +44,8 @@ def metric_names(record: dict) -> dict[str, float | str]:
 
 class Tracker:
     """The run at the tracker that `report_to` names, which goes on at `step`; does nothing if that is none, and before
-    it is started.
-
-    Attributes:
-        run_id: the run's id at the tracker, for the checkpoint.
-    """
+    it is started. `run_id` is the run's id at the tracker. A tracker that raises costs one warning and is not called
+    again."""
 
     def __init__(self, config: Config, step: int):
         self.run_id = secrets.token_hex(4)

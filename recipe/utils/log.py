@@ -1,8 +1,5 @@
 """Messages of a command: the logger `recipe`, whose lines appear above a progress bar instead of within it.
 
-    logger = logging.getLogger(__name__)
-    logger.info("resume     from step %d", step)
-
 INFO and WARNING go to standard output; the error that ends the program goes to standard error (engine/launch.py).
 """
 

@@ -22,11 +22,8 @@ _SHAPES = [
 
 
 def redact(text: str) -> str:
-    """`text` without its secrets, and with ~ for the home directory at the beginning of a path.
-
-    Secrets are the values of environment variables whose names look secret, the user and password of a URL, parameters
-    of a URL whose names look secret, and the Hub's tokens. Redacting twice changes nothing more.
-    """
+    """`text` without its secrets (values of environment variables whose names look secret, the user and password of a
+    URL, parameters of a URL whose names look secret, the Hub's tokens), and with ~ for the home directory."""
     values = [v for k, v in os.environ.items() if len(v) >= _SHORTEST and _SECRET_NAME.search(k)]
     for value in sorted({form for v in values for form in (v, quote(v, safe=""))}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)

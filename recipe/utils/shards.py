@@ -17,10 +17,7 @@ GPT2_TOKENS = 50257
 
 class ShardReader:
     """The tokens of a shard, `len` of them, read when they are asked for: with pread, since a mapping of a file that is
-    cut short would end the process by SIGBUS. The file stays readable when it is deleted.
-
-    Raises UserError for a file that is no shard of a known format, or not a complete one.
-    """
+    cut short would end the process by SIGBUS. Raises UserError for a file that is no shard of a known format."""
 
     sha256: str  # of the file, where `open_shard` has opened it
 
