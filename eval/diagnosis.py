@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eval.curves import NEAR, Reference, Run, find_reference
+from recipe.utils.units import si
 
 # How far the first validation loss may lie below and above that of a uniform prediction, the logarithm of the
 # vocabulary size: 10.82 nats per token for GPT-2's. Known values: 10.81 to 10.83 (this project), 10.95 (build-nanogpt),
@@ -54,13 +55,13 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
         return Finding("note", f"It cannot be compared with {name} at equal steps: {'; '.join(differing)}.")
     at, above, tolerance = distance(run.series("val_loss"), reference)
     if not len(at):
-        start = tokens(reference.val_loss[1, 0])
+        start = si(reference.val_loss[1, 0], "B")
         return Finding("note", f"It cannot be compared yet: {name} begins at {start} tokens.")
-    last = f"{abs(above[-1]):.2f} nats {'above' if above[-1] > 0 else 'below'} it at {tokens(at[-1])} tokens"
+    last = f"{abs(above[-1]):.2f} nats {'above' if above[-1] > 0 else 'below'} it at {si(at[-1], 'B')} tokens"
     inside = np.flatnonzero(np.abs(above) <= tolerance)
     if len(above) - 1 in inside:
         return Finding("good", f"The validation loss follows {name}: {last}.")
-    since = tokens(at[inside[-1] + 1 if len(inside) else 0])
+    since = si(at[inside[-1] + 1 if len(inside) else 0], "B")
     if above[-1] > 0:
         causes = "Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
     else:
@@ -115,16 +116,9 @@ def _rise(run: Run) -> Iterator[Finding]:
     low = int(val.argmin())
     at, loss = run.series("loss")
     before, after = (loss[np.abs(at - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
-    text = f"The validation loss has been rising since {tokens(x[low])} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
+    text = f"The validation loss has been rising since {si(x[low], 'B')} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
     if len(loss) and np.median(after) < np.median(before):
         text += "while the training loss falls: overfitting. Fewer steps (max_steps), more data or dropout would help."
     else:
         text += "and the training loss does not fall: it diverges. A lower learning_rate or more warm-up would help."
     yield Finding("bad", text)
-
-
-def tokens(n: float) -> str:
-    """0.78 M, 3.1 B."""
-    if n >= 1e9:
-        return f"{n / 1e9:.3g} B"
-    return f"{n / 1e6:.3g} M" if n >= 1e5 else f"{n:,.0f}"

@@ -8,9 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from eval.curves import Reference, Run
-from eval.diagnosis import distance, tokens
+from eval.diagnosis import distance
 from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
 from eval.scores import ci95
+from recipe.utils.units import si
 
 WIDTH = 7.6  # inches
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), distinguishable with every kind of color blindness.
@@ -179,4 +180,4 @@ def _token_axis(axes: Axes) -> None:
 
 
 def _as_tokens(value: float, _: object) -> str:
-    return tokens(value) if value else "0"
+    return si(value, "B") if value else "0"

@@ -14,11 +14,11 @@ import numpy as np
 
 from eval import common, plots
 from eval.curves import Run, find_reference, load_references, read_run
-from eval.diagnosis import Finding, diagnose, tokens
+from eval.diagnosis import Finding, diagnose
 from eval.published import WAYS
 from eval.scores import ci95
 from recipe.utils.checkpoints import newest_run
-from recipe.utils.units import duration
+from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
 WORDS = {"good": "ok", "bad": "look", "note": "note"}
@@ -73,7 +73,7 @@ def summarize(runs: list[Run]) -> list[list[str]]:
         cells = {
             "run": run.name,
             "data": run.dataset or run.data,
-            "tokens": tokens(run.tokens),
+            "tokens": si(run.tokens, "B"),
             "training loss": _fixed(run.last("loss")),
             "validation loss": _fixed(run.last("val_loss")),
             **{f"HellaSwag, {name}": _accuracy(run, way) for way, name in WAYS.items()},

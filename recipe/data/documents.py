@@ -253,7 +253,7 @@ class TextFiles:
                         yield from self.column.documents(row, str(path))
             return
         with path.open("rb") as packed:
-            raw = _unpacked(packed)
+            raw = io.BufferedReader(pa.input_stream(packed, PACKED.get(path.suffix.lower())), 1 << 20)
             file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
             if suffix in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)
@@ -285,11 +285,6 @@ class TextFiles:
                 if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
                     raise UnicodeError
                 yield chunk
-
-
-def _unpacked(file: BinaryIO) -> io.BufferedReader:
-    """The bytes of a file, decompressed as its name says."""
-    return io.BufferedReader(pa.input_stream(file, PACKED.get(Path(file.name).suffix.lower())), 1 << 20)
 
 
 @contextmanager

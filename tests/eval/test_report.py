@@ -226,7 +226,7 @@ def test_a_run_that_departs_is_told_since_when_and_how_far(shift, text, tmp_path
             record["val_loss"] += shift
     finding = diagnosed(write_run(tmp_path / "run", lines, config_of()))[0]
     assert finding.kind == "bad"
-    assert f"since 0.538 M tokens: 0.40 nats {'above' if shift > 0 else 'below'} it at 0.717 M" in finding.text
+    assert f"since 538 k tokens: 0.40 nats {'above' if shift > 0 else 'below'} it at 717 k" in finding.text
     assert text in finding.text
 
 
