@@ -111,13 +111,6 @@ class Place:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    def changed(self) -> Path:
-        """The good shards, a bit of them flipped."""
-        shutil.copytree(self.shards, self.path / "changed")
-        data = bytearray((self.path / "changed" / "train_000000.bin").read_bytes())
-        data[5000] ^= 1
-        return self.file("changed/train_000000.bin", bytes(data)).parent
-
     def weights(self) -> Path:
         """A model whose safetensors are cut short."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
@@ -161,11 +154,6 @@ TABLE = {
         "x_train_0.bin: holds token 50257, GPT-2's vocabulary ends at 50256",
         "another tokenizer",
     ),
-    "8 checksum": (
-        lambda at: at.train(at.changed()),
-        "train_000000.bin: its SHA-256 is",
-        "delete its directory and prepare it again",
-    ),
     "9 column": (
         lambda at: at.train(at.path / "new", train_text=at.file("a.jsonl", '{"title": "a", "body": "b"}\n')),
         "line 1: " + NO_COLUMN,
@@ -180,10 +168,6 @@ TABLE = {
             at.path / "new", train_text=at.file("short.txt", "ten words are too few, however they are divided")
         ),
         "give more text (these are 11 tokens in all)",
-    ),
-    "12 flag": (
-        lambda at: at.prepare(SHAKESPEARE, shard_token=9),
-        "unknown '--shard_token'; did you mean 'shard_tokens'?",
     ),
     "12 not UTF-8": (lambda at: ["--config", at.file("my.yaml", b"data: \xff\n")], "my.yaml: not valid YAML in UTF-8"),
     "12 streamed shards": (lambda at: at.train(streaming="true"), "streaming needs text, and dataset_name "),
@@ -219,21 +203,6 @@ TABLE = {
     ),
     "17 warm-up": (lambda at: at.train(warmup_steps=6), "warmup_steps 6 must be below max_steps 6"),
     "18 fused loss": (lambda at: at.train(fused_loss=True), "fused_loss", "remove fused_loss"),
-    "18 fp16": (
-        lambda at: at.train(precision="fp16"),
-        "precision fp16 is not supported on a CPU",
-        "use auto, bf16 or fp32",
-    ),
-    "21 architecture": (
-        lambda at: at.resume(n_layer=3, n_embd=64),
-        "run holds a run with other settings: n_layer 2 -> 3, n_embd 32 -> 64",
-        "--fresh",
-    ),
-    "22 recipe": (
-        lambda at: at.resume(config="gpt2"),
-        "holds another run: run_name 'shakespeare'",
-        "another output_dir",
-    ),
     "22 complete, other data": (
         lambda at: at.resume(max_steps=20, dataset_name=at.shard(GOOD)),
         "run is complete, and was trained on ",

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,9 +74,10 @@ def test_where_one_node_is_told_to_stop_both_do_with_a_checkpoint(shards, one_de
     assert_same_losses(by_step(tmp_path / "run"), one_device[1], last=30)
 
 
-def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> tuple[subprocess.Popen, Path]:
+@contextmanager
+def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> Iterator[tuple[subprocess.Popen, Path]]:
     """accelerate_configs/slurm.sbatch under the srun and scontrol of tests/engine/slurm, a process a node: what
-    runs, and the file with what scontrol was asked for."""
+    runs, and the file with what scontrol was asked for. At last ends whatever it has started."""
     calls, port = tmp_path / "scontrol", free_port()
     path = [str(ROOT / "tests" / "engine" / "slurm"), str(Path(sys.executable).parent), os.environ["PATH"]]
     job = {
@@ -88,15 +90,13 @@ def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> tuple[
         "NODE_CPUS": " ".join(map(str, CPUS)),
     }
     command = ["bash", ROOT / "accelerate_configs" / "slurm.sbatch", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(job | changes) | faulty(fault),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ), calls
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    running = subprocess.Popen(command, cwd=ROOT, env=environment(job | changes) | faulty(fault), **pipes)
+    try:
+        yield running, calls
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -104,11 +104,8 @@ def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoi
     """Two launchers meet by c10d's rendezvous; torchrun starts both processes again, after step 34, from step 20. The
     run is that of one device."""
     arguments = settings(shards, output_dir=tmp_path / "run")
-    job, calls = submit(tmp_path, *arguments, fault="kill@step.micro:69/1")
-    try:
+    with submit(tmp_path, *arguments, fault="kill@step.micro:69/1") as (job, calls):
         output, _ = job.communicate(timeout=300)
-    finally:
-        end_all(job)
     assert job.returncode == 0, output
     assert output.count("exitcode: -9") == 1
     assert "lost       another process of this run, or its node, is gone or does not answer (" in output
@@ -121,12 +118,6 @@ def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoi
     assert calls.read_text().splitlines() == ["show hostnames node[1-2]"]
 
 
-def end_all(job: subprocess.Popen) -> None:
-    """The job and whatever it has started, if they are still there."""
-    with suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGKILL)
-
-
 ACCELERATE = r"""#!/bin/bash
 trap 'exit 1' TERM
 printf '%s\n' "$@" > "$SEEN.$SLURM_NODEID.half" && mv "$SEEN.$SLURM_NODEID.half" "$SEEN.$SLURM_NODEID"
@@ -135,7 +126,7 @@ for i in {1..300}; do sleep 0.1; done
 """
 
 
-def slurm_job(tmp_path, then: str, *arguments: str) -> tuple[subprocess.Popen, Path]:
+def slurm_job(tmp_path, then: str, *arguments: str) -> AbstractContextManager[tuple[subprocess.Popen, Path]]:
     """A job whose launchers record their arguments, and end with a code or wait to be told to stop."""
     (tmp_path / "accelerate").write_text(ACCELERATE)
     (tmp_path / "accelerate").chmod(0o755)
@@ -145,17 +136,14 @@ def slurm_job(tmp_path, then: str, *arguments: str) -> tuple[subprocess.Popen, P
 
 def test_slurms_nodes_are_launched_alike_and_the_time_limit_queues_the_job_again(tmp_path):
     arguments = ("--config", "recipe/configs/gpt2.yaml", "--train_text", "To be  or 'not'")
-    job, calls = slurm_job(tmp_path, "wait", *arguments)
     seen = [tmp_path / f"seen.{node}" for node in (0, 1)]
-    try:
+    with slurm_job(tmp_path, "wait", *arguments) as (job, calls):
         deadline = time.monotonic() + 60
         while not all(path.exists() for path in seen) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert job.poll() is None
         job.send_signal(signal.SIGUSR1)  # SLURM's notice that the time limit is near
         output, _ = job.communicate(timeout=60)
-    finally:
-        end_all(job)
     assert job.returncode == 1, output
     first, second = (path.read_text().splitlines() for path in seen)
     # They differ in their number, and in who keeps the store.
@@ -174,11 +162,8 @@ def test_slurms_nodes_are_launched_alike_and_the_time_limit_queues_the_job_again
 
 
 def test_a_job_with_a_mistake_in_its_command_is_not_queued_again(tmp_path):
-    job, calls = slurm_job(tmp_path, "2")
-    try:
+    with slurm_job(tmp_path, "2") as (job, calls):
         output, _ = job.communicate(timeout=60)
-    finally:
-        end_all(job)
     assert job.returncode == 2, output
     assert "requeue" not in calls.read_text()
 

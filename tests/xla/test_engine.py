@@ -3,14 +3,12 @@
 import shutil
 from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from recipe.config import BatchPlan, OptimizerConfig, parse_config
-from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.estimate.micro_batch import micro_batch
 from recipe.optim.optimizer import make_optimizer, steps_taken
@@ -142,19 +140,6 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
     assert_equal_tensors(resumed / "step_00000008", whole / "step_00000008")
     for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_llmc_acc"):
         assert [line.get(key) for line in again.values()] == [line.get(key) for line in lines.values()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "generation", "peak"),
-    [("v3", "v3", 61.5e12), ("v5litepod", "v5e", 197e12), ("v9x", "v9x", None), (OSError(), "of unknown kind", None)],
-)
-def test_generations(strategy, monkeypatch, kind, generation, peak):
-    from recipe.engine import xla
-
-    monkeypatch.setattr(xla.xr, "device_type", lambda: "TPU")
-    monkeypatch.setattr(xla.tpu, "get_tpu_type", Mock(side_effect=[kind]))
-    assert xla.tpu_generation() == generation
-    assert hardware.peak_flops(f"TPU {generation}") == peak
 
 
 def test_auto_takes_what_is_estimated_to_fit_a_tpu(monkeypatch):
