@@ -35,15 +35,15 @@ def seconds(work: Callable[[], object], least: float = 0.2) -> float:
     wait = torch.accelerator.synchronize if device().type != "cpu" else lambda: None
     for _ in range(3):
         work()
-    found, ends = [], time.perf_counter() + least
-    while not found or time.perf_counter() < ends:
+    times, ends = [], time.perf_counter() + least
+    while not times or time.perf_counter() < ends:
         wait()
         begun = time.perf_counter()
         for _ in range(5):
             work()
         wait()
-        found.append((time.perf_counter() - begun) / 5)
-    return statistics.median(found)
+        times.append((time.perf_counter() - begun) / 5)
+    return statistics.median(times)
 
 
 def state() -> dict[str, str]:
@@ -58,11 +58,11 @@ def state() -> dict[str, str]:
 def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, float]:
     """FLOP/s of the products of a step, forward, by the shape."""
     shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width), (width, vocab_size)]
-    found = {}
+    speeds = {}
     for inner, outer in shapes:
         x, w = (torch.randn(n, inner, device=device(), dtype=dtype) for n in (rows, outer))
-        found[f"{rows} x {inner} x {outer}"] = 2 * rows * inner * outer / seconds(partial(F.linear, x, w))
-    return found
+        speeds[f"{rows} x {inner} x {outer}"] = 2 * rows * inner * outer / seconds(partial(F.linear, x, w))
+    return speeds
 
 
 def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | str]:
@@ -74,17 +74,17 @@ def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | s
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(y, (q, k, v), gradient)
 
-    found: dict[str, float | str] = {}
+    times: dict[str, float | str] = {}
     for name, backend in KERNELS.items():
         try:
             with sdpa_kernel(backend):
-                found[name] = 1e3 * seconds(work)
+                times[name] = 1e3 * seconds(work)
         except RuntimeError as error:
-            found[name] = str(error).partition("\n")[0]
+            times[name] = str(error).partition("\n")[0]
     with torch.profiler.profile() as profiler, suppress(RuntimeError):
         work()
     names = {event.key for event in profiler.key_averages() if event.key.startswith("aten::_scaled_dot")}
-    return found | {"chosen is": ", ".join(sorted(names))}
+    return times | {"chosen is": ", ".join(sorted(names))}
 
 
 def main(argv: list[str]) -> int:

@@ -33,24 +33,24 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
     program = ["-m", "benchmarks.peer"]
     loop, compiled = "transformers in a bare loop", {"torch_compile": True}
     plain = {"torch_compile": False}
-    found = [
+    chosen = [
         (f"{loop}, {precision}, compiled", [*program, "transformers"], compiled),
         (f"Trainer, {precision}, compiled", [*program, "trainer"], compiled),
         (f"{loop}, {precision}", [*program, "transformers"], plain),
         (f"Trainer, {precision}", [*program, "trainer"], plain),
     ]
     if precision != "fp32":
-        found.append((f"{loop}, fp32", [*program, "transformers"], plain | {"precision": "fp32"}))
+        chosen.append((f"{loop}, fp32", [*program, "transformers"], plain | {"precision": "fp32"}))
     if nanogpt:
         if not (Path(nanogpt) / "model.py").is_file():
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
-        found.insert(0, (f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
+        chosen.insert(0, (f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
     if not on_cpu:
-        return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *found]
+        return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *chosen]
     environments = {"as shipped": [], "our allocator": ["--tuned"]}
     return [
         (f"{name}, {environment}", [*words, *options], differs)
-        for name, words, differs in found
+        for name, words, differs in chosen
         for environment, options in environments.items()
     ]
 

@@ -113,18 +113,18 @@ class Run:
         output = self._log.read_text(errors="replace").strip()
         if "out of memory" in output.lower():
             return "out of memory"
-        found = re.findall(r"^error: (.*)", output, re.MULTILINE)
-        return found[-1] if found else f"it ended: {output.rpartition(chr(10))[2]}"
+        errors = re.findall(r"^error: (.*)", output, re.MULTILINE)
+        return errors[-1] if errors else f"it ended: {output.rpartition(chr(10))[2]}"
 
 
 def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """The results of each one's two turns per round, A B B A; those at the same index are neighbors in time, so that a
     drift of the machine cancels in their ratio."""
-    found = {name: [] for name in turns}
+    results = {name: [] for name in turns}
     for _ in range(rounds):
         for name in [*turns, *reversed(turns)]:
-            found[name].append(turns[name]())
-    return found
+            results[name].append(turns[name]())
+    return results
 
 
 def times_as_fast(rates: list[float], peer: list[float]) -> dict[str, float]:

@@ -57,8 +57,8 @@ class Loaded:
         shares = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
 
         def states(ids, positions=None, mask=None):
-            found = model.base_model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
-            return found.last_hidden_state
+            output = model.base_model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
+            return output.last_hidden_state
 
         return LanguageModel(
             body=states if shares else lambda ids, *_: model(ids, use_cache=False).logits,
@@ -120,9 +120,9 @@ def resolve_model(name: str | None, runs: Path = Path("runs")) -> tuple[str, Pat
             return name, None
         raise UserError(f"model {name}: no such directory. Name a checkpoint, a run directory or a Hub id")
     if not (path / "config.json").is_file():
-        if not (found := checkpoints(path)):
+        if not (steps := checkpoints(path)):
             raise UserError(f"model {name}: neither config.json nor a step_<number> directory in it")
-        path = found[-1]
+        path = steps[-1]
     return str(path), path
 
 
@@ -199,10 +199,10 @@ def hub_problem() -> str:
 def choose_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype of these names; `auto` is the accelerator, or else the CPU, and bfloat16 if the device
     computes in it, else float32. Raises UserError if the device is absent."""
-    found = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if name not in ("auto", "cpu", found.type):
-        raise UserError(f"--device {name}: not available here, {found.type} is")
-    device = found if name == "auto" else torch.device(name)
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name not in ("auto", "cpu", best.type):
+        raise UserError(f"--device {name}: not available here, {best.type} is")
+    device = best if name == "auto" else torch.device(name)
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return device, getattr(torch, dtype if dtype != "auto" else "bfloat16" if native else "float32")
 

@@ -85,8 +85,8 @@ def main() -> None:
         texts += sample.generate(loaded, args.prompt, options)
     # Only the names of a directory and its parent, since the model card is public.
     other = "/".join(theirs.directory.resolve().parts[-2:]) if theirs.directory else theirs.name
-    found = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
-    common.write_results(output, "compare", ours.describe() | found)
+    result = {"other": other, "limit": args.limit, "rows": rows, "prompt": args.prompt, "samples": texts}
+    common.write_results(output, "compare", ours.describe() | result)
 
 
 if __name__ == "__main__":

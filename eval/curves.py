@@ -101,13 +101,13 @@ def read_run(path: str | Path) -> Run:
     records = [line for line in lines if all(_is_number(line.get(name)) for name in ("step", "tokens", "seconds"))]
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    scores, about, found = {}, ({}, "", "", ""), checkpoints(directory)
-    for path in found:
+    scores, about, paths = {}, ({}, "", "", ""), checkpoints(directory)
+    for path in paths:
         with reading(path / "results.json", "move it away, and evaluate again"):
             scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
-    if found:
-        with reading(found[-1] / "trainer_state.json", "move that checkpoint away"):
-            about = _about(json.loads((found[-1] / "trainer_state.json").read_text()))
+    if paths:
+        with reading(paths[-1] / "trainer_state.json", "move that checkpoint away"):
+            about = _about(json.loads((paths[-1] / "trainer_state.json").read_text()))
     return Run(directory.resolve().name, directory, records, *about, scores)
 
 
@@ -158,13 +158,13 @@ class Reference:
 
     def differences(self, run: Run) -> list[str]:
         """Settings of the run that change its loss at equal steps, in words."""
-        found = []
+        texts = []
         for key, wanted in self.settings.items():
             value = run.config.get(key)
             near = _is_number(value) and _is_number(wanted) and math.isclose(value, wanted, rel_tol=NEAR)
             if not (near or value == wanted):
-                found.append(f"{key} {value} (reference: {wanted})")
-        return found
+                texts.append(f"{key} {value} (reference: {wanted})")
+        return texts
 
 
 def load_references() -> list[Reference]:

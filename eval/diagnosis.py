@@ -34,10 +34,10 @@ class Finding:
 
 def diagnose(run: Run, references: list[Reference]) -> list[Finding]:
     """All findings about a run, the comparison with its reference first."""
-    found = [*_learning(run), *_rise(run)]
-    if not any(finding.kind == "bad" for finding in found):
-        found.append(Finding("good", "First loss, skipped steps, overfitting, divergence: nothing else stands out."))
-    return [beside_reference(run, references), *found]
+    findings = [*_learning(run), *_rise(run)]
+    if not any(finding.kind == "bad" for finding in findings):
+        findings.append(Finding("good", "First loss, skipped steps, overfitting, divergence: nothing else stands out."))
+    return [beside_reference(run, references), *findings]
 
 
 def beside_reference(run: Run, references: list[Reference]) -> Finding:

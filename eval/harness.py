@@ -38,7 +38,7 @@ def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
     """The scores in the output of `evaluate`; a filter other than none stays in the name."""
     url = "https://github.com/EleutherAI/lm-evaluation-harness"
     source = {"source_name": "lm-evaluation-harness", "source_url": url, "complete": not limit}
-    found = []
+    scores = []
     for task, metrics in results["results"].items():
         rows = f", {metrics['sample_len']:,} rows" if "sample_len" in metrics else ""
         data = {"dataset_type": task, "dataset_name": task}
@@ -49,8 +49,8 @@ def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
                 ci95 = 1.96 * error if isinstance(error, float) else None  # or N/A
                 name = kind if filtered == "none" else f"{kind} ({filtered})"
                 metric = "accuracy" if kind.startswith("acc") else kind, name
-                found.append(score(data, metric, value, how + rows, ci95=ci95, **source))
-    return found
+                scores.append(score(data, metric, value, how + rows, ci95=ci95, **source))
+    return scores
 
 
 def main() -> None:
@@ -76,8 +76,8 @@ def main() -> None:
     version = importlib.metadata.version("lm-eval")
     about = loaded.describe() | {"version": version, "limit": args.limit, "versions": results["versions"]}
     how = f"lm-evaluation-harness {version}" + (f", limit {args.limit:,}" if args.limit else "")
-    found = scores_of(results, f"{how}, in {about['dtype']}", args.limit)
-    common.write_results(output, "lm_eval", about | {"scores": found})
+    scores = scores_of(results, f"{how}, in {about['dtype']}", args.limit)
+    common.write_results(output, "lm_eval", about | {"scores": scores})
 
 
 if __name__ == "__main__":

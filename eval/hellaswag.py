@@ -60,20 +60,20 @@ def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 
     """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model; with `desc`, shows a
     progress bar."""
     requests, lengths = zip(*(encode_row(model.encode, row, way) for way in WAYS for row in rows), strict=True)
-    found = score(model, requests, batch_size * len(WAYS), desc)
+    sums = score(model, requests, batch_size * len(WAYS), desc)
     shape = len(WAYS), len(rows), -1
-    log_likelihoods, lengths = np.reshape(found, shape), np.reshape(lengths, shape)
+    log_likelihoods, lengths = np.reshape(sums, shape), np.reshape(lengths, shape)
     return {way: (log_likelihoods[i], lengths[i]) for i, way in enumerate(WAYS)}
 
 
 def correct(scores: Scores, rows: Sequence[dict]) -> dict[str, np.ndarray]:
     """Which rows each of ACCURACIES counts, bool (N,). Ties go to the first ending."""
     labels = np.array([row["label"] for row in rows])
-    found = {}
+    right = {}
     for way, (log_likelihoods, lengths) in scores.items():
-        found[f"{way}_acc"] = log_likelihoods.argmax(1) == labels
-        found[f"{way}_acc_norm"] = (log_likelihoods / lengths).argmax(1) == labels
-    return found
+        right[f"{way}_acc"] = log_likelihoods.argmax(1) == labels
+        right[f"{way}_acc_norm"] = (log_likelihoods / lengths).argmax(1) == labels
+    return right
 
 
 def count_correct(
@@ -95,9 +95,9 @@ def accuracies(scores: Scores, rows: list[dict]) -> dict:
     result: dict = {"rows": len(rows)}
     for way, (log_likelihoods, lengths) in scores.items():
         metric, labels = HellaSwag(keep_in_memory=True), [row["label"] for row in rows]
-        found = metric.compute(log_likelihoods=log_likelihoods, lengths=lengths, labels=labels)
-        assert found  # None on another process than the first
-        result |= {f"{way}_{kind}": value for kind, value in found.items()}
+        values = metric.compute(log_likelihoods=log_likelihoods, lengths=lengths, labels=labels)
+        assert values  # None on another process than the first
+        result |= {f"{way}_{kind}": value for kind, value in values.items()}
     return result
 
 
@@ -129,8 +129,8 @@ def main() -> None:
     result = accuracies(score_rows(loaded.lm, rows, batch_size=args.batch_size, desc="HellaSwag"), rows)
     seconds = time.monotonic() - start
     print(f"\n{table(result)}\n\n{seconds:.1f} s, {len(rows) / seconds:.1f} rows/s")
-    found = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
-    result |= {"seconds": round(seconds, 1), "scores": found}
+    scores = hellaswag_scores(result, len(rows), f"in {loaded.describe()['dtype']}")
+    result |= {"seconds": round(seconds, 1), "scores": scores}
     common.write_results(output, "hellaswag", loaded.describe() | result)
 
 

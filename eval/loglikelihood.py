@@ -80,9 +80,9 @@ def score(
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     scores: list = [None] * len(groups)
     for batch in progress_bar(batches, desc):
-        found = iter(score_rows(model, [row for i in batch for row in packed[i]]))
+        sums = iter(score_rows(model, [row for i in batch for row in packed[i]]))
         for i in batch:
-            scores[i] = [next(found) for _ in groups[i]]
+            scores[i] = [next(sums) for _ in groups[i]]
     return scores
 
 

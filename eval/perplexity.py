@@ -79,8 +79,8 @@ def summarize(loaded: common.Loaded, windows: list[np.ndarray], losses: list[flo
     tokens = sum(len(window) - 1 for window in windows)
     size = sum(int(table[window[1:]].sum()) for window in windows)
     loss, bits = total / tokens, total / math.log(2) / size  # bits per byte as in section 3.1 of arXiv:2101.00027
-    found = {"loss": loss, "perplexity": float(np.exp(loss)), "bits_per_byte": bits}
-    return found | {"windows": len(windows), "tokens": tokens, "bytes": size}
+    metrics = {"loss": loss, "perplexity": float(np.exp(loss)), "bits_per_byte": bits}
+    return metrics | {"windows": len(windows), "tokens": tokens, "bytes": size}
 
 
 def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
@@ -135,8 +135,8 @@ def main() -> None:
     print(f"perplexity     {result['perplexity']:14.4f}")
     print(f"bits_per_byte  {result['bits_per_byte']:14.4f} bits/byte")
     print(f"tokens         {result['tokens']:14,}\nbytes          {result['bytes']:14,}\n")
-    found = loaded.describe() | about | result
-    common.write_results(output, "perplexity", found | {"scores": scores_of(found)})
+    record = loaded.describe() | about | result
+    common.write_results(output, "perplexity", record | {"scores": scores_of(record)})
 
 
 if __name__ == "__main__":

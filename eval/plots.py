@@ -51,12 +51,12 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         plots["hellaswag"] = draw_hellaswag, 2
-    found = []
+    pictures = []
     for name, (draw, panels) in plots.items():
         figure = Figure(figsize=(WIDTH, 1.6 + 1.1 * panels), layout="constrained")
         title, caption = draw(np.ravel(figure.subplots(panels // 2, 2)), runs, references)
-        found.append(Picture(name, title, caption, figure))
-    return found
+        pictures.append(Picture(name, title, caption, figure))
+    return pictures
 
 
 def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:

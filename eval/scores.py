@@ -15,8 +15,8 @@ _HELLASWAG = {"dataset_type": "Rowan/hellaswag", "dataset_name": "HellaSwag", "d
 def score(dataset: dict, metric: tuple[str, str], value: float, how: str, **more) -> dict:
     """One score; `metric` is its name on the Hub and its name for readers, `more` are further fields."""
     metric_type, metric_name = metric
-    found = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": how}
-    return {"task_type": "text-generation"} | dataset | found | {"ci95": None, "complete": True} | more
+    metric_fields = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": how}
+    return {"task_type": "text-generation"} | dataset | metric_fields | {"ci95": None, "complete": True} | more
 
 
 def text_dataset(name: str) -> dict:
@@ -29,12 +29,12 @@ def hellaswag_scores(accuracies: dict[str, float | None], rows: int, how: str, w
     """The scores of the first `rows` rows, from the values of ACCURACIES that were measured."""
     complete = rows >= HELLASWAG_ROWS
     count = f"{rows:,} rows" if complete else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
-    found = []
+    scores = []
     for name, text in ACCURACIES.items():
         if (p := accuracies.get(name)) is not None:
             metric = "accuracy", f"{text}{when}"
-            found.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), complete=complete))
-    return found
+            scores.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), complete=complete))
+    return scores
 
 
 def ci95(p: float, n: int) -> float:
@@ -45,8 +45,8 @@ def ci95(p: float, n: int) -> float:
 
 def all_scores(results: dict) -> list[dict]:
     """The finite scores of a results.json."""
-    found = [score for entry in results.values() for score in entry.get("scores", [])]
-    return [score for score in found if math.isfinite(score["metric_value"])]
+    scores = [score for entry in results.values() for score in entry.get("scores", [])]
+    return [score for score in scores if math.isfinite(score["metric_value"])]
 
 
 def table_row(score: dict) -> tuple[str, str, str, str]:

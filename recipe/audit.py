@@ -90,7 +90,7 @@ class Interval(NamedTuple):
     is_last: bool
 
 
-def interval_to(end: Path, found: list[Path], repo: str) -> Interval:
+def interval_to(end: Path, ends: list[Path], repo: str) -> Interval:
     """From the newest checkpoint through which the run came to `end`: it may have gone on from an older one."""
 
     def parts(path: Path) -> list[dict]:
@@ -98,11 +98,11 @@ def interval_to(end: Path, found: list[Path], repo: str) -> Interval:
             fetch(repo, path)
         return state_of(path)["about"]
 
-    own, earlier = parts(end), reversed(found[: found.index(end)])
+    own, earlier = parts(end), reversed(ends[: ends.index(end)])
     start = next((path for path in earlier if descends(own, step_of(path), parts(path))), None)
     if repo:
         shutil.copy(end / "metrics.jsonl", end.parent)
-    return Interval(start, end, step_of(start) if start else 0, step_of(end), end == found[-1])
+    return Interval(start, end, step_of(start) if start else 0, step_of(end), end == ends[-1])
 
 
 def options_of(interval: Interval, directory: Path, repo: str, flags: list[str]) -> list[str]:
@@ -298,16 +298,16 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
     number = arguments.last if arguments.random is None else arguments.random
     if number < 1:
         raise UserError("--last and --random count intervals, from 1 on")
-    found = checkpoints_on_the_hub(repo, run) if repo else checkpoints(run)
-    if not found:
+    ends = checkpoints_on_the_hub(repo, run) if repo else checkpoints(run)
+    if not ends:
         raise UserError(f"{repo or run}: no checkpoint there; name a run, such as runs/shakespeare")
-    chosen = found[-number:]
+    chosen = ends[-number:]
     if arguments.random:
-        chosen = sorted(random.sample(found, min(number, len(found))), key=step_of)
-    print(f"audit      {repo or run}: {len(chosen)} of {len(found)} intervals between its checkpoints", flush=True)
+        chosen = sorted(random.sample(ends, min(number, len(ends))), key=step_of)
+    print(f"audit      {repo or run}: {len(chosen)} of {len(ends)} intervals between its checkpoints", flush=True)
     codes = set()
     for end in chosen:
-        interval = interval_to(end, found, repo)
+        interval = interval_to(end, ends, repo)
         try:
             with tempfile.TemporaryDirectory(dir=directory) as own:
                 code, sentence = ExitCode.DONE, audit(interval, Path(own), arguments)

@@ -250,8 +250,8 @@ def with_steps(config: Config, processes: Processes) -> Config:
 def _decided(config: Config) -> int:
     """The max_steps of a run of train_hours: UNDECIDED until the newest checkpoint was saved when it was time to decay,
     or after that. Which checkpoint that is does not matter: all after the decision have the same."""
-    found = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
-    for path in reversed(found):
+    committed = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
+    for path in reversed(committed):
         with suppress(UserError):  # damaged ones are named where the run continues
             state = state_of(path)
             if state["config"].get("train_hours") != config.run.train_hours:

@@ -24,11 +24,11 @@ def main(argv: list[str] | None = None) -> int:
         path = parser.parse_args(argv).path or newest_run()
     except UserError as error:
         return fail(error)
-    found = [path] if (path / "manifest.json").exists() else checkpoints(path)
-    if not found:
+    listed = [path] if (path / "manifest.json").exists() else checkpoints(path)
+    if not listed:
         print(f"error: {path}: no checkpoint there; name a run, such as runs/shakespeare", file=sys.stderr)
         return ExitCode.USER_ERROR
-    damaged = [_report(checkpoint) for checkpoint in found]
+    damaged = [_report(checkpoint) for checkpoint in listed]
     return 1 if any(damaged) else ExitCode.DONE
 
 

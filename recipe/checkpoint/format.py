@@ -139,13 +139,13 @@ def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, floa
     have continued from it: it stays and does not count. Raises OSError.
     """
     milestone, decay_start = config.run.milestone_steps, config.optimizer.decay_start
-    found = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
-    evaluated = [path for path in found if step_of(path) in val_losses]
+    older = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
+    evaluated = [path for path in older if step_of(path) in val_losses]
     best = min(evaluated, key=lambda path: val_losses[step_of(path)], default=None)
-    for path in found:
+    for path in older:
         if step_of(path) == decay_start or (milestone and step_of(path) % milestone == 0):
             protect(path)
-    for path in found[: -(limit or config.run.save_total_limit)]:
+    for path in older[: -(limit or config.run.save_total_limit)]:
         if path != best and not (path / _KEEP).exists():
             # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f"{_DELETING}{path.name}")))
@@ -201,9 +201,9 @@ def newest_intact(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files all verify; None where there is none at all. Damaged ones are skipped with a
     warning. Raises UserError where one cannot be read, which may pass, or where all are damaged: whether to start over
     is for the user to decide."""
-    while found := checkpoints(run_dir):
+    while committed := checkpoints(run_dir):
         damage = ""
-        for path in reversed(found):
+        for path in reversed(committed):
             try:
                 problems = verify(path)
             except OSError as e:
@@ -219,7 +219,7 @@ def newest_intact(run_dir: Path) -> Path | None:
             damage = damage or f"{path.name}: {problems[0]}"
         else:
             raise UserError(
-                f"{run_dir}: none of its {len(found)} checkpoints is intact; --fresh starts over, and keeps them "
+                f"{run_dir}: none of its {len(committed)} checkpoints is intact; --fresh starts over, and keeps them "
                 f"aside. The newest, {damage}"
             )
     return None
@@ -237,8 +237,8 @@ def verify(path: Path) -> list[str]:
     except UserError as error:
         return [str(error)]
     problems = [f"manifest.json does not list {name}" for name in _NEEDED if name not in files]
-    found = {name: problem_of(path / name, written) for name, written in files.items()}
-    return problems + [f"{name} {problem}" for name, problem in found.items() if problem]
+    by_file = {name: problem_of(path / name, written) for name, written in files.items()}
+    return problems + [f"{name} {problem}" for name, problem in by_file.items() if problem]
 
 
 def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:

@@ -96,7 +96,7 @@ def _model(name: str) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Dense half-precision peak in FLOP/s of the device called `name`; None where it is not known."""
-    return DEVICES[found].peak if (found := known_name(name)) else None
+    return DEVICES[known].peak if (known := known_name(name)) else None
 
 
 def named_devices(text: str) -> tuple[int, str]:

@@ -167,9 +167,9 @@ def _of_checkpoint(config: Config, strategy: Strategy) -> tuple[int, bool] | Non
     """Micro-batch and gradient checkpointing in the newest checkpoint of this run, if it was saved by the same strategy
     for the same model."""
     now = config.flat()
-    found = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
+    committed = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
     try:
-        state = state_of(found[-1])
+        state = state_of(committed[-1])
         before = state["config"]
         same = state["engine"] == str(strategy) and all(now[k] in (before[k], "auto") for k in _SAME)
         return (int(before["micro_batch_size"]), before["gradient_checkpointing"]) if same else None

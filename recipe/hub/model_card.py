@@ -105,11 +105,11 @@ def _summary(state: dict, texts: list[dict]) -> str:
     )
 
 
-def _comparison(found: dict) -> dict:
+def _comparison(result: dict) -> dict:
     """The output of eval/compare.py as Markdown."""
-    rows = [[plain(cell) for cell in comparison_row(row)] for row in found["rows"]]
-    samples = [f"{plain(found['prompt'])} ... {plain(text)}" for text in found["samples"]]
-    return {"other": plain(found["other"]), "rows": rows, "samples": samples}
+    rows = [[plain(cell) for cell in comparison_row(row)] for row in result["rows"]]
+    samples = [f"{plain(result['prompt'])} ... {plain(text)}" for text in result["samples"]]
+    return {"other": plain(result["other"]), "rows": rows, "samples": samples}
 
 
 def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
@@ -130,8 +130,8 @@ def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
     for text in texts:
         if (loss := line.get(f"val_loss/{text['name']}")) is not None:
             yield score(text_dataset(f"{text['name']}, held out"), metric, loss, how + tokens)
-    found = {name: line.get(f"hellaswag_{name}") for name in ACCURACIES}
-    yield from hellaswag_scores(found, config.get("hellaswag_limit") or HELLASWAG_ROWS, how, ", during training")
+    accuracies = {name: line.get(f"hellaswag_{name}") for name in ACCURACIES}
+    yield from hellaswag_scores(accuracies, config.get("hellaswag_limit") or HELLASWAG_ROWS, how, ", during training")
 
 
 def _entry(score: dict) -> EvalResult:
@@ -163,8 +163,8 @@ def _text(source: dict) -> dict:
     repository = source.get("train_text")
     named = repository and (source.get("commit") or source.get("shards"))  # shards: by dataset_source
     if named and _REPOSITORY.fullmatch(repository):
-        found = {"text": repository, "id": repository, "commit": source.get("commit")}
-        return found | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
+        of_hub = {"text": repository, "id": repository, "commit": source.get("commit")}
+        return of_hub | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
     if files := source.get("files"):
         more = source["of"] - 1
         return {"text": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
@@ -210,11 +210,11 @@ def _training(state: dict, lines: list[dict], preflight: str) -> dict[str, objec
 def _preflight(checkpoint: Path, part: dict) -> str:
     """What recipe/preflight.py has said of the devices of a part of the run, or empty."""
     file = checkpoint.resolve().parent.parent / "preflight.json"
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    if not found.get("passed") or (found["device"], found["engine"]) != (part["device"], part["engine"]):
+    result = json.loads(file.read_text()) if file.is_file() else {}
+    if not result.get("passed") or (result["device"], result["engine"]) != (part["device"], part["engine"]):
         return ""
-    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "accelerate"))
-    return f"passed on {found['processes']} x {found['device']}, {found['date']}, {versions}"
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "accelerate"))
+    return f"passed on {result['processes']} x {result['device']}, {result['date']}, {versions}"
 
 
 def _code(config: dict, part: dict) -> dict[str, object]:

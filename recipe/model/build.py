@@ -62,7 +62,7 @@ def check_init_from(model: ModelConfig) -> None:
 
 def _check_config(model: ModelConfig, directory: str) -> None:
     theirs = read_config(directory)
-    found = {k: getattr(theirs, k) for k in SHAPE_FIELDS}
-    if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in found.items() if v != getattr(model, k)]:
+    shapes = {k: getattr(theirs, k) for k in SHAPE_FIELDS}
+    if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:
         raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
     check_supported(theirs)

@@ -16,9 +16,9 @@ _NAME = re.compile(r"step_(\d{8,})")
 def checkpoints(run_dir: Path) -> list[Path]:
     """Committed checkpoints of a run, oldest first, unverified."""
     for _ in range(3):  # a directory that is read while a run commits one and deletes another can look empty
-        if found := [path for path in run_dir.glob("step_*") if _NAME.fullmatch(path.name)]:
+        if paths := [path for path in run_dir.glob("step_*") if _NAME.fullmatch(path.name)]:
             break
-    return sorted(found, key=step_of)
+    return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -31,10 +31,10 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     UserError if there is none."""
     # By files that nobody writes again: results are written into runs and checkpoints.
     manifests = [path / "manifest.json" for run in runs.glob("*") for path in checkpoints(run)[-1:]]
-    found = [path for path in manifests if path.is_file()] or [*runs.glob("*/metrics.jsonl")]
-    if not found:
+    written = [path for path in manifests if path.is_file()] or [*runs.glob("*/metrics.jsonl")]
+    if not written:
         raise UserError(f"no run given, and none under {runs}/: run `make train`, or name one: runs/NAME")
-    run = runs / max(found, key=lambda path: path.stat().st_mtime).relative_to(runs).parts[0]
+    run = runs / max(written, key=lambda path: path.stat().st_mtime).relative_to(runs).parts[0]
     print(f"no run given: the newest is {run}", flush=True)
     return run
 
