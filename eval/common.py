@@ -51,7 +51,7 @@ class Loaded:
     @property
     def lm(self) -> LanguageModel:
         """The model as the scorers use it. Contexts are shared if the architecture is known to accept positions and a
-        boolean mask: GPT-2 with SDPA. For others the states are the logits, since their head may be more than a matrix
+        boolean mask: GPT-2 with SDPA. For others the states are the logits: their head may be more than a matrix
         product."""
         model = self.model
         shares = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
@@ -96,8 +96,7 @@ def positive_int(text: str) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; an error of the user's becomes one line on stderr and exit code 2 instead of a traceback, and
-    Ctrl-C exit code 130."""
+    """Runs a command; an error of the user's becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
     try:
         main()
     except KeyboardInterrupt:

@@ -32,8 +32,7 @@ def compare_means(metric: str, ours: np.ndarray, theirs: np.ndarray) -> dict:
 
 
 def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loaded) -> list[dict]:
-    """The table's row for the validation loss, in nats per token; none, with a note, if the tokenizers differ or the
-    first model's data are missing."""
+    """The row for the validation loss; none, with a note, if the tokenizers differ or the data are missing."""
     args.sequence_length = args.sequence_length or min(
         common.trainer_config(ours.directory).get("sequence_length", 1024), ours.n_positions, theirs.n_positions
     )

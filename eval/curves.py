@@ -89,8 +89,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a directory, or of a checkpoint in it. Raises UserError if there is no run, if it has no line yet, or
-    if a file is damaged."""
+    """The run in a directory, or of a checkpoint in it. Raises UserError if there is none, or a file is damaged."""
     directory = Path(path).expanduser()
     if directory in checkpoints(directory.parent):
         directory = directory.parent
@@ -112,8 +111,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def _about(state: dict) -> tuple[dict, str, str, str]:
-    """The config, engine, data and dataset of a Run, from a trainer_state.json. Raises many kinds of errors where it is
-    damaged."""
+    """The config, engine, data and dataset of a Run, from a trainer_state.json, which may be damaged."""
     config, engine, data = state["config"], state["engine"], state["config"]["dataset_name"]
     if isinstance(data, list):  # a mixture
         data = ", ".join(f"{part['weight']:.1%} {part['name']}" for part in data)
@@ -179,8 +177,7 @@ def load_references() -> list[Reference]:
 
 
 def find_reference(run: Run, references: list[Reference]) -> Reference | None:
-    """The reference for a run's data and model, if one ships and the run starts from scratch; other settings may
-    differ."""
+    """The reference for a run's data and model, if one ships; none if it starts from other weights."""
     for reference in references:
         same = all(run.config.get(key) == reference.settings[key] for key in ("n_layer", "n_head", "n_embd"))
         if same and run.dataset == reference.dataset and not run.config.get("init_from"):

@@ -42,8 +42,7 @@ def clean(text: str) -> str:
 
 
 def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple[list[Request], list[int]]:
-    """A row's four requests in one style, and the lengths that acc_norm divides by. `encode` turns text into token ids
-    without special tokens."""
+    """A row's four requests in one style, and the lengths that acc_norm divides by; `encode` adds no special tokens."""
     if way == "llmc":
         context = encode(row["ctx"])
         endings = [encode(" " + ending) for ending in row["endings"]]
@@ -57,8 +56,7 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple
 
 
 def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = "") -> Scores:
-    """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model; with `desc`, shows a
-    progress bar."""
+    """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model."""
     requests, lengths = zip(*(encode_row(model.encode, row, way) for way in WAYS for row in rows), strict=True)
     sums = score(model, requests, batch_size * len(WAYS), desc)
     shape = len(WAYS), len(rows), -1

@@ -143,8 +143,7 @@ def _fill(size: int, multiple: int) -> int:
 
 
 def sees(segments: torch.Tensor) -> torch.Tensor:
-    """Segments (N, T) -> mask (N, 1, T, T): a position sees itself and the earlier positions of the context and of its
-    own segment."""
+    """Segments (N, T) -> mask (N, 1, T, T): a position sees the context and its own segment, up to itself."""
     query, key = segments[:, None, :, None], segments[:, None, None, :]
     T = segments.shape[1]
     return ((key == 0) | (key == query)) & torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()

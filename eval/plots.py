@@ -60,8 +60,7 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
 
 
 def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
-    """Training and validation loss against tokens: the full run, and its last four fifths. Returns title and
-    caption."""
+    """Training and validation loss against tokens: all, and the last four fifths. Returns title and caption."""
     end = max(run.tokens for run in runs) or 1
     begin = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, where a short run is too
     full, rest = panels

@@ -38,8 +38,7 @@ def hellaswag_scores(accuracies: dict[str, float | None], rows: int, how: str, w
 
 
 def ci95(p: float, n: int) -> float:
-    """Half the width of the 95 % interval of a fraction p of n rows: normal approximation, 1.96 sqrt(p (1 - p) /
-    n)."""
+    """Half the width of the 95 % interval of a fraction p of n rows: 1.96 sqrt(p (1 - p) / n)."""
     return 1.96 * (p * (1 - p) / n) ** 0.5
 
 

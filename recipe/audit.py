@@ -135,8 +135,7 @@ def options_of(interval: Interval, directory: Path, repo: str, flags: list[str])
 
 
 def replay(interval: Interval, run: Path, command: list[str]) -> Checkpoint:
-    """Trains from the interval's start to its end in the directory `run`. Raises NotComparable where the trainer ends
-    before."""
+    """Trains from the interval's start to its end in the directory `run`. Raises NotComparable if the trainer fails."""
     if interval.start:
         shutil.copytree(interval.start, run / interval.start.name)
     own = {"output_dir": run, "save_steps": interval.last, "milestone_steps": interval.last}

@@ -91,16 +91,14 @@ class Evaluator:
         return loss_sum / sequences
 
     def _validation_batch(self, data: TokenDataset, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (micro, T), int64, of a batch; rows beyond the last window have ignored targets, so that
-        all batches have one shape."""
+        """Inputs and targets (micro, T), int64, of a batch; rows beyond the last window have ignored targets."""
         lo, hi = (min(n * self.batch.micro, windows) for n in (number, number + 1))
         real = torch.from_numpy(data.validation_windows(lo, hi))  # (rows, T + 1)
         missing = (0, 0, 0, self.batch.micro - len(real))
         return F.pad(real[:, :-1], missing), F.pad(real[:, 1:], missing, value=IGNORE_INDEX)
 
     def hellaswag(self) -> dict[str, float]:
-        """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies, as columns of
-        metrics.jsonl."""
+        """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies."""
         device, runtime = self.strategy.device, self.strategy.runtime
         rows, done = load_rows(self.config.run.hellaswag_limit), count()
         rank, world_size = runtime.processes.rank, runtime.processes.world_size
@@ -137,8 +135,7 @@ class Evaluator:
         return self.tokenizer.encode([text])[0].tolist()
 
     def sample(self, step: int) -> dict[str, str]:
-        """Continues each line of `sample_prompt`, or a line break, and prints it: the same text for the same seed on
-        every process."""
+        """Continues each line of `sample_prompt`, or a line break: the same text for a seed on every process."""
         run, texts = self.config.run, []
         with self.metrics.paused("sampling"), unsharded_model(self.strategy, self.raw_model) as live:
             for prompt in map(str.strip, run.sample_prompt.splitlines() or [""]):
@@ -172,8 +169,7 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 
 @contextmanager
 def unsharded_model(strategy: Strategy, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
-    """The live model, uncompiled and in evaluation mode; under ZeRO-3 and FSDP one assembled from its shards. A
-    collective call."""
+    """The live model, uncompiled, in evaluation mode; assembled from its shards if need be. A collective call."""
     live = model
     if (weights := strategy.unsharded_weights(model)) is not None:
         with torch.device("meta"):  # no second copy: the gathered tensors become the parameters

@@ -191,8 +191,8 @@ def state_of(checkpoint: Path) -> dict:
 
 
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
-    """The files of an intact checkpoint that `from_pretrained` reads, or all of its files with `state`; none that was
-    added later."""
+    """The checkpoint's files that `from_pretrained` reads, or all of its own with `state`; none that was added
+    later."""
     names = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
     return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _FOR_TRAINING))
 
@@ -242,8 +242,7 @@ def verify(path: Path) -> list[str]:
 
 
 def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:
-    """Reads a verified checkpoint onto the CPU; `rewound`: see Checkpoint. Raises UserError where a file cannot be
-    read."""
+    """Reads a verified checkpoint onto the CPU. Raises UserError where a file cannot be read."""
     state, loaded = state_of(path), []
     for name in ("model.safetensors", "optimizer.safetensors"):
         with reading(path / name, f"try again, or move {path.name} away to continue from an earlier checkpoint"):

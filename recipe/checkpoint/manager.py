@@ -102,8 +102,7 @@ class CheckpointManager:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the save under way has ended: before an evaluation that can take minutes, because a kill in it
-        must not cost the checkpoint."""
+        """Waits for the save under way: a kill in an evaluation of minutes must not cost the checkpoint."""
         with self._log.paused("saving"):
             self.join()
 

@@ -53,8 +53,7 @@ class RunDirectory:
         self.path, self._lock = path, FileLock(path / LOCK, timeout=LOCK_TIMEOUT_S)
 
     def acquire(self) -> None:
-        """Creates the directory if need be and locks it. Raises UserError, naming the owner, where another process has
-        it, and OSError."""
+        """Creates the directory and locks it. Raises OSError, and UserError, naming the owner, where it is locked."""
         target = self.path.resolve()  # what a link points to need not be there
         missing = [path for path in (target, *target.parents) if not path.exists()]
         target.mkdir(parents=True, exist_ok=True)
@@ -125,8 +124,7 @@ def run_directory(path: Path, *, fresh: bool = False) -> Generator[RunDirectory,
 
 
 def _check_free(run_dir: Path) -> None:
-    """Raises UserError where the directory is another program's: it is not empty and holds no run. It only looks at
-    names, and writes nothing."""
+    """Raises UserError where the directory is another program's: it is not empty and holds no run, by its names."""
     if not run_dir.is_dir() or checkpoints(run_dir) or (run_dir / "metrics.jsonl").exists():
         return
     others = [p for p in run_dir.iterdir() if not (p.name.startswith(".") or p.suffix in _BESIDE)]

@@ -65,8 +65,7 @@ def _located(data: DataConfig) -> DataConfig:
 
 
 def counts_of(weights: Sequence[float]) -> list[int]:
-    """How many of each 1,000 sequences come from each data set, by the largest remainders. Raises UserError where all
-    weights are 0."""
+    """How many of each 1,000 sequences come from each data set, by the largest remainders. Raises UserError."""
     fractions = [Fraction(str(weight)) for weight in weights]  # as they were written: equal remainders stay equal
     if not (total := sum(fractions)):
         raise UserError(f"dataset_name has no entry with a weight above 0; {FORM}")

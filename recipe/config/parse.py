@@ -71,8 +71,7 @@ def _values(words: dict, origin: str = "") -> dict:
 
 
 def _without_replaced(recipe: dict, flags: dict) -> dict:
-    """The recipe's values without those about a data set, an optimizer or a schedule that the command line has
-    replaced."""
+    """The recipe's values without those about what the command line has replaced."""
     before = DEFAULTS | recipe
     dropped = {name for name, (other, value) in ONLY.items() if flags.get(other, value) != value == before[other]}
     if any(flags.get(name) for name in LENGTHS):

@@ -116,8 +116,7 @@ class Builder:
 
 
 def main() -> int:
-    """Makes the shards of the job on stdin until the trainer ends. Returns 1 after an error, which is in the status
-    file."""
+    """Makes the shards of the job on stdin until the trainer ends. Returns 1 after an error (in the status file)."""
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):

@@ -86,8 +86,7 @@ class HubText:
         time.sleep(wait)
 
     def documents(self, stream: dict | None = None) -> Iterator[Document]:
-        """All documents in order, or those from an earlier document's `stream` on: each once, whatever happens to the
-        connection."""
+        """All documents in order, or those from an earlier document's `stream` on: each once, whatever happens."""
         following = 0
         while True:
             try:

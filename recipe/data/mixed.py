@@ -54,8 +54,7 @@ Dataset = TokenDataset | MixedDataset  # what a run reads
 
 def dealt(g: np.ndarray, counts: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """For windows of the run, (N,), which dataset gives them, and which of its own windows they are: (N,), int64 each.
-    A permutation keyed (seed, block) deals the places of each block of 1,000 windows, `counts` of them to each
-    dataset."""
+    A permutation keyed (seed, block) deals the places of each block of 1,000 windows, `counts` of them to each."""
     which = [_places(number // MIXTURE_PERIOD, counts, seed)[number % MIXTURE_PERIOD] for number in g.tolist()]
     window = [windows_before(number, counts, seed)[k] for number, k in zip(g.tolist(), which, strict=True)]
     return np.array(which, np.int64), np.array(window, np.int64)

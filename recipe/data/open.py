@@ -29,8 +29,7 @@ def open_datasets(
     config: Config, batch: BatchPlan, processes: Processes, step: int = 0, state: dict | None = None
 ) -> Generator[tuple[Dataset, Dataset], None, None]:
     """The training and validation data of a run that continues at `step`; `state` is what the checkpoint kept of the
-    data, if there is one. A collective call: local text is prepared by the main process first. Raises UserError on
-    all."""
+    data. A collective call: local text is prepared by the main process first. Raises UserError on all processes."""
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(one.data) for one in sets]
@@ -61,8 +60,7 @@ def open_datasets(
 
 
 def training_windows(config: Config) -> int:
-    """How many sequences an epoch of a run's data has; local text is prepared for that. Raises UserError where the data
-    have no known end."""
+    """Sequences in an epoch of a run's data; prepares local text. Raises UserError where their end is not known."""
     data, several = data_sets(config.data)[0].data, len(data_sets(config.data)) > 1
     if several or _is_streamed(data):
         what = "a mixture" if several else f"a stream ({data.dataset_name})"
@@ -78,8 +76,7 @@ def training_windows(config: Config) -> int:
 
 
 def state_on_disk(data: DataConfig) -> dict:
-    """The state_dict of a run's training data, by the shards that are on this disk. Raises UserError where there are
-    none."""
+    """The state_dict of a run's training data, by the shards on this disk. Raises UserError if there are none."""
     sets = data_sets(data)
     states = [TokenDataset(find_shards(one.data.dataset_name, "train"), 1, 1, 0).state_dict() for one in sets]
     return {"mixture": [{"name": ""} | state for state in states]} if len(sets) > 1 else states[0]

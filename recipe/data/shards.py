@@ -43,8 +43,7 @@ class Shard:
 
 
 def open_shard(shard: Shard) -> ShardReader:
-    """A shard with its SHA-256 in `sha256`, which was compared where it was known: about 0.2 s for 100M tokens. Raises
-    UserError."""
+    """A shard with its SHA-256, compared where it was known: about 0.2 s for 100M tokens. Raises UserError."""
     reader = ShardReader(shard.path)
     reader.sha256 = sha256_of(shard.path)
     if shard.sha256 not in (None, reader.sha256):
@@ -74,8 +73,7 @@ class OpenShard:
         self.tokens += len(tokens)
 
     def commit(self, path: Path) -> str:
-        """Writes the header and renames the file to `path`, in a way that survives a power failure; returns its
-        SHA-256."""
+        """Writes the header and renames the file to `path`, safe from a power failure; returns its SHA-256."""
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
         with writing(self.part, _AGAIN):

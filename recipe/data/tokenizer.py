@@ -54,8 +54,7 @@ def encoding() -> tiktoken.Encoding:
 
 
 def encode(text: str) -> np.ndarray:
-    """Token ids of `text`, (tokens,), uint16. A literal "<|endoftext|>" is ordinary text: END_OF_TEXT never comes
-    out."""
+    """Token ids of `text`, (tokens,), uint16. A literal "<|endoftext|>" is ordinary text."""
     try:
         return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except ValueError:
@@ -66,9 +65,8 @@ def encode(text: str) -> np.ndarray:
 
 
 def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> tokenization_gpt2.GPT2Tokenizer:
-    """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens,
-    and truncates there if asked to. It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no
-    other special token."""
+    """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens.
+    It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no other special token."""
     from transformers.models.gpt2 import tokenization_gpt2  # seconds to import, which making shards is spared
 
     vocab, merges = str(_FILES / "encoder.json"), str(_FILES / "vocab.bpe")

@@ -107,8 +107,7 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
 
 
 def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) -> Device:
-    """A device that is not here, `name` in DEVICES, or `count` TPU cores behind one process. Raises UserError where it
-    lacks the precision."""
+    """A device that is not here, by its name in DEVICES, or `count` TPU cores behind one process. Raises UserError."""
     sheet = hardware.DEVICES[name]
     tpu = "xla" if name in ("TPU V2", "TPU V3") else "tpu"
     kind = tpu if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"

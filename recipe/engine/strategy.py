@@ -70,8 +70,7 @@ class Strategy:
     # Preparing
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
-        """Moves the model to the device, in place, and compiles it if `compile` names a mode; call it before the
-        optimizer is created."""
+        """Moves the model to the device and compiles it if `compile` names a mode; before the optimizer is created."""
         model.to(self.device.torch_device)
         if compile and not self.device.no_compile:
             # regional: a block at a time, where all blocks run the code of the first
@@ -81,8 +80,7 @@ class Strategy:
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan, config: OptimizerConfig
     ) -> tuple[nn.Module, Optimizer]:
-        """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError where they cannot
-        train as configured."""
+        """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError if they cannot."""
         self._max_grad_norm = config.max_grad_norm
         self.spike_filter = SpikeFilter(self.device.torch_device, config)
         names = state_names(model, optimizer)
@@ -104,13 +102,11 @@ class Strategy:
         self.device.seed(((seed * 1_000_003 + step) * 65_537 + self.runtime.processes.rank) % 2**63)
 
     def micro_step(self, model: nn.Module, *, last: bool):
-        """Context of one micro-step's forward and backward. A collective call in the last one, which averages the
-        gradients over processes."""
+        """Context of a forward and a backward; collective in the last one, which averages the gradients."""
         return nullcontext() if last else self._accelerator.no_sync(model)
 
     def backward(self, loss: Tensor) -> None:
-        """Runs backward; `loss`, (), is already divided by the accumulation count. Collective in the last
-        `micro_step`."""
+        """Runs backward of a loss, (), that is already divided by the accumulation. Collective in the last one."""
         self._accelerator.backward(loss)
 
     def update(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,8 +169,7 @@ class Strategy:
         return copies
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
-        """Sets the optimizer state that `gather` returned, as after `steps` optimizer steps; call it after
-        `prepare`."""
+        """Sets the optimizer state that `gather` returned, as after `steps` optimizer steps; after `prepare`."""
         load_named_state(model, optimizer, tensors, steps)
 
     def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor] | None:

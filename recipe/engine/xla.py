@@ -159,8 +159,7 @@ class XlaStrategy(Strategy):
         return grad_norm, skip
 
     def _replicate(self, tensors) -> None:
-        """Marks tensors as replicated, as the outputs of a program are; without it, the first optimizer step would be
-        compiled twice."""
+        """Marks tensors as replicated, as a program's outputs are, or the first step would be compiled twice."""
         for t in tensors:
             xs.mark_sharding(t, self.device.mesh, (None,) * t.ndim)
 

@@ -127,8 +127,7 @@ class _Search:
 
     def _tried(self, config: Config, sizes: list[int], budget: float) -> tuple[int, int]:
         """The first of `sizes` with which a step takes at most `budget` bytes on the device of each process, 0 where
-        none does, and the peak bytes of that step here. The model is the process's own, unprepared, and deleted at the
-        end."""
+        none does, and the peak bytes of that step here. The model is the process's own, and deleted at the end."""
         logger.info("micro      trying how many sequences a device holds at once")
         device, kind = self.device.torch_device, (self.processes.world_size, self.sharding, self.device.precision)
         with torch.random.fork_rng([device] if self.device.type == "cuda" else []):
@@ -164,8 +163,7 @@ class _Search:
 
 
 def _of_checkpoint(config: Config, strategy: Strategy) -> tuple[int, bool] | None:
-    """Micro-batch and gradient checkpointing in the newest checkpoint of this run, if it was saved by the same strategy
-    for the same model."""
+    """Micro-batch and gradient checkpointing in this run's newest checkpoint, if strategy and model are the same."""
     now = config.flat()
     committed = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
     try:

@@ -45,8 +45,7 @@ def check_access(repo: str, private: bool, license: str, field: str) -> None:
 
 
 def open_repository(api: HfApi, repo: str, private: bool) -> None:
-    """Creates the repository unless it exists, and checks that the token may write there. Raises UserError if it is
-    public although `private` is set."""
+    """Creates the repository unless it exists, and checks the token. Raises UserError if it is not `private`."""
     api.create_repo(repo, private=private or None, exist_ok=True)
     api.auth_check(repo, write=True)
     if private and not api.repo_info(repo).private:
@@ -93,8 +92,7 @@ def reason(error: Exception) -> str:
 
 
 def limit_requests() -> None:
-    """Makes huggingface_hub's requests fail after HF_HUB_DOWNLOAD_TIMEOUT seconds (60 if unset) without a byte; by
-    default they would wait forever."""
+    """Makes requests fail after HF_HUB_DOWNLOAD_TIMEOUT seconds (60) without a byte; by default they wait forever."""
     seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or SILENCE)
 
     def make():

@@ -17,8 +17,7 @@ _WAY_OUT = "check the name and the network"
 
 
 def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
-    """The paths in the run directory `run` where `fetch` puts a repository's checkpoints, oldest first. Raises
-    UserError."""
+    """The paths in `run` where `fetch` puts a repository's checkpoints, oldest first. Raises UserError."""
     limit_requests()
     with reading(repo, _WAY_OUT, "read from the Hub"):
         branches = [branch.name for branch in within(SILENCE, lambda: HfApi().list_repo_refs(repo)).branches]

@@ -73,8 +73,7 @@ def best_intact(run: Path) -> Path | None:
 
 
 def push(args: argparse.Namespace) -> ExitCode:
-    """Uploads the milestones that the Hub lacks, and the newest or the best checkpoint to main; returns the exit code
-    of Uploads.wait. Raises UserError."""
+    """Uploads the missing milestones, and the newest or the best checkpoint to main; returns the exit code."""
     if not args.repo:
         raise UserError("--repo is empty; name the repository to upload to, ORG/NAME (make push REPO=ORG/NAME)")
     check_repo_name(args.repo, "--repo")

@@ -113,8 +113,7 @@ def _comparison(result: dict) -> dict:
 
 
 def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
-    """The scores in a line of metrics.jsonl. The validation text is part of the training text unless there is
-    val_data."""
+    """The scores in a line of metrics.jsonl; without val_data the validation text is part of the training text."""
     how, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
     tokens = f", at most {config['eval_tokens']:,} tokens" if config.get("eval_tokens") else ""
     if config.get("val_data"):

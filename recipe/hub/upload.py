@@ -133,9 +133,8 @@ class Uploads:
             self._thread.start()
 
     def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
-        """Uploads everything that is left. Ends after `limit` seconds, after ATTEMPTS failures, or when `stopped()`.
-        Returns DONE if everything is on the Hub, USER_ERROR if the Hub refuses it or a checkpoint is damaged, else
-        RUN_AGAIN."""
+        """Uploads everything that is left, until `limit` seconds or ATTEMPTS failures are over, or `stopped()`. Returns
+        DONE if everything is on the Hub, USER_ERROR if it is refused or damaged, else RUN_AGAIN."""
         if missing := self._missing():
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
         deadline = time.monotonic() + limit

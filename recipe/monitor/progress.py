@@ -29,12 +29,10 @@ _NOT_ON_THE_BAR = {"learning_rate", "val_loss"}  # which has 80 columns; validat
 
 
 class Progress:
-    """A bar in tokens if standard output and error are a terminal, otherwise a line for each record; silent if `show`
-    is false."""
+    """A bar in tokens on a terminal, otherwise a line for each record; silent if `show` is false."""
 
     def __init__(self, steps: int, step_tokens: int, first_step: int, *, hours: float = 0.0, show: bool):
-        """For a run of `steps` steps of `step_tokens` tokens each, or if given of `hours`, that has done `first_step`
-        of them."""
+        """For a run of `steps` steps of `step_tokens` tokens each, or of `hours`, that has done `first_step`."""
         self._seconds = 3600 * hours
         self._steps, self._step_tokens, self._first_step, self._show = steps, step_tokens, first_step, show
         self._newest: dict[str, float] = {}  # the newest value of each column on the bar
@@ -56,8 +54,7 @@ class Progress:
         self._bar.update(self._step_tokens)
 
     def report(self, record: dict, warning: str = "", elapsed: float = 0.0) -> None:
-        """Shows a record of metrics.jsonl, and a warning that must not scroll away; `elapsed` seconds of the run are
-        over."""
+        """Shows a record of metrics.jsonl, and a warning that must not scroll away, after `elapsed` seconds."""
         share = record["step"] / self._steps
         if self._seconds:
             share = min(1.0, elapsed / self._seconds)

@@ -43,9 +43,8 @@ def metric_names(record: dict) -> dict[str, float | str]:
 
 
 class Tracker:
-    """The run at the tracker that `report_to` names, which goes on at `step`; does nothing if that is none, and before
-    it is started. `run_id` is the run's id at the tracker. A tracker that raises costs one warning and is not called
-    again."""
+    """The run at the tracker that `report_to` names, from `step` on; `run_id` is its id there. Does nothing if that is
+    none, and before it is started. A tracker that raises costs one warning and is not called again."""
 
     def __init__(self, config: Config, step: int):
         self.run_id = secrets.token_hex(4)

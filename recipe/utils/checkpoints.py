@@ -27,8 +27,7 @@ def step_of(path: Path) -> int:
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:
-    """The run whose checkpoint was committed last, or where no run has one, the one that logged last; prints it. Raises
-    UserError if there is none."""
+    """The run whose checkpoint was committed last, else the one that logged last; prints it. Raises UserError."""
     # By files that nobody writes again: results are written into runs and checkpoints.
     manifests = [path / "manifest.json" for run in runs.glob("*") for path in checkpoints(run)[-1:]]
     written = [path for path in manifests if path.is_file()] or [*runs.glob("*/metrics.jsonl")]

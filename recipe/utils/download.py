@@ -19,8 +19,8 @@ Answer = TypeVar("Answer")
 
 
 def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` returns. Raises what it raises, and TimeoutError where it takes longer: the libraries' own timeouts
-    begin again at each byte."""
+    """What `ask` returns or raises; TimeoutError after `seconds`: the libraries' own time-outs begin again at each
+    byte."""
     answer: Future[Answer] = Future()
 
     def work():

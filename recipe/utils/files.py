@@ -6,8 +6,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
-    """Replaces a file, or a link, atomically: a reader finds the old content or the new, with `flush` even after a
-    power failure. Raises OSError."""
+    """Replaces a file or a link atomically, with `flush` even where the power fails. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
     with temporary.open("xb") as file:

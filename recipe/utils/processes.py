@@ -60,8 +60,7 @@ class Processes:
 
     @contextmanager
     def shared_error(self, what: str) -> Generator[None, None, None]:
-        """Context that raises one process's UserError or OSError on all of them, as a UserError; the others report that
-        `what` has failed."""
+        """Context that raises one process's UserError or OSError on all of them, as a UserError about `what`."""
         error = ""
         try:
             yield
@@ -72,8 +71,7 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:
-        """Context: the main process goes first, then one process of each other node, which may or may not share its
-        disk, then the rest."""
+        """Context: the main process goes first, then one of each other node, then the rest."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         for _ in range(turn):
             self.anywhere(False)

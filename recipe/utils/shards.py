@@ -47,8 +47,7 @@ class ShardReader:
         return self._count
 
     def runs(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts` on, (N,) -> (N, length), uint16. Raises UserError where the file
-        has become shorter."""
+        """The `length` tokens from each of `starts` on, (N,) -> (N, length), uint16. Raises UserError if cut short."""
         size, offsets = DTYPE.itemsize * length, self._begin + DTYPE.itemsize * starts
         tokens = b"".join([os.pread(self._file, size, offset) for offset in offsets.tolist()])
         if len(tokens) != size * len(starts):
