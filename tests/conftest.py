@@ -157,6 +157,12 @@ def launch(
     return programs.run(*command, env=LAUNCHED | variables, processes=processes, timeout=timeout)
 
 
+def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """What a program that has succeeded has printed."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
 def run_train(
     *arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600
 ) -> subprocess.CompletedProcess:
@@ -191,8 +197,7 @@ def assert_equal_tensors(checkpoint: Path, expected: Path) -> None:
 def train(shards, run, processes=1, **fields):
     """A tiny run into `run`; its metrics by step."""
     settings = TINY | {"dataset_name": shards, "output_dir": run} | fields
-    result = run_train(*flags(**settings), processes=processes)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(run_train(*flags(**settings), processes=processes))
     return by_step(run), result.stdout
 
 

@@ -26,7 +26,7 @@ from huggingface_hub import JobHardware
 from eval.hellaswag import load_rows
 from recipe.monitor.metrics import read_metrics
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, ok
 from tests.eval.conftest import local_tasks
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -185,8 +185,7 @@ def test_make_overfit_learns_a_batch_by_heart(tmp_path):
     printed = subprocess.run(command, cwd=ROOT, env=by_hand(), capture_output=True, text=True, check=True).stdout
     words = shlex.split(printed.replace("\\\n", " ").partition("recipe/train.py ")[2])
     words += ["--dataset_name", str(tmp_path / "data")]
-    result = programs.run("recipe/train.py", *words, env=environment())
-    assert result.returncode == 0, result.stderr
+    result = ok(programs.run("recipe/train.py", *words, env=environment()))
     losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"]]
     assert losses[0] == pytest.approx(10.8, abs=0.1)
     assert losses[-1] < 0.1

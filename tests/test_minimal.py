@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT, SHAKESPEARE, by_step, flags, launch, run_train
+from tests.conftest import ROOT, SHAKESPEARE, by_step, flags, launch, ok, run_train
 
 STEPS = 25  # at step 30 this order of the data has a spike of 4 nats, which makes 3e-3 of a difference in rounding
 
@@ -18,8 +18,7 @@ def recipe_run(tmp_path_factory):
     at = tmp_path_factory.mktemp("minimal")
     fields = {"dataset_name": at / "shards", "train_text": SHAKESPEARE, "output_dir": at / "run", "max_steps": 51}
     fields |= {"optim": "adamw", "precision": "fp32", "logging_steps": 1, "eval_tokens": 1024}
-    result = run_train(*flags(**fields))
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(run_train(*flags(**fields)))
     return at / "shards", [by_step(at / "run")[step]["loss"] for step in range(1, STEPS + 1)]
 
 
@@ -30,8 +29,7 @@ def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, proces
     # As its own command line is: no variable that asks for the CPU.
     env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
     command = ("examples/minimal.py", f"--data={shards}", f"--steps={STEPS}", f"--out={tmp_path}")
-    result = launch(config, processes, *command, env=env)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch(config, processes, *command, env=env))
     found = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)", result.stdout, re.MULTILINE)]
     assert found == pytest.approx(expected, abs=1e-5)  # rounding: 2.2e-6 on one processor
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 7e6

@@ -23,6 +23,7 @@ from tests.conftest import (
     environment,
     flags,
     metrics,
+    ok,
     run_train,
     tensors,
     train,
@@ -41,8 +42,7 @@ def test_golden_loss_curve(tmp_path, pytestconfig, optim):
     updates the file and says so in its commit: python -m pytest tests/test_train.py -k golden --update_golden"""
     curves = json.loads(GOLDEN.read_text())
     fields = curves["fields"] | {"dataset_name": tmp_path / "data", "output_dir": tmp_path / "run", "optim": optim}
-    result = run_train(*flags(**fields))
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(run_train(*flags(**fields)))
     lines = by_step(tmp_path / "run")
     found = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
     if pytestconfig.getoption("update_golden"):
@@ -198,8 +198,7 @@ def test_a_compiled_run_is_the_same_to_the_bit_twice_and_resumed(shards, tmp_pat
     settings = {"torch_compile": "true", "max_steps": 8, "save_steps": 4, "eval_steps": "end", "dataset_name": shards}
     settings = TINY | settings | {"n_layer": 1, "total_batch_tokens": 512, "micro_batch_size": 32}
     for name in ("run", "again", "again"):
-        result = run_train(*flags(**settings, output_dir=tmp_path / name), env={"OMP_NUM_THREADS": "2"})
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = ok(run_train(*flags(**settings, output_dir=tmp_path / name), env={"OMP_NUM_THREADS": "2"}))
         assert_equal_tensors(*(tmp_path / run / "step_00000008" for run in ("run", name)))
         shutil.rmtree(tmp_path / "again" / "step_00000008", ignore_errors=True)
     assert "from step 4" in result.stdout
@@ -214,8 +213,7 @@ def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path, g
     plain, _ = train(shards, tmp_path / "plain", **settings)
     whole = TINY | settings | {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
     whole |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
-    result = run_train(*flags(**whole), env={"TORCH_LOGS": "recompiles"})
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(run_train(*flags(**whole), env={"TORCH_LOGS": "recompiles"}))
     # Training and the validation that needs no gradients are two programs; nothing else is compiled for an evaluation.
     reasons = re.findall(r"- \d+/\d+: (.+)", result.stdout + result.stderr)
     assert {reason.strip() for reason in reasons} == {"GLOBAL_STATE changed: grad_mode"}

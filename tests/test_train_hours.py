@@ -7,7 +7,7 @@ import pytest
 
 from recipe import audit
 from recipe.checkpoint.format import checkpoints
-from tests.conftest import TINY, assert_equal_tensors, by_step, flags, run_train
+from tests.conftest import TINY, assert_equal_tensors, by_step, flags, ok, run_train
 
 SECONDS = 12
 FIELDS = {name: value for name, value in TINY.items() if name != "max_steps"}
@@ -26,8 +26,7 @@ def plan(run) -> dict:
 def test_it_decays_and_is_complete_in_time(shards, tmp_path, processes, capsys):
     run = tmp_path / "run"
     command = flags(**FIELDS, dataset_name=shards, output_dir=run)
-    result = run_train(*command, processes=processes)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(run_train(*command, processes=processes))
     start, last = (int(path.name[5:]) for path in checkpoints(run))
     assert f"decay      begins after step {start:,}; the run has {last:,} steps" in result.stdout
     assert last / 2 == pytest.approx(start, abs=1)
@@ -57,8 +56,7 @@ def test_a_run_that_was_stopped_counts_only_the_time_that_it_ran(shards, tmp_pat
     stopped = run_train(*command, "--max_hours", str(SECONDS / 4 / 3600))
     assert stopped.returncode == 75, stopped.stdout + stopped.stderr
     assert plan(tmp_path / "run")["seconds"] > 0.2 * SECONDS
-    result = run_train(*command)
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(run_train(*command))
     assert plan(tmp_path / "run")["step"] == plan(tmp_path / "run")["config"]["max_steps"]
     assert 0.5 * SECONDS < plan(tmp_path / "run")["seconds"] < 2 * SECONDS
 

@@ -20,7 +20,7 @@ from recipe.data.shards import Shard
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, TINY, by_step, environment
+from tests.conftest import ROOT, TINY, by_step, environment, ok
 from tests.data import DOCUMENTS, TEXT, streams, write_jsonl, write_shard
 
 T, BATCH = 8, 32
@@ -112,8 +112,7 @@ def write_texts(directory):
 
 
 def train(at, *words):
-    result = processes.run(ROOT / "recipe/train.py", "--config=mixed.yaml", *words, env=environment(), cwd=at)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(processes.run(ROOT / "recipe/train.py", "--config=mixed.yaml", *words, env=environment(), cwd=at))
     return result.stdout
 
 
@@ -200,8 +199,7 @@ def test_validation_by_eval_is_of_one_data_set(prepared):
     assert re.search(r"the model was trained on 3 data sets\. Name one: --data data/a-\w+", ran.stderr)
     windows = TINY["eval_tokens"] // TINY["sequence_length"] // 3
     words = "runs/mixed", "--data=data/b", f"--limit_windows={windows}", f"--output={at}/b.json"
-    ran = processes.run("-m", "eval.perplexity", *words, env=environment(), cwd=at)
-    assert ran.returncode == 0, ran.stderr
+    ran = ok(processes.run("-m", "eval.perplexity", *words, env=environment(), cwd=at))
     found = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
     assert found == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
 

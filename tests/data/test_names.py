@@ -15,7 +15,7 @@ from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
-from tests.conftest import ROOT, environment, flags
+from tests.conftest import ROOT, environment, flags, ok
 from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
 
 SMALL = flags(
@@ -138,8 +138,7 @@ def test_a_run_on_bin_files_declares_what_they_are(here):
     for number, words in enumerate((["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"])):
         run = here / f"run{number}"
         declared = [*words, "--dataset_source=openwebtext", f"--output_dir={run}", *SMALL]
-        ran = processes.run(ROOT / "recipe/train.py", *declared, env=environment(), cwd=here)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+        ok(processes.run(ROOT / "recipe/train.py", *declared, env=environment(), cwd=here))
         assert read_run(run).dataset == "OpenWebText"
     for words, message in (
         (["--dataset_name=fineweb", "--dataset_source=openwebtext"], "dataset_source is for .bin files"),

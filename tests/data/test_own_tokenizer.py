@@ -22,7 +22,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags
+from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags, ok
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
@@ -61,8 +61,7 @@ def trained_run(once):
         (at / "text.txt").write_text(ODD + TEXT[:50_000])
         saved(trained(), at / "own", eos_token=END)
         arguments = words(at, sample_steps=20, hellaswag_steps=20, hellaswag_limit=4)
-        result = processes.run(ROOT / "recipe/train.py", *arguments, env=environment(), cwd=at)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = ok(processes.run(ROOT / "recipe/train.py", *arguments, env=environment(), cwd=at))
         return result.stdout
 
     return once("own_tokenizer", make)
@@ -224,6 +223,5 @@ def test_the_documented_way_to_train_one(tmp_path, monkeypatch):
     (tmp_path / "recipe").symlink_to(ROOT / "recipe")
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    result = processes.run(*command.split(), "--dry_run", env=environment(), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = ok(processes.run(*command.split(), "--dry_run", env=environment(), cwd=tmp_path))
     assert "model      1,833,728 parameters" in result.stdout  # (8,000 + 128) x 128 + 4 blocks

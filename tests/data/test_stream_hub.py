@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data.shards import Manifest
-from tests.conftest import ROOT, TINY, flags, metrics, run_train
+from tests.conftest import ROOT, TINY, flags, metrics, ok, run_train
 from tests.data import write_tokens
 from tests.data.streams import BATCH, DOCUMENTS, at, budget, local, make_prepared, streaming
 from tests.hub import Fault, Hub
@@ -154,8 +154,7 @@ def test_training_does_not_notice(prepared, tmp_path):
     streamed = sizes | {"train_text": prepared.text, "streaming": "true", "disk_budget_gb": budget(prepared, 2)}
 
     def train(run, processes=1, **fields):
-        result = run_train(*flags(**tiny | {"output_dir": tmp_path / run} | fields), processes=processes)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = ok(run_train(*flags(**tiny | {"output_dir": tmp_path / run} | fields), processes=processes))
         return result.stdout
 
     train("prepared", dataset_name=prepared.out, train_text=prepared.text, **sizes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import EQUAL, by_step, flags, launch
+from tests.conftest import EQUAL, by_step, flags, launch, ok
 
 
 def settings(shards, **fields) -> list[str]:
@@ -21,8 +21,7 @@ def one_device(shards, once):
     """(directory, metrics by step)."""
 
     def make(directory):
-        result = launch("single", 1, "recipe/train.py", *settings(shards, output_dir=directory, micro_batch_size=8))
-        assert result.returncode == 0, result.stdout + result.stderr
+        ok(launch("single", 1, "recipe/train.py", *settings(shards, output_dir=directory, micro_batch_size=8)))
 
     directory, _ = once("one-device", make)
     lines = by_step(directory)

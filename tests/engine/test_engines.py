@@ -14,7 +14,7 @@ import torch
 
 from recipe.data import tokenizer
 from recipe.evaluation import continuation
-from tests.conftest import assert_equal_tensors, by_step, launch, own_model, tensors
+from tests.conftest import assert_equal_tensors, by_step, launch, ok, own_model, tensors
 from tests.engine.conftest import assert_same_losses, settings
 from tests.engine.test_gpu import REFERENCE, curve
 
@@ -48,8 +48,7 @@ def engine_run(shards, one_device, once):
         directory.mkdir()
         forget_last(one_device[0], directory / "moved")
         runs = f"{directory}/whole,{directory}/moved"
-        result = launch(engine, 2, "tests/engine/several_runs.py", runs, *settings(shards), real=True)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = ok(launch(engine, 2, "tests/engine/several_runs.py", runs, *settings(shards), real=True))
         # Accelerate warns that an engine of DeepSpeed's is already there, since these are two runs.
         assert [line for line in result.stderr.splitlines() if "currently tied for this" not in line] == []
         return result.stdout
@@ -87,8 +86,7 @@ def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run,
     for engine, directory in whole.items():
         forget_last(directory, tmp_path / engine)
     runs = ",".join(str(tmp_path / engine) for engine in engines)
-    result = launch("single", 1, "tests/engine/several_runs.py", runs, *settings(shards, micro_batch_size=8))
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch("single", 1, "tests/engine/several_runs.py", runs, *settings(shards, micro_batch_size=8)))
     assert result.stdout.count("from step 40") == len(engines)
     for engine, directory in whole.items():
         assert_same_losses(by_step(tmp_path / engine), by_step(directory), first=41)
@@ -98,8 +96,7 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
     """Ten steps, after which all that it has gathered, a checkpoint and a sample, is what one device has."""
     run, fields = tmp_path / "run", {"sample_steps": 50}
     forget_last(one_device[0], run)
-    result = launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run, **fields))
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run, **fields)))
     assert "FSDP over 2 processes" in result.stdout
     assert "from step 40" in result.stdout
     lines = by_step(run)
@@ -118,8 +115,7 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
 def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp_path):
     whole = engine_run("fsdp")[0] / "whole"
     forget_last(whole, tmp_path / "run")
-    result = launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run"))
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run")))
     assert_equal_tensors(tmp_path / "run" / "step_00000050", whole / "step_00000050")
 
 
@@ -132,8 +128,7 @@ def short_run(shards, once):
     """Twenty steps of one device in fp32: metrics by step."""
 
     def make(directory):
-        result = launch("single", 1, "recipe/train.py", *settings(shards, output_dir=directory, **SHORT))
-        assert result.returncode == 0, result.stdout + result.stderr
+        ok(launch("single", 1, "recipe/train.py", *settings(shards, output_dir=directory, **SHORT)))
 
     return by_step(once("short-run", make)[0])
 
@@ -142,8 +137,7 @@ def short_run(shards, once):
 @pytest.mark.parametrize("engine", ["zero3", "fsdp"])
 def test_bf16_follows_fp32(shards, short_run, tmp_path, engine):
     arguments = settings(shards, output_dir=tmp_path / "run", precision="bf16", **SHORT)
-    result = launch(engine, 2, "recipe/train.py", *arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(launch(engine, 2, "recipe/train.py", *arguments))
     lines = by_step(tmp_path / "run")
     assert 0 < max(abs(lines[step]["loss"] - short_run[step]["loss"]) for step in range(1, 21)) <= 1e-2
 

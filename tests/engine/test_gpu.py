@@ -16,7 +16,7 @@ from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import memory_estimate
 from recipe.model.loss import IGNORE_INDEX, next_token_loss
-from tests.conftest import EQUAL, ROOT, TINY, flags, launch, metrics
+from tests.conftest import EQUAL, ROOT, TINY, flags, launch, metrics, ok
 from tests.model.loss_probe import distances, relative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -28,8 +28,7 @@ BF16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8
 def curve(shards, run, config: str, cpu: bool, **fields) -> list[float]:
     long = {"sequence_length": 32, "total_batch_tokens": 256}
     arguments = flags(**EQUAL | long | {"dataset_name": shards, "output_dir": run} | fields)
-    result = launch(config, 1, "recipe/train.py", *arguments, env={"ACCELERATE_USE_CPU": str(cpu).lower()})
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(launch(config, 1, "recipe/train.py", *arguments, env={"ACCELERATE_USE_CPU": str(cpu).lower()}))
     return [line["loss"] for line in metrics(run) if line["loss"] is not None]
 
 
@@ -183,8 +182,7 @@ def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     settings = TINY | SIZED | {"dataset_name": shards, "total_batch_tokens": 64 * 512, "micro_batch_size": "auto"}
     settings |= {"torch_compile": compiled, "precision": "auto", "output_dir": tmp_path / "run"}
     env = {"ACCELERATE_USE_CPU": "false", "FIT_MEMORY": str(1e9 * total)}
-    result = launch("single", 1, "-m", "tests.estimate.micro_batch_probe", *flags(**settings), env=env)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch("single", 1, "-m", "tests.estimate.micro_batch_probe", *flags(**settings), env=env))
     found = re.search(r"micro +\d+ sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step", result.stdout)
     assert found, result.stdout
     peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run")) / 1e9

@@ -15,7 +15,7 @@ import torch
 from recipe.engine import factory
 from recipe.engine.launch import check_launch, fail
 from recipe.utils.errors import UserError
-from tests.conftest import ROOT, environment, run_train
+from tests.conftest import ROOT, environment, ok, run_train
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = GLOO + "pair.cc:553] Connection closed by peer [10.0.0.2]:5555. This is typically caused by a remote crash."
@@ -118,8 +118,7 @@ def test_what_is_missing_for_a_tpu_is_named(monkeypatch, asked, there, message):
 
 
 def test_a_tpu_that_another_file_leaves_idle_is_named():
-    result = run_train("--dry_run", env={"TPU_ACCELERATOR_TYPE": "v5e-8"})
-    assert result.returncode == 0, result.stderr
+    result = ok(run_train("--dry_run", env={"TPU_ACCELERATOR_TYPE": "v5e-8"}))
     assert "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it" in result.stdout
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import conftest
-from tests.conftest import EQUAL, by_step, flags
+from tests.conftest import EQUAL, by_step, flags, ok
 
 # Four devices for what runs within this process; before torch_xla is imported.
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
@@ -41,8 +41,7 @@ def launch(config: str | Path, *command, devices: int = 1):
 def train(shards, run: Path, *, config: str = "tpu", devices: int = 1, **fields):
     """A run of EQUAL's settings into `run`; its metrics by step, and its output."""
     settings = EQUAL | {"dataset_name": shards, "output_dir": run} | fields
-    result = launch(config, *flags(**settings), devices=devices)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch(config, *flags(**settings), devices=devices))
     return by_step(run), result.stdout
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe.config import BatchPlan, OptimizerConfig, parse_config
-from recipe.engine.factory import open_strategy
-from recipe.estimate.micro_batch import micro_batch
+from recipe.config import BatchPlan, OptimizerConfig
 from recipe.optim.optimizer import make_optimizer, steps_taken
 from recipe.optim.schedule import set_lr
 from recipe.utils.errors import UserError
@@ -140,17 +138,6 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
     assert_equal_tensors(resumed / "step_00000008", whole / "step_00000008")
     for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_llmc_acc"):
         assert [line.get(key) for line in again.values()] == [line.get(key) for line in lines.values()]
-
-
-def test_auto_takes_what_is_estimated_to_fit_a_tpu(monkeypatch):
-    """The engine of a v3-8, whose devices are those of the CPU client."""
-    from recipe.engine import xla
-
-    monkeypatch.setattr(xla, "tpu_generation", lambda: "v3")
-    config = parse_config(["--config=gpt2-medium", "--dataset_name=x", "--output_dir=nowhere"])
-    config, line = micro_batch(config, open_strategy("bf16"))
-    assert config.optimizer.micro_batch_size == 4
-    assert line == "micro      4 sequences a device: 12.5 GB of 16.0 GB, an estimate"
 
 
 def test_flash_attention_is_called_only_where_it_compiles(strategy, monkeypatch):
