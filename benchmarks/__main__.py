@@ -10,13 +10,13 @@ from importlib import import_module
 
 from recipe.utils.errors import UserError
 
-# module and function; the function takes the remaining arguments and returns the exit code.
+# Modules whose main takes the remaining arguments and returns the exit code.
 COMMANDS = {
-    "scoreboard": ("scoreboard.main", "What each optimization, micro-batch, process and size brings"),
-    "peers": ("peers.main", "The step, compared with transformers and nanoGPT"),
-    "ceiling": ("ceiling.main", "What bounds a step: products, copies, attention, clocks"),
-    "proof": ("proof.main", "All of it on a GPU in ten minutes, the most valuable first"),
-    "optimizers": ("optimizers.main", "How many tokens Muon needs for AdamW's loss"),
+    "scoreboard": "What each optimization, micro-batch, process and size brings",
+    "peers": "The step, compared with transformers and nanoGPT",
+    "ceiling": "What bounds a step: products, copies, attention, clocks",
+    "proof": "All of it on a GPU in ten minutes, the most valuable first",
+    "optimizers": "How many tokens Muon needs for AdamW's loss",
 }
 
 
@@ -27,12 +27,12 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks",
         description="How fast training is. Each command has its own --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:<12} {text}" for name, (_, text) in COMMANDS.items()),
+        epilog="\n".join(f"{name:<12} {text}" for name, text in COMMANDS.items()),
     )
     parser.add_argument("command", choices=COMMANDS)
-    module, function = COMMANDS[parser.parse_args(argv[:1]).command][0].split(".")
+    command = parser.parse_args(argv[:1]).command
     try:
-        return getattr(import_module(f"benchmarks.{module}"), function)(argv[1:])
+        return import_module(f"benchmarks.{command}").main(argv[1:])
     except (UserError, OSError, ModuleNotFoundError) as error:  # a lent GPU's Python may lack pytest, for one
         print(f"error: {error}", file=sys.stderr)
         return 2
