@@ -27,7 +27,7 @@ Peer = tuple[str, list, dict]  # its name, its command, the fields in which it d
 
 
 def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
-    """The most telling first: on a GPU recipe/train.py with the fused loss; nanoGPT's model from a checkout;
+    """The most telling first: on a GPU recipe/train.py without the fused loss; nanoGPT's model from a checkout;
     transformers' model and Trainer at their best settings, then with less. On a CPU each peer runs twice: with the
     default allocator, and with our trainer's settings. Raises UserError if there is no checkout."""
     program = ["-m", "benchmarks.peer"]
@@ -46,7 +46,7 @@ def contenders(precision: str, nanogpt: str, on_cpu: bool) -> list[Peer]:
             raise UserError(f"--nanogpt {nanogpt}: no model.py there; give a checkout of karpathy/nanoGPT")
         chosen.insert(0, (f"nanoGPT, {precision}, compiled", [*program, nanogpt], compiled))
     if not on_cpu:
-        return [("recipe/train.py, fused loss", trainer(), {"fused_loss": True}), *chosen]
+        return [("recipe/train.py without the fused loss", trainer(), {"fused_loss": False}), *chosen]
     environments = {"as shipped": [], "our allocator": ["--tuned"]}
     return [
         (f"{name}, {environment}", [*words, *options], differs)

@@ -152,7 +152,8 @@ def result_of(place: Path, begun: float) -> dict:
             result[name] = statistics.median(line.get(name) or 0 for line in lines[2:])  # the first ones compile
         result["losses"] = [line["loss"] for line in lines]
     output = (place / "output").read_text(errors="replace").splitlines()
-    return result | {"output": [line.strip() for line in output if line.strip()][-30:]}
+    lines = [line.strip() for line in output if line.strip()]
+    return result | {"output": lines[:30] + lines[30:][-30:]}  # a run's first lines say what it decided
 
 
 def main(argv: list[str]) -> int:

@@ -69,7 +69,7 @@ def rows_of(arguments: argparse.Namespace, length: int, on_cpu: bool) -> list[Ro
         Row("padded vocabulary", {"without": ("adamw",)}, kept=True),
         Row("fused AdamW", {"without": ()}, kept=True),
         Row(f"micro-batch {sequences}", {"micro_batch_size": sequences}, kept=True),
-        Row("(fused loss)", {"fused_loss": True}),
+        *([] if on_cpu else [Row("fused loss", {"fused_loss": "auto"}, kept=True)]),
         Row("(loss in chunks)", {"loss_chunk_size": max(128, sequences * length // 8)}),
         Row("(gradient checkpointing)", {"gradient_checkpointing": True}),
     ]

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from recipe.engine.strategy import Strategy
 from recipe.evaluation import Evaluator
 from recipe.model.build import build_model, check_init_from
 from recipe.model.gpt2 import GPT2LMHeadModel
+from recipe.model.loss import can_fuse
 from recipe.monitor.metrics import Metrics, time_to_decay, val_losses
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import Unreachable, UserError
@@ -285,8 +285,7 @@ def _check_optimizer(optim: str, strategy: Strategy) -> None:
 
 
 def _check_loss(run: RunConfig, device_type: str) -> None:
-    has_triton = device_type == "cuda" and find_spec("triton")
-    if run.fused_loss and not (has_triton or run.plan_device):
+    if run.fused_loss is True and not (run.plan_device or can_fuse(device_type)):
         raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
 
 

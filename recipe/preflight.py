@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from recipe.checkpoint.format import checkpoint_path
+from recipe.checkpoint.format import checkpoint_path, checkpoints, state_of
 from recipe.checkpoint.provenance import versions
 from recipe.config import AUTO, ROOT, BatchPlan, Config, parse_config
+from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail
 from recipe.engine.strategy import Strategy
+from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import checkpoint_bytes, memory_estimate
 from recipe.estimate.micro_batch import memory_kind
 from recipe.model.gpt2 import causal_attention
@@ -253,6 +256,10 @@ def trial(programs: Programs, config: Config, argv: list[str], facts: dict) -> t
     middle = {name: statistics.median(line[name] or 0 for line in lines) for name in ("tokens_per_second", "data_wait")}
     mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
     batch = BatchPlan(tokens // data.sequence_length, facts["processes"], micro * facts["devices"], 1, facts["devices"])
+    if saved := checkpoints(run["output_dir"]):  # which has what stood on auto
+        settled = state_of(saved[-1])["config"]
+        ours = {name: settled[name] for name in ("gradient_checkpointing", "fused_loss")}
+        config = replace(config, run=replace(config.run, **ours))
     plan = memory_estimate(config, batch, **facts["memory_kind"])
     found = f"{len(lines) + 1} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
     found += f", MFU {100 * (mfu or 0):.0f} %" * bool(mfu) + f", {gb(memory or 0)} (the plan: {gb(plan)})" * bool(
@@ -304,7 +311,7 @@ def sum_(config: Config, strategy: Strategy) -> tuple[str, str] | None:
     numbers = torch.arange(2**24, device=strategy.device.torch_device, dtype=torch.float32) % 1024  # sums are exact
     total = processes.sum(numbers * (processes.rank + 1))
     right = gathered(strategy, bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
-    rate = 2 * (n - 1) / n * numbers.nbytes / seconds_of(partial(processes.sum, numbers))
+    rate = 2 * (n - 1) / n * numbers.nbytes / hardware.seconds_of(partial(processes.sum, numbers))
     link = LINKS.get(strategy.device.name.split()[1]) if strategy.device.name.startswith("NVIDIA ") else None
     beside = f" (NVLink: {si(link)}B/s)" if link and processes.nodes == 1 else ""
     who = ", ".join(str(rank) for rank, fine in enumerate(right) if not fine)
@@ -317,7 +324,7 @@ def products(config: Config, strategy: Strategy) -> tuple[str, str]:
     device, dtype = strategy.device, dtype_of(strategy)
     size = 8192 if device.memory else 1024
     a, b = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
-    rates = gathered(strategy, 2 * size**3 / seconds_of(partial(torch.matmul, a, b)))
+    rates = gathered(strategy, 2 * size**3 / hardware.seconds_of(partial(torch.matmul, a, b)))
     least, median = min(rates), statistics.median(rates)
     peak = f", {100 * least * device.count / device.peak_flops:.0f} % of the peak" if device.peak_flops else ""
     wrong = f"process {rates.index(least)} is slower than the others: its device is too hot, or has other work"
@@ -336,13 +343,11 @@ def attention(config: Config, strategy: Strategy) -> tuple[str, str]:
 
 def loss(config: Config, strategy: Strategy) -> tuple[str, str]:
     """The run's loss."""
+    config, chosen = fused_loss(replace(config, run=replace(config.run, fresh=True)), strategy)  # which tries it
     run, D, V = config.run, config.model.n_embd, config.model.vocab_size
     targets = torch.randint(0, V, (1, 256))
-    how: dict = {
-        "chunk_size": run.loss_chunk_size,
-        "fused": run.fused_loss,
-        "pad_vocab_to": strategy.device.pad_vocab_to,
-    }
+    how: dict = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": strategy.device.pad_vocab_to}
+    how["fused"] = run.fused_loss
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with strategy.device.autocast():
@@ -351,7 +356,8 @@ def loss(config: Config, strategy: Strategy) -> tuple[str, str]:
     def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
 
-    return beside_fp64(strategy, ours, plain, [torch.randn(1, 256, D), torch.randn(V, D) / 8])
+    found, wrong = beside_fp64(strategy, ours, plain, [torch.randn(1, 256, D), torch.randn(V, D) / 8])
+    return "; ".join(filter(None, (found, chosen.removeprefix("loss").strip()))), wrong
 
 
 def muon(config: Config, strategy: Strategy) -> tuple[str, str]:
@@ -393,16 +399,6 @@ def gathered(strategy: Strategy, value) -> list:
     if processes.hosts is not None:
         torch.distributed.all_gather_object(values, value, group=processes.hosts)
     return values
-
-
-def seconds_of(function: Callable[[], torch.Tensor]) -> float:
-    """Seconds that a call takes on the device: the median of ten, after two."""
-    seconds = []
-    for _ in range(12):
-        begun = time.perf_counter()
-        function().view(-1)[0].item()  # waits for it, on any device
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[2:])
 
 
 if __name__ == "__main__":

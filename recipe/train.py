@@ -40,6 +40,7 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.shutdown import Interrupted
 from recipe.engine.strategy import Strategy
+from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.micro_batch import micro_batch
 from recipe.hub.upload import Uploads, open_uploads
 from recipe.monitor.summary import announce, summarize
@@ -74,9 +75,10 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     check_same_launch(config, strategy)
     config = with_steps(with_vocabulary(config, processes), processes)
-    config, found = micro_batch(config, strategy)
+    config, loss = fused_loss(config, strategy)
+    config, micro = micro_batch(config, strategy)
     batch = batch_arithmetic(config, processes.world_size, strategy.device.count)
-    announce(config, batch, strategy, found)
+    announce(config, batch, strategy, [loss, micro])
     if config.run.dry_run:
         check_inputs(config, batch, processes)
         return ExitCode.DONE

@@ -183,7 +183,9 @@ class RunConfig:
         False, "recompute activations in the backward pass: less memory, slower. auto: only where it helps to fit"
     )
     loss_chunk_size: int = setting(0, "positions whose logits are held at once (0: all of the micro-batch)", min=0)
-    fused_loss: bool = setting(False, "one Triton kernel for the loss and its gradient, on CUDA")
+    fused_loss: bool | Literal["auto"] = setting(
+        "auto", "one Triton kernel for the loss and its gradient, on CUDA; auto: where a trial finds it right and fast"
+    )
     logging_steps: int = setting(10, "steps between lines of metrics.jsonl", min=1)
     eval_steps: int | Literal["end"] = setting(250, "steps between validations; the last step has one, too", min=1)
     eval_tokens: int = setting(10_485_760, "most tokens in a validation (the same ones every time)", min=1)

@@ -27,7 +27,7 @@ from recipe.config.fields import (
     data_sets,
 )
 from recipe.config.mixture import FORM, data_config
-from recipe.config.values import converted, hint, metavar
+from recipe.config.values import converted, hint, kinds, metavar
 from recipe.utils.errors import UserError, reading
 
 MOST_DECAY = 0.8  # decay_fraction of a run of train_hours
@@ -112,7 +112,7 @@ def _parser(shown: dict) -> argparse.ArgumentParser:
         for field in fields(part):
             if field.name in FIELDS:
                 default = f" (default: {shown[field.name]})" if shown.get(field.name, "") != "" else ""
-                nargs, const = ("?", "true") if isinstance(field.default, bool) else (None, None)
+                nargs, const = ("?", "true") if bool in kinds(field) else (None, None)
                 text = f"{field.metadata['help']}{default}".replace("%", "%%")
                 group.add_argument(f"--{field.name}", help=text, metavar=metavar(field), nargs=nargs, const=const)
     return parser

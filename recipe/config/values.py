@@ -34,7 +34,7 @@ def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
             raise UserError(f"{origin}{name} is {value}; it must be a finite number")
         if isinstance(value, (int, float)) and not all(_LIMITS[k][0](value, n) for k, n in limits.items()):
             wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
-            wanted = " or ".join([wanted, *(word for word in _kinds(fields[name]) if isinstance(word, str))])
+            wanted = " or ".join([wanted, *(word for word in kinds(fields[name]) if isinstance(word, str))])
             raise UserError(f"{origin}{name} is {value}; it must be {wanted}")
     return results
 
@@ -49,7 +49,7 @@ def _converted(name: str, value, fields: Fields, origin: str):
         if "://" in word:  # gs://, s3://, hf://: a directory of that name would be made here
             raise UserError(f"{origin}{name} is a URL, and must be a path on this disk or a name on the Hub")
         return os.path.expanduser(word)  # which a shell does not do in --val_data=~/shards
-    for kind in _kinds(field):
+    for kind in kinds(field):
         if word == kind:
             return word
         with suppress(KeyError, ValueError):  # no such type, since it is a word; no value of this type
@@ -71,7 +71,7 @@ _FROM_WORD = {str: str, int: _whole, float: float, bool: _truth}
 _NAMES = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "true|false"}
 
 
-def _kinds(field: dataclasses.Field) -> list:
+def kinds(field: dataclasses.Field) -> list:
     """What a field takes, as types and words: [int, "auto"] of int | Literal["auto"]."""
     annotations = [field.type] if get_origin(field.type) in (None, Literal) else get_args(field.type)
     return [kind for annotation in annotations for kind in get_args(annotation) or [annotation]]
@@ -79,7 +79,7 @@ def _kinds(field: dataclasses.Field) -> list:
 
 def metavar(field: dataclasses.Field) -> str:
     """What a field takes, for --help and errors: INTEGER|auto."""
-    return "|".join(_NAMES.get(kind, kind) for kind in _kinds(field))
+    return "|".join(_NAMES.get(kind, kind) for kind in kinds(field))
 
 
 def hint(name: str, fields: Fields) -> str:

@@ -106,7 +106,7 @@ def memory_estimate(
     if run.loss_chunk_size:  # a chunk's softmax while the one before is not dropped yet, and the head's gradient
         chunk = min(run.loss_chunk_size, n)
         logits = chunk * V * ((8 if chunk < n else 4) + 2 * w) + 4 * V * D + head
-    elif compiled or run.fused_loss:
+    elif compiled or run.fused_loss is True:
         logits = n * V * w + head
     else:
         logits = 12 * n * V  # log-softmax, its gradient and the gradient of its result, in fp32

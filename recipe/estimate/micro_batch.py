@@ -54,7 +54,7 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     else:
         if wanted == AUTO and (device.memory is None or device.type in ("tpu", "xla")):
             sizes = [n for n in sizes if n <= UNMEASURED]
-        if wanted == AUTO and not (config.run.fused_loss or config.run.loss_chunk_size):
+        if wanted == AUTO and not (config.run.fused_loss is True or config.run.loss_chunk_size):
             logits = config.data.sequence_length * config.model.vocab_size
             sizes = [n for n in sizes if n * logits <= MOST_LOGITS] or sizes[:1]
         if device.memory is None:

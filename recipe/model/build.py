@@ -35,10 +35,11 @@ def build_model(
         attn_pdrop=model.dropout,
     )
     run = config.run
+    how = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": pad_vocab_to, "fused": run.fused_loss is True}  # as off
     built = GPT2LMHeadModel(
         wanted,
         gradient_checkpointing=bool(run.gradient_checkpointing),  # an unresolved "auto" counts as on
-        loss=partial(next_token_loss, chunk_size=run.loss_chunk_size, pad_vocab_to=pad_vocab_to, fused=run.fused_loss),
+        loss=partial(next_token_loss, **how),
         seed=run.seed,
         **device_options,
     )

@@ -4,11 +4,18 @@ Where gradients are computed with the loss (`_loss_sum`), the logits become thei
 chunk by chunk; elsewhere autograd, or Inductor, derives them from the plain form.
 """
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 
 IGNORE_INDEX = -100
 _ROWS = 16  # of 50,257 fp32 logits are 3 MB; 8 to 32 are equally fast
+
+
+def can_fuse(device_type: str) -> bool:
+    """Whether the fused kernel can run on such a device, here: it is written in Triton, for CUDA."""
+    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def next_token_loss(
@@ -47,8 +54,12 @@ def next_token_loss(
         # Of more rows than this the head's gradient could overflow in fp16, in which a chunk's is summed.
         chunk_size = chunk_size or (4096 if hidden.dtype == torch.float16 else len(hidden))
         return _loss_sum(hidden, weight, targets, vocab_size, chunk_size, kernel, need_grad)[0] / count
-    logits = F.linear(hidden, weight)[:, :vocab_size]  # (N, V)
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
+    return plain_loss_sum(F.linear(hidden, weight), targets, vocab_size) / count
+
+
+def plain_loss_sum(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Summed cross-entropy, 0-d in fp32, of (N, V and padding) logits, by PyTorch's own operators."""
+    return F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 # Opaque to torch.compile, whose own code for the loss reads all logits several times and reaches 0.9 of the speed, and

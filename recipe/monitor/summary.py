@@ -3,7 +3,7 @@
 import logging
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
@@ -28,13 +28,13 @@ from recipe.utils.units import duration, gb, plural, si
 logger = logging.getLogger(__name__)
 
 
-def announce(config: Config, batch: BatchPlan, strategy: Strategy, found: str) -> None:
-    """Logs the opening panel; `found` is the line about an automatic micro-batch, or empty."""
+def announce(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequence[str]) -> None:
+    """Logs the opening panel; `found` are the lines, some empty, about what stood on `auto`."""
     for line in describe(config, batch, strategy, found):
         logger.info(line)
 
 
-def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = "") -> Iterator[str]:
+def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequence[str] = ()) -> Iterator[str]:
     """The lines of the opening panel on these devices; `found` as for `announce`."""
     model, opt, run, sets = config.model, config.optimizer, config.run, data_sets(config.data)
     yield f"run        {run.run_name} ({run.config})"
@@ -58,8 +58,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: str = 
         f"{plural(batch.accumulation, 'micro-step')} x {devices}{plural(batch.micro // batch.devices, 'sequence')} x "
         f"{config.data.sequence_length}"
     )
-    if found:
-        yield found
+    yield from filter(None, found)
     decided = not config.undecided
     length = [f"{opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens"] * decided
     in_all = [f"{duration(3600 * run.train_hours)} in all (train_hours)"] * bool(run.train_hours)

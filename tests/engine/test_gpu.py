@@ -55,7 +55,7 @@ COMPILED = {"torch_compile": "true", "gradient_checkpointing": "true"}  # the la
 @pytest.mark.parametrize(
     ("precision", "options", "tolerance"),
     [
-        ("fp32", {}, 1e-3),
+        ("fp32", {"fused_loss": "false"}, 1e-3),
         ("tf32", {}, 2e-2),
         ("bf16", {}, 2e-2),
         ("bf16", COMPILED, 2e-2),
@@ -64,6 +64,7 @@ COMPILED = {"torch_compile": "true", "gradient_checkpointing": "true"}  # the la
         ("fp32", {"fused_loss": "true"}, 1e-3),
         ("fp32", {"fused_loss": "true", "loss_chunk_size": "50"}, 1e-3),
         ("auto", {"fused_loss": "true", "torch_compile": "true"}, 2e-2),
+        ("auto", {"fused_loss": "false", "torch_compile": "true"}, 2e-2),
     ],
     ids=str,
 )
@@ -163,7 +164,7 @@ SIZED = {
     ids=str,
 )
 def test_gpu_holds_what_was_estimated(shards, tmp_path, changes):
-    settings = SIZED | {"micro_batch_size": 8, "precision": "auto"} | changes
+    settings = SIZED | {"micro_batch_size": 8, "precision": "auto", "fused_loss": "false"} | changes
     curve(shards, tmp_path / "run", "single", cpu=False, **settings)
     config = parse_config(flags(**TINY | settings | {"dataset_name": shards}))
     precision = config.run.precision if config.run.precision != "auto" else "bf16" if BF16 else "fp16"

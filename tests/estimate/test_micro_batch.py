@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from recipe.config import parse_config
 from recipe.engine.factory import open_strategy
+from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import micro_batch
 from tests import processes as programs
@@ -83,16 +84,18 @@ XL = ["--config=gpt2-xl", "--dataset_name=x", "--total_batch_tokens=131072", "--
     ("given", "sequences", "checkpointing"),
     [
         ("--dry_run=h100", 16, False),
-        ("--dry_run=l40s", 32, True),  # 8 would not fit without
+        ("--dry_run=l40s", 64, True),  # 8 would not fit without
         ("--dry_run=h100 --micro_batch_size=32", 32, True),
-        ("--dry_run=h100 --gradient_checkpointing", 32, True),  # 64 have more logits than 32 bits count
-        ("--dry_run=h100 --gradient_checkpointing --fused_loss", 128, True),
+        ("--dry_run=h100 --gradient_checkpointing", 128, True),
+        # 64 have more logits than 32 bits count
+        ("--dry_run=h100 --gradient_checkpointing --fused_loss=false", 32, True),
         ("--dry_run", 8, True),  # memory is not known
     ],
 )
 def test_xl_does_without_gradient_checkpointing_where_a_useful_micro_batch_fits(given, sequences, checkpointing):
     config = parse_config([*XL, *given.split()])
-    config, line = micro_batch(config, open_strategy("bf16", config.run.plan_device))
+    strategy = open_strategy("bf16", config.run.plan_device)
+    config, line = micro_batch(fused_loss(config, strategy)[0], strategy)
     assert config.optimizer.micro_batch_size == sequences
     assert config.run.gradient_checkpointing is checkpointing
     assert ("gradient checkpointing" in line) == ("--gradient" not in given)

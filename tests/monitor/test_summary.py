@@ -9,6 +9,7 @@ import pytest
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
 from recipe.estimate import micro_batch
+from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import HEADROOM, memory_estimate
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
@@ -20,10 +21,10 @@ def panel(devices: str, *arguments: str, **changes) -> dict[str, str]:
     config = parse_config([*arguments, f"--dry_run={devices}"])
     of = open_strategy(config.run.precision, config.run.plan_device)
     of.device = dataclasses.replace(of.device, **changes)
-    config, found = micro_batch.micro_batch(config, of)
-    lines = summary.describe(
-        config, batch_arithmetic(config, of.runtime.processes.world_size, of.device.count), of, found
-    )
+    config, loss = fused_loss(config, of)
+    config, micro = micro_batch.micro_batch(config, of)
+    batch = batch_arithmetic(config, of.runtime.processes.world_size, of.device.count)
+    lines = summary.describe(config, batch, of, [loss, micro])
     return {line[:11].strip(): line[11:] for line in lines}
 
 
@@ -42,7 +43,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert panel("v3-8", *run)["time"].startswith("about 9 h 31 min to 11 h 18 min at 42.2 to 50.2 % MFU, published by")
     eight = panel("8xh100", "--config=gpt2")
     assert eight == panel("8 x NVIDIA H100 80GB HBM3", "--config=gpt2") == panel("8xh100-sxm", "--config=gpt2")
-    assert eight["batch"] == "524,288 tokens = 8 processes x 2 micro-steps x 32 sequences x 1024"
+    assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
     assert eight["memory"].endswith("GB a device (estimate) of 80.0 GB")
     # 10 B tokens at 3.745 M tokens/s, 140 ms a step, and at 3.046 M
     assert eight["time"].startswith("about 44 min 30 s to 54 min 42 s at 32.9 to 40.5 % MFU, published by the scaling")
