@@ -177,9 +177,14 @@ def load_references() -> list[Reference]:
 
 
 def find_reference(run: Run, references: list[Reference]) -> Reference | None:
-    """The reference for a run's data and model, if one ships; none if it starts from other weights."""
-    for reference in references:
-        same = all(run.config.get(key) == reference.settings[key] for key in ("n_layer", "n_head", "n_embd"))
-        if same and run.dataset == reference.dataset and not run.config.get("init_from"):
-            return reference
-    return None
+    """The reference for a run's data and model, with the fewest other settings; none if the run starts from other
+    weights."""
+    shape = ("n_layer", "n_head", "n_embd")
+    same = [
+        reference
+        for reference in references
+        if run.dataset == reference.dataset and all(run.config.get(key) == reference.settings[key] for key in shape)
+    ]
+    if not same or run.config.get("init_from"):
+        return None
+    return min(same, key=lambda reference: len(reference.differences(run)))

@@ -71,7 +71,7 @@ LOSSES = (
     ("FineWeb", "124M, rotary, untied head", "Muon, 3,250 steps", "1.7", "3.2787", f"{_TRACK_3}, entry 36"),
     ("FineWeb-Edu", "124M", "build-nanogpt, reproduced", "10", "3.075", "rahulmeena/build-nanogpt at a834ca8"),
     ("a validation set not named", "124M", "Kaggle TPU, FineWeb-Edu", "", "3.2754", "ducto489.github.io"),
-    ("OpenWebText", "124M", "nanoGPT, in about 4 days", "295", "2.85", "karpathy/nanoGPT (3adf61e), README, about"),
+    ("OpenWebText", "124M", "nanoGPT, about 4 days", "196; 295", "2.905; 2.85", "karpathy/nanoGPT (3adf61e), README"),
     ("OpenWebText", "124M, rotary", "litgpt", "300", "2.861", "Lightning-AI/litgpt issue 1607 (July 2024)"),
     ("OpenWebText", "124M", "JAX on a TPU", "6.6", "3.09", _JAX),
     ("OpenWebText", "350M", "JAX on a TPU, 22.5 h on a v3", "", "2.86", _JAX),

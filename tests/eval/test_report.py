@@ -31,7 +31,14 @@ PRESETS = {
     "kaggle-tpu": "build-nanogpt, reproduced August 2026",
     "gpt2-fineweb": "llm.c, October 2024",
     "gpt2-medium": "llm.c, 350M",
+    "openwebtext": "nanoGPT, January 2023",
     "openwebtext-tpu": "windmaple in JAX, July 2025",
+}
+# What a recipe must be given to be the run of its curve (docs/evaluation.md).
+AS_THERE = {
+    "gpt2": ["--min_lr_fraction=0.1", "--warmup_steps=715"],
+    "kaggle-tpu": ["--min_lr_fraction=0.1", "--warmup_steps=715"],
+    "openwebtext": ["--max_steps=600000", "--total_batch_tokens=491520"],
 }
 REFERENCES = {preset: r for preset, name in PRESETS.items() for r in curves.load_references() if r.name == name}
 
@@ -303,15 +310,14 @@ def test_what_is_no_run_is_named(tmp_path):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_recipes_settings_are_those_of_its_reference(preset):
-    as_there = (
-        ["--min_lr_fraction=0.1", "--warmup_steps=715"] if preset in ("gpt2", "kaggle-tpu") else []
-    )  # docs/evaluation.md
     reference = REFERENCES[preset]
-    config = parse_config(["--config", preset, *as_there]).flat()
+    config = parse_config(["--config", preset, *AS_THERE.get(preset, [])]).flat()
     assert set(reference.settings) <= set(FIELDS)
     assert reference.dataset in curves.DATASETS.values()
     assert (np.diff(reference.val_loss[:, 0]) > 0).all()
-    assert reference.differences(SimpleNamespace(config=config)) == []
+    run = SimpleNamespace(config=config, dataset=reference.dataset)
+    assert reference.differences(run) == []
+    assert curves.find_reference(run, curves.load_references()).name == reference.name
 
 
 @pytest.mark.parametrize(
