@@ -94,7 +94,8 @@ class TpuFsdpStrategy(FsdpStrategy, TpuStrategy):
 
 def _device(precision: str) -> TpuDevice:
     """This process's chip, by the data sheet."""
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    # In bf16 no product is of fp32, and torch_tpu warns of "high" as slow.
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "medium")
     name = torch.get_device_module("tpu").get_device_name()  # such as TPU v5e
     known = hardware.known_name(name)
     return TpuDevice(

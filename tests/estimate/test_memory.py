@@ -76,6 +76,14 @@ def test_what_is_estimated_for_a_tpu_covers_what_was_compiled_for_one(options, c
     assert 0.99 * compiled < estimate < 1.45 * compiled
 
 
+@pytest.mark.parametrize("compiled", [9.06, 9.35])  # for a v5e, a v6e
+def test_what_is_estimated_for_torchtpu_covers_what_was_compiled_for_a_chip(compiled):
+    """The same of a process a chip."""
+    config = parse_config(["--config=kaggle-tpu", "--dataset_name=x"])
+    estimate = memory_estimate(config, batch_arithmetic(config, 8), precision="bf16") / 2**30
+    assert compiled < estimate < 1.1 * compiled
+
+
 XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--sample_steps=0")
 
 
