@@ -48,7 +48,7 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
     )
     device, runtime = strategy.device, strategy.runtime
     kind = memory_kind(config, strategy)
-    compiled = f", compiled ({run.torch_compile_mode})" if kind["compiled"] else ""
+    compiled = f", compiled ({run.torch_compile_mode})" if run.torch_compile and not device.no_compile else ""
     yield f"device     {device.name}, {device.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
     where = f" on {plural(runtime.processes.nodes, 'node')}" if batch.world_size > 1 else ""
     yield f"engine     {runtime.how or 'one device'}{where}"

@@ -54,6 +54,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     mac = panel("Apple M1 Max", "--config=gpt2")
     assert (mac["device"], mac["memory"][-7:]) == ("M1 MAX, fp32 (auto), compiled (default)", "64.0 GB")
     tpu = panel("8xtpu v5e", "--config=kaggle-tpu")
+    assert tpu["device"] == "TPU V5E, bf16 (auto), compiled (default)"
     assert tpu["batch"] == "524,288 tokens = 8 processes x 8 micro-steps x 8 sequences x 1024"
     assert tpu == panel("v5e-8", "--config=kaggle-tpu") == panel("v5litepod-8", "--config=kaggle-tpu")
     assert tpu["memory"].endswith("GB a device (estimate) of 16.0 GB")
