@@ -1,7 +1,7 @@
 """The notebooks that ship: their own code, run in a new interpreter, with the test's parameters after theirs.
 
-The outside world is replaced by links to this working tree, the tests' Hub, programs named `pip` and `uv` that install
-nothing, and modules with the names of Kaggle's, Colab's and IPython's.
+The outside world is replaced by links to this working tree, the tests' Hub, programs named `pip`, `uv` and `apt-get`
+that install nothing, and modules with the names of Kaggle's, Colab's and IPython's.
 """
 
 import json
@@ -32,7 +32,7 @@ CODE = {  # code cells by their id
 SAME = {"hellaswag", "sample", "report"}
 KEY = "c0ffee" * 6 + "c0de"  # of wandb
 
-# pip and uv install nothing, there is no network; what they were asked for is checked.
+# They install nothing, there is no network; what they were asked for is checked.
 INSTALLER = """#!/bin/sh
 echo "${0##*/} $*" >> "${0%/*}/installed"
 [ "$1" != venv ] || mkdir -p .venv/bin
@@ -62,7 +62,7 @@ def execute(name: str, tmp_path: Path, *, env: dict[str, str], skip: set[str] = 
     not have."""
     bin, checkout = tmp_path / "bin", tmp_path / "checkout"
     bin.mkdir()
-    for program in ("pip", "uv"):
+    for program in ("pip", "uv", "apt-get"):
         (bin / program).write_text(INSTALLER)
         (bin / program).chmod(0o755)
     checkout.mkdir()
@@ -104,10 +104,12 @@ def recipe(at: Path, **fields) -> str:
 def check_installed(installed: str, extras: str, checkout: Path) -> None:
     """uv is pinned; the extras are the wanted ones and exist; all versions are this project's, except torch's for a
     GPU."""
-    assert (
-        re.search(r"^pip install .*\buv==\d+\.\d+\.\d+\nuv venv .*\nuv pip install .* -e \.\[(.*)\]$", installed)[1]
-        == extras
+    pattern = (
+        r"pip install .*\buv==\d+\.\d+\.\d+\nuv venv .*\nuv pip install .* -e \.\[(.*)\]\n(apt-get .*tcmalloc.*\n)?"
     )
+    found = re.fullmatch(pattern, installed)
+    assert found[1] == extras
+    assert bool(found[2]) == extras.startswith("tpu")
     known = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in known for extra in extras.split(","))
     if extras.startswith("tpu"):

@@ -19,5 +19,6 @@ def test_a_kaggle_tpu(shards, tmp_path):
     assert by_step(run)[6]["val_loss"] < by_step(run)[0]["val_loss"]
     results = json.loads((run / "step_00000006" / "results.json").read_text())
     assert results["perplexity"]["windows"] == 8
+    assert results["perplexity"]["device"] == "tpu"
     assert "not pushed: HUB names no repository" in printed["push"]
     assert f"all done; the run is in {run}" in printed["push"]
