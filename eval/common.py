@@ -19,10 +19,8 @@ from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
-from recipe.utils.download import within
+from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ExitCode, UserError, first_line, no_safetensors, reading
-
-HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)

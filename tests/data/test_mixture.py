@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from eval.curves import read_run
 from eval.report import summarize, write_report
 from recipe.config import MixtureEntry, data_sets, parse_config
+from recipe.data.builder import read_json, reader_path
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import MixedDataset, dealt, windows_before
 from recipe.data.prepare import main as prepare
@@ -91,7 +92,7 @@ def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_pa
 
         threading.Thread(target=read, daemon=True).start()
         assert done.wait(60)
-        assert s.datasets[1]._at == 7
+        assert read_json(reader_path(s.out, 1)) == {"shard": 7}
 
 
 def recipe(streaming=False, **fields) -> str:
