@@ -1,7 +1,5 @@
 """What the evaluation commands share: finding and loading a model, the Hub, results, errors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

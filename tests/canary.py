@@ -1,7 +1,5 @@
 """Fake secrets for tests, and a search for them in everything that a program prints and writes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves what the loop drives: its state, taken on every process, and written in the background by the main one."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -4,8 +4,6 @@ A failure of the Hub is an error before the first success, and afterwards is ret
 with a message. The token stays where huggingface_hub finds it: in the environment.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@
 If it is killed at any moment, the same command continues after the last finished shard and makes the same bytes.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

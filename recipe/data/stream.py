@@ -1,7 +1,5 @@
 """Shards made just in time: the process that makes them is started, and the dataset waits for its shards."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
