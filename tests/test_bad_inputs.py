@@ -114,8 +114,8 @@ class Place:
     def weights(self) -> Path:
         """A model whose safetensors are cut short."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
-        whole = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
-        return self.file("old/model.safetensors", whole[:-100]).parent
+        weights = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
+        return self.file("old/model.safetensors", weights[:-100]).parent
 
 
 PREPARE = "python -m recipe.data.prepare"

@@ -201,8 +201,8 @@ def test_validation_by_eval_is_of_one_data_set(prepared):
     windows = TINY["eval_tokens"] // TINY["sequence_length"] // 3
     words = "runs/mixed", "--data=data/b", f"--limit_windows={windows}", f"--output={at}/b.json"
     ran = ok(processes.run("-m", "eval.perplexity", *words, env=environment(), cwd=at))
-    found = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
-    assert found == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
+    loss = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
+    assert loss == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
 
 
 def test_other_weights_are_another_run(copy):

@@ -205,12 +205,12 @@ def killed_after(data, calls):
 def test_killed_anywhere_and_run_again_gives_the_same_bytes(tmp_path, changes):
     text = write_jsonl(tmp_path / "d.jsonl", [*DOCUMENTS[:110], *DOCUMENTS[3:12]])
     sizes = {"shard_tokens": 6000}
-    prepare(data_of(text, tmp_path / "whole", **sizes, **changes))
+    prepare(data_of(text, tmp_path / "uninterrupted", **sizes, **changes))
     calls = 1
     while killed_after(data := data_of(text, tmp_path / f"out{calls}", **sizes, **changes), calls):
         killed_after(data, 7)  # and once more on the way
         prepare(data)
-        assert contents(tmp_path / f"out{calls}") == contents(tmp_path / "whole")
+        assert contents(tmp_path / f"out{calls}") == contents(tmp_path / "uninterrupted")
         assert not list((tmp_path / f"out{calls}").glob("*.part"))
         calls += 7
     assert calls > 20
