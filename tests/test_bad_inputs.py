@@ -269,7 +269,7 @@ def refused(argv: list, env: dict | None = None) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("name", ["8 checksum", "9 column", "22 no run"])
+@pytest.mark.parametrize("name", ["4 token outside", "9 column", "22 no run"])
 def test_bad_input_of_two_processes(place, name):
     """When both meet it, when one was to prepare the text for the other, and when one looks for both."""
     words, *message = TABLE[name]
