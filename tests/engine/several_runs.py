@@ -1,6 +1,6 @@
 """Run by tests: one run after the other on one engine, since starting it takes longer than the runs.
 
-several_runs.py OUTPUT_DIR,OUTPUT_DIR,... flags of recipe/train.py
+several_runs.py "OUTPUT_DIR [flags of its own],OUTPUT_DIR ..." flags of recipe/train.py
 """
 
 import sys
@@ -14,8 +14,10 @@ from recipe.engine.factory import open_strategy
 from recipe.train import run
 from recipe.utils.log import set_up_logging
 
-directories, *arguments = sys.argv[1:]
-configs = [parse_config([*arguments, f"--output_dir={directory}"]) for directory in directories.split(",")]
+runs, *arguments = sys.argv[1:]
+configs = [
+    parse_config([*arguments, *own, f"--output_dir={directory}"]) for directory, *own in map(str.split, runs.split(","))
+]
 strategy = open_strategy(configs[0].run.precision)
 set_up_logging(main=strategy.runtime.processes.is_main)
 for config in configs:

@@ -1,5 +1,6 @@
 """What a user types, on a machine with chips and on one without."""
 
+import json
 import re
 import signal
 import time
@@ -13,7 +14,7 @@ LINE = "accelerate launch --config_file accelerate_configs/{}.yaml recipe/train.
 
 
 def finished(process) -> str:
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, out + err
     return out
 
@@ -46,9 +47,25 @@ def test_two_chips_stopped_by_sigterm_take_the_steps_of_one_process(shards, on_c
     assert_same(first | by_step(tmp_path / "run"), on_cpu("adamw"))
 
 
-@pytest.mark.parametrize(("file", "chips", "optim"), [("tpu", 4, "muon"), ("tpu-fsdp", 2, "adamw")])
-def test_several_chips_take_the_steps_of_one_process(shards, on_cpu, tmp_path, file, chips, optim):
-    fields = {"optim": optim, "torch_compile": "true"}
-    out = finished(launch(LINE.format(file), *settings(shards, tmp_path / "run", **fields), chips=chips))
-    assert f"{'FSDP' if 'fsdp' in file else 'DDP'} over {chips} processes" in out
-    assert_same(by_step(tmp_path / "run"), on_cpu(optim))
+@pytest.mark.parametrize(("file", "chips", "optims"), [("tpu", 4, ("adamw", "muon")), ("tpu-fsdp", 2, ("adamw",))])
+def test_several_chips_take_the_steps_of_one_process(shards, on_cpu, tmp_path, file, chips, optims):
+    """One run after the other, since starting takes longer than they do."""
+    runs = ",".join(f"{tmp_path / optim} --optim={optim}" for optim in optims)
+    line = LINE.format(file).replace("recipe/train.py", "tests/engine/several_runs.py")
+    out = finished(launch(line, runs, *settings(shards, tmp_path, torch_compile="true"), chips=chips))
+    assert out.count(f"{'FSDP' if 'fsdp' in file else 'DDP'} over {chips} processes") == len(optims)
+    for optim in optims:
+        assert_same(by_step(tmp_path / optim), on_cpu(optim))
+
+
+@pytest.mark.slow
+def test_two_chips_pass_the_first_checks_of_a_preflight(tmp_path):
+    """One process starts both, and each writes what it has found. The checks that follow are training runs."""
+    line = LINE.format("tpu").replace("train.py", "preflight.py --machine")
+    finished(launch(line, tmp_path, "--precision=fp32", "--n_layer=1", "--n_embd=64", "--n_head=2", chips=2))
+    for rank in (0, 1):
+        facts, *lines = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
+        assert (facts["type"], facts["processes"]) == ("tpu", 2)
+        checked = {name for name, found, _ in lines if found}
+        assert checked == {"devices", "sum", "products", "attention", "loss", "muon"}
+        assert not any(wrong for _, _, wrong in lines)
