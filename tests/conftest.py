@@ -164,12 +164,12 @@ def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 
 
 def run_train(
-    *arguments: str, processes: int = 1, env: dict | None = None, timeout: int = 600
+    *arguments: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, timeout: int = 600
 ) -> subprocess.CompletedProcess:
     """Runs recipe/train.py as a user would: plain python, or two and more CPU processes as accelerate starts them."""
     if processes > 1:
         return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout)
-    return programs.run("recipe/train.py", *arguments, env=environment(env), timeout=timeout)
+    return programs.run(ROOT / "recipe/train.py", *arguments, env=environment(env), cwd=cwd, timeout=timeout)
 
 
 def metrics(run: Path) -> list[dict]:

@@ -21,7 +21,7 @@ from recipe.data.shards import Shard
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, TINY, by_step, environment, ok
+from tests.conftest import TINY, by_step, environment, ok, run_train
 from tests.data import DOCUMENTS, TEXT, streams, write_jsonl, write_shard
 
 T, BATCH = 8, 32
@@ -113,8 +113,7 @@ def write_texts(directory):
 
 
 def train(at, *words):
-    result = ok(processes.run(ROOT / "recipe/train.py", "--config=mixed.yaml", *words, env=environment(), cwd=at))
-    return result.stdout
+    return ok(run_train("--config=mixed.yaml", *words, cwd=at)).stdout
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +206,7 @@ def test_validation_by_eval_is_of_one_data_set(prepared):
 
 def test_other_weights_are_another_run(copy):
     (copy / "mixed.yaml").write_text(recipe().replace("weight: 5", "weight: 4"))
-    result = processes.run(ROOT / "recipe/train.py", "--config=mixed.yaml", env=environment(), cwd=copy)
+    result = run_train("--config=mixed.yaml", cwd=copy)
     assert result.returncode == 2
     assert "holds a run with other settings: dataset_name's weights, of 1,000, [500, 100, 400] -> [445, 111, 444]" in (
         result.stderr

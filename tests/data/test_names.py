@@ -14,8 +14,7 @@ from recipe.data.prepare import prepare
 from recipe.data.tokenizer import encode
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
-from tests import processes
-from tests.conftest import ROOT, environment, flags, ok
+from tests.conftest import flags, ok, run_train
 from tests.data import DOCUMENTS, TEXT, data_of, tokens_in, tokens_of, write_jsonl
 
 SMALL = flags(
@@ -138,7 +137,7 @@ def test_a_run_on_bin_files_declares_what_they_are(here):
     for number, words in enumerate((["--dataset_name=."], ["--dataset_name=train.bin", "--val_data=val.bin"])):
         run = here / f"run{number}"
         declared = [*words, "--dataset_source=openwebtext", f"--output_dir={run}", *SMALL]
-        ok(processes.run(ROOT / "recipe/train.py", *declared, env=environment(), cwd=here))
+        ok(run_train(*declared, cwd=here))
         assert read_run(run).dataset == "OpenWebText"
     for words, message in (
         (["--dataset_name=fineweb", "--dataset_source=openwebtext"], "dataset_source is for .bin files"),
@@ -172,7 +171,7 @@ def test_epochs_of_the_data_decide_the_length_and_are_named(here):
     words = ["--dataset_name=mine.txt", *(word for word in SMALL if not word.startswith("--max_steps"))]
 
     def run(*more):
-        return processes.run(ROOT / "recipe/train.py", *words, *more, env=environment(), cwd=here)
+        return run_train(*words, *more, cwd=here)
 
     ran = run("--num_train_epochs=1.5", "--dry_run")
     assert "before the text is prepared" in ran.stderr

@@ -22,7 +22,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags, ok
+from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags, ok, run_train
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
@@ -61,8 +61,7 @@ def trained_run(once):
         (at / "text.txt").write_text(ODD + TEXT[:50_000])
         saved(trained(), at / "own", eos_token=END)
         arguments = words(at, sample_steps=20, hellaswag_steps=20, hellaswag_limit=4)
-        result = ok(processes.run(ROOT / "recipe/train.py", *arguments, env=environment(), cwd=at))
-        return result.stdout
+        return ok(run_train(*arguments, cwd=at)).stdout
 
     return once("own_tokenizer", make)
 
@@ -186,7 +185,7 @@ def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tm
     (data,) = (at / "data").iterdir()
 
     def refused(**fields):
-        result = processes.run(ROOT / "recipe/train.py", *words(at, max_steps=24, **fields), env=environment(), cwd=at)
+        result = run_train(*words(at, max_steps=24, **fields), cwd=at)
         assert result.returncode == 2, result.stdout + result.stderr
         return result.stderr
 
