@@ -7,11 +7,30 @@ import torch
 
 from eval.published import SIZES, SPEEDS
 from recipe.config import ModelConfig
+from recipe.engine.device import Device
 from recipe.engine.hardware import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.utils.units import si
 
 ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
+
+
+def expected_flops(
+    device: Device, processes: int, model: ModelConfig, *, auto: bool = True
+) -> tuple[float, float, str] | None:
+    """The lowest and highest FLOP/s to expect of a training step on so many such devices, and where that is from; None
+    where nothing is known of them. `auto`: the precision is the best that the device has.
+
+    The known GPU peaks are for half precision; the peak of another one is not known, unless it is the best there is.
+    """
+    if device.peak_flops and (device.precision in ("bf16", "fp16") or auto):
+        low, high, basis = mfu_of(device.chip, processes * device.count, model)
+        return low * device.peak_flops * processes, high * device.peak_flops * processes, f"at {basis}"
+    if device.type != "cpu":
+        return None
+    peak, share = cpu_flops(device.precision) * processes, f"{100 * ASSUMED_MFU:.0f} %"
+    basis = f"if a step reaches {share} of the {si(peak)}FLOP/s that a matrix product reaches here now"
+    return ASSUMED_MFU * peak, ASSUMED_MFU * peak, basis
 
 
 def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, str]:

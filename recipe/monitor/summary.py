@@ -10,7 +10,7 @@ from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine import hardware
 from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
-from recipe.estimate.cost import ASSUMED_MFU, cpu_flops, mfu_of
+from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import (
     HEADROOM,
     REMEDIES,
@@ -96,21 +96,14 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
 
 def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
     """How long the whole run takes."""
-    run, opt, device, count = config.run, config.optimizer, strategy.device, batch.world_size * batch.devices
+    run, opt, device = config.run, config.optimizer, strategy.device
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
-    # The known GPU peaks are for half precision; the peak of another precision is not known, unless it is the best that
-    # the device has.
-    if device.peak_flops and (device.precision in ("bf16", "fp16") or run.precision == "auto"):
-        peak = device.peak_flops * batch.world_size
-        low, high, basis = mfu_of(device.chip, count, config.model)
-        basis = f"at {basis}"
-    elif device.type == "cpu":
-        peak, low, high = cpu_flops(device.precision) * batch.world_size, ASSUMED_MFU, ASSUMED_MFU
-        basis = f"if a step reaches {100 * low:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
-    else:
+    expected = expected_flops(device, batch.world_size, config.model, auto=run.precision == "auto")
+    if not expected:
         why = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
         return f"time       {why} is not known; the progress shows it after the first steps"
-    times = [flops / (peak * mfu) for mfu in dict.fromkeys((high, low))]
+    low, high, basis = expected
+    times = [flops / speed for speed in dict.fromkeys((high, low))]
     took = " to ".join(map(duration, times))
     if run.price_per_hour:
         took += f", {' to '.join(f'${seconds / 3600 * run.price_per_hour:,.0f}' for seconds in times)},"

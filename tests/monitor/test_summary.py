@@ -8,7 +8,7 @@ import pytest
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
-from recipe.estimate import micro_batch
+from recipe.estimate import cost, micro_batch
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import HEADROOM, memory_estimate
 from recipe.monitor import summary
@@ -80,7 +80,7 @@ def test_a_time_without_a_known_peak(monkeypatch):
     unknown = panel("h100", peak_flops=None)
     assert unknown["time"] == "the peak of this device is not known; the progress shows it after the first steps"
     assert "its peak in fp32 is not known" in panel("h100", "--precision=fp32")["time"]
-    monkeypatch.setattr(summary, "cpu_flops", lambda precision: 100e9)
+    monkeypatch.setattr(cost, "cpu_flops", lambda precision: 100e9)
     # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years: nobody should start this unwarned
     cpu = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)
     assert cpu["time"] == (
@@ -92,10 +92,10 @@ def test_what_does_not_fit_says_what_helps():
     run = ["--config=gpt2-xl", "--micro_batch_size=4", "--gradient_checkpointing=false"]
     config = parse_config(run)
     needed = memory_estimate(config, batch_arithmetic(config, 1), precision="bf16", compiled=True) / 1e9
-    lines = panel("l4", *run)
-    assert lines["memory"] == f"about {needed:.3g} GB a device (estimate) of 24.0 GB"
-    assert "does not fit" in lines[""]
-    assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in lines[""]
+    found = panel("l4", *run)
+    assert found["memory"] == f"about {needed:.3g} GB a device (estimate) of 24.0 GB"
+    assert "does not fit" in found[""]
+    assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in found[""]
     assert "is tight and may fit" in panel("l4", *run, memory=int(1e9 * needed / HEADROOM / 1.04))[""]
     assert "" not in panel("l4", *run, memory=int(1e9 * needed / HEADROOM) + 1)
 
