@@ -18,6 +18,7 @@ FRESH ?=
 PROCESSES ?=
 DEVICE ?=
 ARGS ?=
+HOURS ?=
 # How many processes of pytest-xdist run the tests: by default one for each core, at most four.
 WORKERS ?= logical
 
@@ -34,6 +35,7 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # What a training run needs installed.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
+BEST = $(if $(TEXT),--text '$(TEXT)') $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device '$(DEVICE)') $(ARGS)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
@@ -46,12 +48,12 @@ INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
 .DELETE_ON_ERROR:
-.PHONY: start help train plan preflight overfit data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
+.PHONY: start help train best plan preflight overfit data checkpoints sample chat eval-val eval-hellaswag eval-lm compare report audit export push test test-fast test-all test-faults lint format clean test-tpu test-xla scoreboard bench-peers gpu-proof gpu-bundle
 
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
 	@echo
-	@awk '/^(train|sample|report|plan):.*## / {split($$0, part, /:.*## /); line[part[1]] = part[2]} END {n = split("train sample report plan", order, " "); for (i = 1; i <= n; i++) printf "  make %-14s %s\n", order[i], line[order[i]]}' $(firstword $(MAKEFILE_LIST))
+	@awk '/^(train|best|sample|report|plan):.*## / {split($$0, part, /:.*## /); line[part[1]] = part[2]} END {n = split("train best sample report plan", order, " "); for (i = 1; i <= n; i++) printf "  make %-14s %s\n", order[i], line[order[i]]}' $(firstword $(MAKEFILE_LIST))
 	@echo "  make help           all targets and their variables"
 
 help:
@@ -70,6 +72,11 @@ train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
 	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)) || [ $$stopped ]
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
+
+best: $(TRAINING) ## give TEXT and HOURS: the best model in them (DOLLARS=20 PRICE=28 DEVICE=8xh100: a plan)
+	@echo "$(LAUNCH) recipe/best.py $(BEST)"
+	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/best.py $(BEST)) || [ $$stopped ]
+	$(if $(DEVICE)$(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample --prompt "$(PROMPT)")
 
 plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at $$28 an hour)
 	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)

@@ -16,6 +16,7 @@ COMMANDS = {
     "peers": "The step, compared with transformers and nanoGPT",
     "ceiling": "What bounds a step: products, copies, attention, clocks",
     "proof": "All of it on a GPU in ten minutes, the most valuable first",
+    "scaling": "The law by which recipe/best.py chooses a size",
     "optimizers": "How many tokens Muon needs for AdamW's loss",
 }
 

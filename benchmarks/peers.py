@@ -4,6 +4,8 @@ table and writes peers.json.
     python -m benchmarks peers --rounds 2 --nanogpt DIRECTORY
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import time

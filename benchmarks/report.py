@@ -1,5 +1,7 @@
 """Results: the conditions of a measurement, and JSON files."""
 
+from __future__ import annotations
+
 import json
 import platform
 import shlex

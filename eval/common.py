@@ -1,5 +1,7 @@
 """What the evaluation commands share: finding and loading a model, the Hub, results, errors."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -17,9 +19,10 @@ from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
-from recipe.utils.download import HUB_TIMEOUT_S, within
+from recipe.utils.download import within
 from recipe.utils.errors import ExitCode, UserError, first_line, no_safetensors, reading
-from recipe.utils.files import replace_file
+
+HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,9 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 def write_results(path: Path, key: str, value: dict) -> None:
     """Put `value` under `key`, keeping the file's other keys; the file is replaced atomically."""
-    replace_file(path, (json.dumps(read_results(path) | {key: value}, indent=2) + "\n").encode())
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(read_results(path) | {key: value}, indent=2) + "\n")
+    temporary.replace(path)
     print(f"wrote {path}")
     if (path.parent / "README.md").exists():
         print(f"note: {path.parent}/README.md stays as it is: for a new card, evaluate the run and export it again")

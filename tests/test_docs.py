@@ -24,6 +24,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from huggingface_hub import JobHardware
 
 from eval.hellaswag import load_rows
+from recipe.best import parse_request
 from recipe.monitor.metrics import read_metrics
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, ok
@@ -121,6 +122,9 @@ def test_commands_that_train_print_their_plan(clone, started):
     for program, *words in started:
         if "recipe/preflight.py" in words:
             continue  # tests/test_preflight.py runs it
+        if "recipe/best.py" in words:
+            parse_request(words[words.index("recipe/best.py") + 1 :])  # tests/test_best.py runs it
+            continue
         if "recipe/train.py" not in words:
             assert program == "python", words
             continue
@@ -152,7 +156,7 @@ def test_all_other_commands_run(clone, started):
     others = [
         [word for word in words if word]
         for _, *words in started
-        if not {"recipe/train.py", "recipe/preflight.py"} & set(words) and words[:2] != ["-m", "pytest"]
+        if not {"recipe/train.py", "recipe/preflight.py", "recipe/best.py"} & {*words} and words[:2] != ["-m", "pytest"]
     ]
     assert len(others) > 20
     for words in others:
@@ -266,6 +270,6 @@ def test_versions_named_beside_the_code_are_its_own():
     assert f"rev: v{ruff} " in (ROOT / ".pre-commit-config.yaml").read_text()
     address = re.search(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     texts = [*PAGES.values(), *(path.read_text() for path in (ROOT / "recipe" / "notebooks").glob("*.ipynb"))]
-    named = {name for text in texts for name in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)}
+    named = {found for text in texts for found in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)}
     assert named == {address}
     assert ", run: .ci/run}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

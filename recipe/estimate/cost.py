@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import lru_cache
 
 import torch
 
@@ -52,6 +53,7 @@ def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, s
     return low, high, f"{shares} % MFU, published by {' and '.join(dict.fromkeys(run for _, run in found))} for {of}"
 
 
+@lru_cache
 def cpu_flops(precision: str, size: int = 256) -> float:
     """FLOP/s of this process's threads on the CPU: the best matrix product of one thread in a tenth of a second, times
     their number. (Several threads would wait for the slowest, which tells nothing on a busy machine.)"""

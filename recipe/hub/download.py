@@ -1,5 +1,7 @@
 """Downloads checkpoints that were uploaded to the Hugging Face Hub with the training state (upload.py)."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

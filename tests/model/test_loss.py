@@ -53,5 +53,5 @@ def test_the_fused_loss_is_exact():
     # A process of its own: TRITON_INTERPRET counts when Triton is imported.
     result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
-    for (tolerance, case), errors in zip(cases, json.loads(result.stdout), strict=True):
-        assert max(errors) < tolerance, case
+    for (tolerance, case), found in zip(cases, json.loads(result.stdout), strict=True):
+        assert max(found) < tolerance, case

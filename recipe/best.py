@@ -1,0 +1,513 @@
+"""Command: give text and time, get the best GPT-2 that this machine can train in it.
+
+    accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
+
+Looks at the text, trains twice for a few percent of the time, to see how fast this machine is and how hard the text,
+and chooses the size whose loss will be the lowest when the time is over, by a law fitted to small runs
+(recipe/scaling.json, from `python -m benchmarks scaling`). The result is runs/NAME/recipe.yaml, a recipe like any
+other, which is then trained. Any field of a recipe may follow (--precision fp32), and is taken as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+if __package__ in (None, ""):  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see train.py
+
+import psutil
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from recipe.config import ROOT, Config, ModelConfig, batch_arithmetic, parse_config
+from recipe.config.catalog import unknown_data
+from recipe.data.documents import TextFiles
+from recipe.data.hub_text import HubText
+from recipe.data.producer import open_text
+from recipe.data.tokenizer import GPT2, VOCAB_SIZE, open_tokenizer
+from recipe.engine.factory import open_strategy
+from recipe.engine.launch import fail, is_local_main_process
+from recipe.engine.strategy import Strategy
+from recipe.estimate.cost import expected_flops
+from recipe.estimate.memory import HEADROOM, flops_per_token, memory_estimate
+from recipe.estimate.micro_batch import memory_kind
+from recipe.monitor.metrics import read_metrics
+from recipe.train import run
+from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.files import replace_file
+from recipe.utils.log import set_up_logging
+from recipe.utils.units import si
+
+logger = logging.getLogger("recipe.best")
+
+TEXT = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"  # ships
+SCALING = json.loads((ROOT / "recipe" / "scaling.json").read_text())
+Size = tuple[int, int]  # layers and width
+# As the small runs, a block for 32 numbers of width, up to GPT-2's four.
+SIZES: tuple[Size, ...] = (
+    *((2, 64), (3, 96), (4, 128), (5, 160), (6, 192), (8, 256), (8, 384), (10, 512)),
+    *((12, 768), (24, 1024), (36, 1280), (48, 1600)),
+)
+OWN_TOKENS = 4096  # of a tokenizer that is trained on the text
+FITTED_BELOW = 1e15  # FLOPs of a run within reach of those that the law was fitted to
+OWN_BELOW = 1e17  # FLOPs of a run in which the head of GPT-2's 50,257 tokens would take most of the time
+TRIALS, LONGEST_TRIAL_S = (0.03, 0.1), 300  # shares of the time, of which the second shows how the text is learned
+LEAST_APART = 0.2  # nats a token by the law between two trials, or they do not show how the text is learned
+MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
+MOST_EPOCHS = 4  # further ones together are worth less than a fifth of one of new text: docs/log.md
+SHORTEST_S = 90  # of the time given
+ERROR = 0.08  # of a loss to expect: the largest that was seen, docs/recipes.md
+UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
+UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
+LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, where that is at most a tenth
+ENGLISH = 4.4  # bytes a token by GPT-2's tokenizer
+SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
+READ = 0.02 * 50e6  # bytes of text that are looked at for each second given: that takes a fiftieth of it
+Fields = dict[str, tuple[object, str]]  # of a recipe: value, and why
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run reads: `name`, as dataset_name; its `tokenizer`; `tokens` to train on, infinite for a data set on the
+    Hub; `token_bytes`, bytes of text a token; `held_out`, the share for validation; `every`, of how many pieces of the
+    text it has one."""
+
+    name: str
+    tokenizer: str
+    tokens: float
+    token_bytes: float
+    held_out: float = 0.01
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A size, and the validation loss in nats a token to expect of it after `tokens`, all that it can read; `limit` is
+    what keeps it from more."""
+
+    size: Size
+    tokens: float
+    epochs: float
+    loss: float
+    limit: str
+
+
+def block_parameters(size: Size) -> int:
+    """12 L D^2, what the blocks' matrices hold."""
+    return 12 * size[0] * size[1] ** 2
+
+
+def law(size: Size, tokens: float, unique: float = math.inf) -> float:
+    """(A / N^a + B / D)^c nats a token, for N parameters in the blocks and D tokens, of the text that it was fitted to
+    (the form is that of Kaplan et al. 2020, arXiv 2001.08361, equation 1.5)."""
+    A, a, B, c = (SCALING["law"][name] for name in "AaBc")
+    return (A / block_parameters(size) ** a + B / new_tokens(tokens, unique)) ** c
+
+
+def published_law(size: Size, tokens: float, unique: float = math.inf) -> float:
+    """E + A / N^alpha + B / D^beta nats a token, for N parameters with their embedding (Hoffmann et al. 2022, with the
+    numbers of Besiroglu et al. 2024, arXiv 2404.10102)."""
+    N = block_parameters(size) + VOCAB_SIZE * size[1]
+    return 1.8172 + 482.01 / N**0.3478 + 2085.43 / new_tokens(tokens, unique) ** 0.3658
+
+
+def new_tokens(tokens: float, unique: float) -> float:
+    """How many tokens of new text are worth as much: unique (1 + R (1 - exp(-repetitions / R))) (Muennighoff et al.
+    2023, arXiv 2305.16264, section 3.1)."""
+    R = SCALING["law"]["R"]
+    return unique * (1 + R * (1 - math.exp((1 - tokens / unique) / R))) if tokens > unique else tokens
+
+
+def line_through(points: list[tuple[float, float]]) -> Callable[[float], float]:
+    """From the law's loss to that on a text of which so many (law's loss, loss) are known: the straight line through
+    the first and the last or in proportion to the last, whichever is steeper; or the law's."""
+    if not points:
+        return float
+    (x0, y0), (x, y) = points[0], points[-1]
+    slope = max(y / x, (y0 - y) / (x0 - x) if x0 - x > LEAST_APART else 0)
+    return lambda value: y + slope * (value - x)
+
+
+def model_of(size: Size, vocabulary: int = 0) -> ModelConfig:
+    """The architecture; heads are 32 wide, from a width of 384 on 64, and sequences grow with the model."""
+    layers, width = size
+    heads = width // (32 if width < 384 else 64)
+    positions = next((n for below, n in ((200, 128), (300, 256), (600, 512)) if width < below), 1024)
+    return ModelConfig(layers, heads, width, positions, vocab_size=vocabulary)
+
+
+class Outlook:
+    """What each size reaches on these devices with this text, the same on all processes.
+
+    Attributes:
+        rates: {FLOPs a token: tokens a second} of the sizes that were tried.
+        losses: {size: [(the law's loss, the one on this text)]} of the same, in order.
+    """
+
+    def __init__(self, strategy: Strategy, text: Text, vocabulary: int, law: Callable):
+        self.strategy, self.text, self.vocabulary, self.law = strategy, text, vocabulary, law
+        processes, device = strategy.runtime.processes, strategy.device
+        expected = {size: expected_flops(device, processes.world_size, model_of(size, vocabulary)) for size in SIZES}
+        known = expected, device.memory or psutil.virtual_memory().available
+        self._expected, self._memory = processes.broadcast_object(known)  # each process measures its own
+        self.rates: dict[int, float] = {}
+        self.losses: dict[Size, list[tuple[float, float]]] = {}
+
+    @property
+    def error(self) -> float:
+        """Of losses, as measured."""
+        return ERROR if self.losses else UNTRIED_ERROR
+
+    def flops(self, size: Size) -> int:
+        """FLOPs a token."""
+        model = model_of(size, self.vocabulary)
+        return flops_per_token(model, model.n_positions)
+
+    def tokens_per_second(self, size: Size) -> float:
+        """From the sizes that were tried, between which it goes by a power of the FLOPs; before, as expected of the
+        devices."""
+        flops, expected = self.flops(size), self._expected[size]
+        if not self.rates:
+            return (expected[0] if expected else UNKNOWN_FLOPS) / flops
+        (tried, rate), *others = sorted(self.rates.items(), key=lambda pair: abs(math.log(pair[0] / flops)))
+        power = math.log(rate / others[0][1]) / math.log(others[0][0] / tried) if others else 0.8
+        return rate * (tried / flops) ** min(1.0, max(0.6, power))
+
+    def loss(self, size: Size, tokens: float) -> float:
+        """Nats a token on this text, by the trials of the size that was tried last."""
+        points = list(self.losses.values())[-1:]
+        return line_through(*points or [[]])(self.law(size, tokens, self.text.tokens))
+
+    def choices(self, seconds: float) -> list[Choice]:
+        """After so many seconds of training, the smallest first, of all sizes that fit into memory."""
+        found: list[Choice] = []
+        for size in SIZES:
+            if found and not self._fits(size):
+                return [*found[:-1], replace(found[-1], limit="memory")]
+            if found and block_parameters(size) > MOST_PARAMETERS * self.text.tokens:
+                return [*found[:-1], replace(found[-1], limit="text")]
+            able, unique = self.tokens_per_second(size) * seconds, self.text.tokens
+            tokens = min(able, MOST_EPOCHS * unique)
+            limit = "text" if tokens < able else "time"
+            found.append(Choice(size, tokens, tokens / unique, self.loss(size, tokens), limit))
+        return found
+
+    def best(self, seconds: float) -> Choice:
+        """The choice with the lowest loss."""
+        return min(self.choices(seconds), key=lambda choice: choice.loss)
+
+    def seconds_for(self, tokens: float) -> float:
+        """How long so many tokens take the size for which that time is best spent on them."""
+        times = [tokens / self.tokens_per_second(size) for size in SIZES]
+        return next((t for size, t in zip(SIZES, times, strict=True) if self.best(t).size <= size), times[-1])
+
+    def _fits(self, size: Size) -> bool:
+        config = config_of(recipe(size, self.text, 1e6, 1), "--max_steps=1000", "--micro_batch_size=1")
+        config = replace(config, model=model_of(size, self.vocabulary))
+        batch = batch_arithmetic(config, 1, self.strategy.device.count)
+        needed = memory_estimate(config, batch, **memory_kind(config, self.strategy))
+        return needed <= HEADROOM * self._memory
+
+
+def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
+    """The fields of a run of `size` on `text`, about so many `tokens` long, but for the one that says how long."""
+    model, (layers, width) = model_of(size), size
+    batch = batch_tokens(tokens, model.n_positions * processes)
+    steps = max(1, int(tokens / batch))
+    part = f", one of {text.every} pieces of it, which is enough" if text.every > 1 else ""
+    fields: Fields = {
+        "dataset_name": (text.name, f"the text{part}"),
+        "val_fraction": (text.held_out, "for validation: enough to measure a loss, a tenth at most"),
+        "tokenizer": (text.tokenizer, f"{text.token_bytes:.1f} bytes a token"),
+        "n_layer": (layers, "of the sizes compared, the one with the lowest expected loss"),
+        "n_head": (model.n_head, f"{width // model.n_head} wide"),
+        "n_embd": (width, "with the layers"),
+        "n_positions": (model.n_positions, "longer for larger models only"),
+        "sequence_length": (model.n_positions, "all of them"),
+        "total_batch_tokens": (batch, "grows with the length of the run"),
+        "micro_batch_size": ("auto", "as many as fit"),
+        "optim": ("muon", "half of AdamW's tokens, docs/results.md"),
+        "muon_learning_rate": (rounded(min(0.02, 0.01 * (batch / 1024) ** 0.5)), "grows with the batch"),
+        "muon_weight_decay": (0.02, "no other was better in a run this short"),
+        "learning_rate": (rounded(0.012 * max(1, width / 128) ** -0.7), "of embeddings; lower if wider"),
+        "adam_beta1": (0.8, "as tuned beside Muon, docs/log.md"),
+        "adam_beta2": (0.99 if batch < 65_536 else 0.95, "longer where a batch has few of the rare tokens"),
+        "warmup_steps": (max(1, min(256, steps // 20)), "a twentieth; of AdamW"),
+        "lr_scheduler_type": ("wsd", "can begin its decay by the clock, and be extended"),
+        "decay_fraction": (0.6, "as tuned, docs/log.md"),
+        "eval_steps": (max(1, int(0.36 * steps)), "two on the way, and the end"),
+        "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 30))), "a thirtieth of the run, three times"),
+        "save_steps": (max(1, steps // 4), "what a crash may cost"),
+        "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
+    }
+    if text.tokens == math.inf:
+        fields["streaming"] = True, "tokenized while it trains"
+    return fields
+
+
+def rounded(value: float) -> float:
+    """To two digits."""
+    return float(f"{value:.2g}")
+
+
+def batch_tokens(tokens: float, unit: int) -> int:
+    """Tokens a step, a multiple of `unit`: as measured for a million tokens, as published for ten billion, and between
+    them by the power that connects the two."""
+    least, most = 1024, 524_288
+    batch = least * (tokens / 1e6) ** (math.log(most / least) / math.log(1e4))
+    return max(1, round(2 ** round(math.log2(min(most, max(least, batch)))) / unit)) * unit
+
+
+def survey(name: str, source: TextFiles | HubText, config: Config, seconds: float, needed: float, own: bool) -> Text:
+    """The text `name` of a configuration, for a run of so many seconds that needs about so many bytes. Of local text
+    that is much longer, pieces from all over it are written to data/RUN; there a tokenizer is trained if `own`. Raises
+    UserError."""
+    directory = Path("data") / config.run.run_name
+    local = isinstance(source, TextFiles)
+    if not local and not own:  # nothing of it need be known
+        return Text(name, config.data.tokenizer, math.inf, ENGLISH)
+    if not local:
+        source.commit = source.newest()["commit"]
+    readable = min(source.size, READ * seconds) if local else SAMPLE_BYTES
+    every = max(1, int(readable / needed)) if local else 1
+    thin = max(1, int(readable / every / SAMPLE_BYTES))  # of these, for the tokenizer
+    directory.mkdir(parents=True, exist_ok=True)
+    kept, sample, path = 0, [], directory / f"every-{every}.txt"
+    with path.with_suffix(".part").open("w") as out:
+        for number, piece in enumerate(piece for document in source.documents() for piece in document.pieces):
+            if not isinstance(piece, str):
+                raise UserError(f"--text {name} holds ids of tokens, and best.py reads text; write a recipe for it")
+            if number % every == 0:
+                kept += len(piece.encode())
+                out.write(f"{piece}<|endoftext|>" if every > 1 else "")
+            if number % (every * thin) == 0:
+                sample.append(piece)
+            if (source.position if local else kept) > readable:
+                break
+    if not (path.exists() and filecmp.cmp(path, out.name)):  # or its shards would be those of an older file
+        os.replace(out.name, path)
+    tokenizer = train_tokenizer(sample, directory / "tokenizer") if own else config.data.tokenizer
+    some = "".join(sample)[:1_000_000]
+    token_bytes = len(some.encode()) / max(1, len(open_tokenizer(tokenizer).encode([some])[0]))
+    unseen = source.size / readable if local and every == 1 else 1
+    tokens = kept * unseen / token_bytes
+    if tokens < LEAST_TOKENS:
+        least = LEAST_TOKENS * token_bytes
+        raise UserError(f"--text {name} has {kept:,} bytes, too few to train on; give {least:,.0f} or more")
+    held_out = float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
+    tokens = (1 - held_out) * tokens if local else math.inf
+    return Text(str(path) if every > 1 else name, tokenizer, tokens, token_bytes, held_out, every)
+
+
+def train_tokenizer(sample: list[str], directory: Path) -> str:
+    """A byte-level BPE of OWN_TOKENS tokens, saved to `directory`, which is returned."""
+    bpe, end = Tokenizer(models.BPE()), "<|endoftext|>"
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        sample,
+        trainers.BpeTrainer(
+            vocab_size=OWN_TOKENS, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(directory)
+    return str(directory)
+
+
+def trial(outlook: Outlook, size: Size, seconds: float, words: list[str]) -> float:
+    """Trains a size for so many seconds, by the loop itself, and lets `outlook` know how fast it was and what loss it
+    reached. Returns the seconds that it took besides. A collective call. Raises KeyboardInterrupt where it was
+    stopped."""
+    strategy, processes = outlook.strategy, outlook.strategy.runtime.processes
+    Path("runs").mkdir(exist_ok=True)
+    directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
+    fields = recipe(size, outlook.text, outlook.tokens_per_second(size) * seconds, processes.world_size)
+    fields |= dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
+    own = [f"--train_hours={seconds / 3600:.5f}", f"--output_dir={directory}", "--dry_run=false"]
+    config = config_of(fields, *words, *own)
+    begun, log = time.monotonic(), logging.getLogger("recipe")
+    try:
+        log.setLevel(logging.WARNING)
+        code = run(config, strategy)
+        lines = processes.broadcast_object(read_metrics(Path(directory) / "metrics.jsonl") if processes.is_main else [])
+    finally:
+        log.setLevel(logging.INFO)
+        if processes.is_main:
+            shutil.rmtree(directory, ignore_errors=True)
+    if code != ExitCode.DONE:
+        raise KeyboardInterrupt
+    end, rates = lines[-1], [line["tokens_per_second"] for line in lines if line["tokens_per_second"]]
+    outlook.rates[outlook.flops(size)] = rate = statistics.median(rates[1:] or rates)
+    earlier = outlook.losses.pop(size, [])
+    outlook.losses[size] = [*earlier, (outlook.law(size, end["tokens"], outlook.text.tokens), end["val_loss"])]
+    what = described(size), f"{rate:,.0f}", end["val_loss"], si(end["tokens"], "B")
+    logger.info("trial      %s: %s tokens/s, validation loss %.3f after %s tokens", *what)
+    return time.monotonic() - begun - end["seconds"]
+
+
+def config_of(fields: Fields, *words: str) -> Config:
+    """The configuration of a recipe with these fields, and the words of a command line."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "recipe.yaml"
+        path.write_text(yaml_of(fields))
+        return parse_config(["--config", str(path), *words])
+
+
+def yaml_of(fields: Fields) -> str:
+    """A recipe's lines."""
+    return "".join(f"{name}: {json.dumps(value)}  # {why}\n" for name, (value, why) in fields.items())
+
+
+def described(size: Size) -> str:
+    """In words."""
+    known = {(12, 768): " (GPT-2)", (24, 1024): " (medium)", (36, 1280): " (large)", (48, 1600): " (XL)"}
+    return f"{size[0]} layers, {size[1]} wide{known.get(size, '')}"
+
+
+def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, strategy: Strategy, path: Path) -> None:
+    """Finds the run for what was asked, logs what to expect of it, and writes its recipe. A collective call. Raises
+    UserError, and KeyboardInterrupt where it was stopped."""
+    processes, started = strategy.runtime.processes, psutil.Process().create_time()
+    with processes.shared_error("the text cannot be opened"):
+        if not asked.data.train_text:
+            raise unknown_data(request.text, "--text")
+        source = open_text(asked.data)
+    tokens = source.size / ENGLISH if isinstance(source, TextFiles) else math.inf
+    guess = Outlook(strategy, Text(request.text, GPT2, tokens, ENGLISH), OWN_TOKENS, law)  # before the text is read
+    seconds = 3600 * request.hours or guess.seconds_for(request.tokens)
+    first = guess.best(seconds)
+    flops = first.tokens * guess.flops(first.size)
+    own = flops < OWN_BELOW and not any(word.startswith("--tokenizer") for word in words)
+    with processes.shared_error("the text cannot be read"):
+        needed = 2 * first.tokens * guess.text.token_bytes
+        text = survey(request.text, source, asked, seconds, needed, own) if processes.is_main else None
+    text = processes.broadcast_object(text)
+    length = "without a known end" if text.tokens == math.inf else f"{si(text.tokens, 'B')} tokens to train on"
+    made_by = f"one of {OWN_TOKENS:,} trained on it" if own else text.tokenizer
+    logger.info("text       %s: %s, %.1f bytes each by tokenizer %s", request.text, length, text.token_bytes, made_by)
+    its_law = law if flops < FITTED_BELOW else published_law
+    outlook = Outlook(strategy, text, open_tokenizer(text.tokenizer).vocab_size, its_law)
+    besides = 0.0
+    tried: list[Size] = []
+    longer = bool(request.device)  # the last trial is
+    while not longer:
+        size = outlook.best(seconds).size
+        longer = size in tried or len(tried) == 2
+        tried.append(size)
+        besides = trial(outlook, size, min(LONGEST_TRIAL_S, TRIALS[longer] * seconds), words)
+    if request.tokens:
+        seconds = outlook.seconds_for(request.tokens)
+    else:
+        seconds -= time.time() - started + besides
+    best = outlook.best(seconds)
+    announce(outlook, outlook.choices(seconds), best)
+    fields = recipe(best.size, text, best.tokens, processes.world_size)
+    batch = batch_tokens(best.tokens, model_of(best.size).n_positions * processes.world_size)
+    steps = max(1, round(best.tokens / batch))
+    if request.tokens or best.limit == "text":
+        fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
+    else:
+        fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
+    fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
+    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run"}
+    fields |= {name: (asked.flat()[name], "as given") for name in given}
+    fields["run_name"] = asked.run.run_name, "where it is"
+    if processes.is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error:.0%}"
+        head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
+        replace_file(path, ("# " + head.replace("\n", "\n# ") + "\n" + yaml_of(fields)).encode())
+    logger.info("recipe     %s; accelerate launch ... recipe/train.py --config %s trains it", path, path)
+
+
+def announce(outlook: Outlook, choices: list[Choice], best: Choice) -> None:
+    """Logs the best size between its neighbors, and what limits it."""
+    here = choices.index(best)
+    for choice in choices[max(0, here - 1) : here + 2]:
+        bits = choice.loss / math.log(2) / outlook.text.token_bytes
+        epochs = f", {choice.epochs:.2g} epochs" if outlook.text.tokens < math.inf else ""
+        what = described(choice.size), choice.loss, bits, si(choice.tokens, "B"), epochs
+        start = "best" if choice == best else ""
+        logger.info(f"{start:<10} %s: loss %.3f (%.2f bits a byte) after %s tokens%s", *what)
+    why = {
+        "time": "the time; with more, a larger model",
+        "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
+        "memory": "the memory; a larger model does not fit",
+    }
+    logger.info("limit      %s. Losses are give or take %s", why[best.limit], f"{outlook.error:.0%}")
+
+
+def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What was asked for, and the words that are fields of a recipe. Raises UserError."""
+    parser = argparse.ArgumentParser(prog="recipe/best.py", allow_abbrev=False, description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--text", default=os.path.relpath(TEXT), help="a file, a directory, a glob, or a data set on the Hub"
+    )
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--hours", type=float, help="of everything, this search included (default: 0.1)")
+    amount.add_argument("--tokens", type=float, default=0.0, help="to train on, by the size that needs so many")
+    amount.add_argument("--dollars", type=float, help="hours, by --price_per_hour")
+    parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of all devices")
+    parser.add_argument("--device", default="", help="only plan, for devices that are not here, such as 8xh100")
+    request, words = parser.parse_known_args(argv)
+    amount_of = f"{request.hours or 0.1:g}h"
+    if request.dollars:
+        if not request.price_per_hour:
+            raise UserError("--dollars needs --price_per_hour, of all devices together")
+        amount_of, request.hours = f"{request.dollars:g}usd", request.dollars / request.price_per_hour
+    elif request.tokens:
+        amount_of = f"{request.tokens:g}-tokens"
+    request.hours = 0 if request.tokens else 0.1 if request.hours is None else request.hours
+    if not request.tokens and 3600 * request.hours < SHORTEST_S:
+        raise UserError(f"{request.hours:g} hours: starting takes as long; give {SHORTEST_S / 3600:g} or more")
+    request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount_of}").strip("-.")
+    request.asked = f"From recipe/best.py for {amount_of} of {request.text}"
+    return request, words
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes a recipe, trains it, and returns the exit code."""
+    try:
+        request, words = parse_request(sys.argv[1:] if argv is None else argv)
+        asked = parse_config([f"--dataset_name={request.text}", f"--run_name={request.run_name}", *words])
+        strategy = open_strategy(asked.run.precision, request.device, deterministic=asked.run.deterministic)
+        set_up_logging(main=strategy.runtime.processes.is_main)
+        path = Path(asked.run.output_dir) / "recipe.yaml"
+        with strategy.runtime.processes.shared_error("there is another recipe"):
+            known = path.exists()
+            if known and request.asked not in path.read_text():
+                raise UserError(f"{path} is for something else; give another --run_name, or delete {path.parent}")
+        if known:
+            logger.info("recipe     %s is there: its run goes on", path)
+        else:
+            write_recipe(request, words, asked, strategy, path)
+        if asked.run.dry_run or request.device:
+            return ExitCode.DONE
+        code = run(parse_config(["--config", str(path)]), strategy)
+        strategy.runtime.close()
+        return code
+    except (UserError, OSError, RuntimeError) as error:
+        return fail(error)
+    except KeyboardInterrupt:
+        if is_local_main_process():
+            print("\nstopped before there was a recipe; there is nothing to save", file=sys.stderr)
+        return ExitCode.RUN_AGAIN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""recipe/best.py: text and time in, a recipe and its run out."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from recipe import best
+from recipe.config import parse_config
+from recipe.config.fields import FIELDS
+from tests.conftest import ROOT, SHAKESPEARE, environment, metrics
+
+
+def call(at, *words, command=(sys.executable, ROOT / "recipe/best.py")):
+    return subprocess.run([*command, *words], cwd=at, env=environment(), capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def searched(once):
+    """A directory in which the search has written a recipe for 1.8 minutes, and what it printed."""
+
+    def search(at):
+        at.mkdir()
+        (at / "my.txt").write_text(SHAKESPEARE.read_text())
+        done = call(at, "--text", "my.txt", "--hours", "0.03", "--dry_run", "--seed", "7")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return once("best", search)
+
+
+def test_it_writes_a_recipe_that_a_person_reads_and_says_what_to_expect(searched):
+    at, printed = searched
+    text = (at / "runs/my-0.03h/recipe.yaml").read_text()
+    head, lines = text.split("dataset_name", 1)
+    values = yaml.safe_load(text)
+    assert all(re.fullmatch(r"(dataset_name)?\w*: .+  # \w.+", line) for line in lines.splitlines()), "each says why"
+    assert values.keys() <= FIELDS.keys()
+    assert (values["dataset_name"], values["seed"]) == ("my.txt", 7)
+    assert 0.01 < values["train_hours"] < 0.028, "what the search has left"
+    expected = float(re.search(r"loss to expect: (\d\.\d+), give or take \d+%", head)[1])
+    assert re.search(rf"^best  .* layers, \d+ wide: loss {expected:.3f} ", printed, re.MULTILINE)
+    assert len(re.findall(r"^trial  .* tokens/s", printed, re.MULTILINE)) in (2, 3)
+    assert re.search(r"^limit      the time; ", printed, re.MULTILINE)
+    assert not list(at.glob("runs/.best-*")), "trials leave nothing"
+
+
+def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monkeypatch):
+    """The same command goes on with the run, since the recipe is there."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    at, _ = searched
+    recipe = at / "runs/my-0.03h/recipe.yaml"
+    monkeypatch.chdir(at)
+    config = parse_config(["--config", str(recipe)])
+    short = [sys.executable, ROOT / "recipe/train.py", "--config", recipe, "--max_steps", "20"]
+    done = subprocess.run(
+        [*short, "--warmup_steps", "2"], cwd=at, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(at / "runs/my-0.03h/step_00000020")
+    assert (model.config.n_layer, model.config.n_embd) == (config.model.n_layer, config.model.n_embd)
+    assert AutoTokenizer.from_pretrained(at / "runs/my-0.03h/step_00000020").vocab_size <= best.OWN_TOKENS
+    again = call(at, "--text", "my.txt", "--hours", "0.03", "--dry_run")
+    assert "recipe     runs/my-0.03h/recipe.yaml is there: its run goes on" in again.stdout
+    other = call(at, "--text", "my.txt", "--hours", "0.04", "--run_name", "my-0.03h", "--dry_run")
+    assert (other.returncode, "is for something else; give another --run_name" in other.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
+    begun = time.monotonic()
+    done = call(tmp_path, "--text", SHAKESPEARE, "--hours", "0.05")
+    seconds = time.monotonic() - begun
+    assert done.returncode == 0, done.stderr
+    assert 0.9 * 180 < seconds < 1.06 * 180, "with other tests beside it; 1.03 alone"
+    run = tmp_path / "runs/tiny_shakespeare-0.05h"
+    expected = float(re.search(r"loss to expect: (\d\.\d+)", (run / "recipe.yaml").read_text())[1])
+    assert metrics(run)[-1]["val_loss"] == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_several_processes_search_together(engine, tmp_path):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--main_process_port", "0"]
+    hardware = ["--num_processes", "2", "--config_file", ROOT / f"accelerate_configs/{engine}.yaml"]
+    words = ["--text", SHAKESPEARE, "--hours", "0.026", "--dry_run"]
+    done = call(tmp_path, *words, command=[*launcher, *hardware, ROOT / "recipe/best.py"])
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^best  ", done.stdout, re.MULTILINE)) == 1
+    assert (tmp_path / "runs/tiny_shakespeare-0.026h/recipe.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "length"),
+    [
+        ("fineweb", "12 layers, 768 wide \\(GPT-2\\)", "train_hours"),
+        (SHAKESPEARE, "\\d+ layers, \\d+ wide", "max_steps"),
+    ],
+)
+def test_a_plan_by_dollars_for_devices_that_are_not_here(text, size, length, tmp_path):
+    """llm.c trained 124M for $20 on as many A100s; and little text does not become more by money."""
+    words = ["--device", "8xh100", "--dollars", "20", "--price_per_hour", "28", "--run_name", "rich"]
+    done = call(tmp_path, "--text", text, *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(f"^best       {size}: loss ", done.stdout, re.MULTILINE)
+    assert re.search(f"^{length}: ", (tmp_path / "runs/rich/recipe.yaml").read_text(), re.MULTILINE)
+
+
+def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
+    (tmp_path / "few.txt").write_text("To be, or not to be. " * 50)
+    for words, message in (
+        (["--hours", "0.001"], "0.001 hours: starting takes as long; give 0.025 or more"),
+        (["--dollars", "20"], "--dollars needs --price_per_hour"),
+        (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give"),
+        (["--device", "abacus"], "no such device is known; there are "),
+        (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
+    ):
+        done = call(tmp_path, *words)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        assert done.stderr.count("\n") <= 2
+
+
+def test_the_law_follows_the_runs_that_it_was_fitted_to():
+    """Of the first text its losses; of the others, all from the two shortest."""
+    runs, first = best.SCALING["runs"], best.SCALING["runs"][0]["text"]
+    texts = {run["text"] for run in runs}
+    assert len(texts) == 3
+    for text in texts:
+        points = [(best.law(tuple(r["size"]), r["tokens"], r["unique"]), r["loss"]) for r in runs if r["text"] == text]
+        predicted = best.line_through([] if text == first else points[:2])
+        for by_law, loss in points:
+            assert predicted(by_law) == pytest.approx(loss, rel=best.SCALING["error"])
