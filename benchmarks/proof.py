@@ -92,7 +92,7 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
         place = out.with_name(f"{out.name}-work") / file.stem
         found = run(step, place, min(step.limit, left))
         # Written whole or not at all, and also where a number is not finite.
-        file.with_suffix(".part").write_text(json.dumps({"step": step.name, **found, **about}, indent=1) + "\n")
+        file.with_suffix(".part").write_text(json.dumps({**about, "step": step.name, **found}, indent=1) + "\n")
         file.with_suffix(".part").rename(file)
         missing += found["rc"] != 0
         last = found["result"]["output"][-1:] or ["no output"]

@@ -45,7 +45,7 @@ def test_a_step_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch, cap
     assert 3 <= found["02-hanging"]["seconds"] < 20
     child = int(found["02-hanging"]["result"]["output"][0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-    assert all(line["device"] and line["torch"] and line["command"] for line in found.values())
+    assert all(line["device"] and line["torch"] and line["command"][1] == "-c" for line in found.values())
     printed = capsys.readouterr().out
     assert "FAILED 01-broken" in printed
     assert "no such kernel" in printed
