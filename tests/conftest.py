@@ -172,6 +172,17 @@ def run_train(
     return programs.run(ROOT / "recipe/train.py", *arguments, env=environment(env), cwd=cwd, timeout=timeout)
 
 
+def interpreted(*words: str) -> dict | list:
+    """What a Python program prints, as JSON, whose kernels Triton's interpreter runs: in a process of its own, since
+    TRITON_INTERPRET counts when Triton is imported."""
+    command, variables = [sys.executable, *words], os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=variables)
+    if "only 0-dimensional arrays can be converted" in result.stderr:
+        pytest.skip("the interpreter of this Triton (3.6) cannot count with this numpy (2.5)")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -2,10 +2,8 @@
 interpreter."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -19,7 +17,7 @@ from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.estimate.fused_loss import GRADIENT, LOSS, compare, fused_loss
 from tests import processes as programs
-from tests.conftest import TINY, by_step, environment, flags, launch
+from tests.conftest import TINY, by_step, environment, flags, interpreted, launch
 
 PROBE = ("-m", "tests.estimate.fused_loss_probe")
 SHORT = TINY | {"max_steps": 8, "save_steps": 4}
@@ -126,18 +124,14 @@ def test_a_cpu_says_nothing(whole_run):
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which PyTorch's builds for CPUs come without")
 def test_the_check_tells_the_kernel_from_one_that_counts_the_padding():
     """By Triton's interpreter."""
-    program = "from tests.estimate.test_fused_loss import interpreted; interpreted()"
-    # A process of its own: TRITON_INTERPRET counts when Triton is imported.
-    words, variables = [sys.executable, "-c", program], os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(words, capture_output=True, text=True, env=variables)
-    assert result.returncode == 0, result.stderr
-    for dtype, (right, wrong) in json.loads(result.stdout).items():
+    program = "from tests.estimate.test_fused_loss import print_distances; print_distances()"
+    for dtype, (right, wrong) in interpreted("-c", program).items():
         allowed = LOSS, GRADIENT[getattr(torch, dtype)]
         assert all(apart < most / 5 for apart, most in zip(right, allowed, strict=True)), dtype
         assert all(apart > most for apart, most in zip(wrong, allowed, strict=True)), dtype
 
 
-def interpreted() -> None:
+def print_distances() -> None:
     """Prints by type how far the loss and the gradient are, and how far those of the wrong kernel."""
     from recipe.model import loss_kernel
 

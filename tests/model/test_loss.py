@@ -1,15 +1,13 @@
 """The loss in its four forms: whole, in chunks, by rows on a CPU, and fused for a GPU."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from recipe.model.loss import IGNORE_INDEX, next_token_loss
+from tests.conftest import interpreted
 from tests.model.loss_probe import distances
 
 
@@ -49,9 +47,6 @@ def test_the_fused_loss_is_exact():
         (1e-3, {"dtype": "float16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64, "chunk_size": 7}),
         (1e-2, {"dtype": "bfloat16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64}),
     ]
-    words = [sys.executable, "-m", "tests.model.loss_probe", json.dumps([case for _, case in cases])]
-    # A process of its own: TRITON_INTERPRET counts when Triton is imported.
-    result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert result.returncode == 0, result.stderr
-    for (tolerance, case), found in zip(cases, json.loads(result.stdout), strict=True):
+    measured = interpreted("-m", "tests.model.loss_probe", json.dumps([case for _, case in cases]))
+    for (tolerance, case), found in zip(cases, measured, strict=True):
         assert max(found) < tolerance, case
