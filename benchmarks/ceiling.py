@@ -4,8 +4,6 @@ the driver, clocks and power. Writes ceiling.json.
     python -m benchmarks ceiling --config gpt2 --micro_batch_size 32
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

@@ -7,8 +7,6 @@ KIND is transformers (its model in a bare loop), trainer (transformers' Trainer 
 checkout of nanoGPT (its model and optimizer in a bare loop).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

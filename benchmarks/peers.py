@@ -4,8 +4,6 @@ table and writes peers.json.
     python -m benchmarks peers --rounds 2 --nanogpt DIRECTORY
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

@@ -1,7 +1,5 @@
 """Results: the conditions of a measurement, and JSON files."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex

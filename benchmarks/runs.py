@@ -1,8 +1,6 @@
 """Training programs in separate processes, timed by the metrics.jsonl that they write: recipe/train.py as a user starts
 it, and peers that do the same work."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """What the evaluation commands share: finding and loading a model, the Hub, results, errors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -19,10 +17,9 @@ from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
-from recipe.utils.download import within
+from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ExitCode, UserError, first_line, no_safetensors, reading
-
-HUB_TIMEOUT_S = 5.0
+from recipe.utils.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -237,9 +234,7 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 def write_results(path: Path, key: str, value: dict) -> None:
     """Put `value` under `key`, keeping the file's other keys; the file is replaced atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(read_results(path) | {key: value}, indent=2) + "\n")
-    temporary.replace(path)
+    replace_file(path, (json.dumps(read_results(path) | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
     if (path.parent / "README.md").exists():
         print(f"note: {path.parent}/README.md stays as it is: for a new card, evaluate the run and export it again")

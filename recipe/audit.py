@@ -10,8 +10,6 @@ may be a few times as far from the first (docs/fault-tolerance.md). Exit code 0:
 69: something cannot be compared here.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

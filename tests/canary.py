@@ -1,7 +1,5 @@
 """Fake secrets for tests, and a search for them in everything that a program prints and writes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,9 +22,9 @@ URL = f"http://user:{CANARY}@127.0.0.1:9/text.jsonl?token={CANARY}"
 def search(directory: Path, texts: Iterable[str]) -> list[str]:
     """Where a secret is: the lines of `texts` and the paths of files that hold one, or whose name does."""
     secrets = [secret.encode() for secret in EVERYWHERE]
-    found = [line for text in texts for line in text.splitlines() if any(s in line.encode() for s in secrets)]
+    leaks = [line for text in texts for line in text.splitlines() if any(s in line.encode() for s in secrets)]
     for path in sorted(directory.rglob("*")):
         content = os.fsencode(path.relative_to(directory)) + b"\n" + (path.read_bytes() if path.is_file() else b"")
         if any(secret in content for secret in secrets):
-            found.append(str(path))
-    return found
+            leaks.append(str(path))
+    return leaks

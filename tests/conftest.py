@@ -200,9 +200,9 @@ def tensors(checkpoint: Path) -> dict:
 
 def assert_equal_tensors(checkpoint: Path, expected: Path) -> None:
     """Weights and optimizer state are equal to the bit."""
-    found, wanted = tensors(checkpoint), tensors(expected)
-    assert found.keys() == wanted.keys()
-    assert [name for name in found if not found[name].equal(wanted[name])] == []
+    actual, wanted = tensors(checkpoint), tensors(expected)
+    assert actual.keys() == wanted.keys()
+    assert [name for name in actual if not actual[name].equal(wanted[name])] == []
 
 
 def train(shards, run, processes=1, **fields):

@@ -114,8 +114,8 @@ class Place:
     def weights(self) -> Path:
         """A model whose safetensors are cut short."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
-        whole = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
-        return self.file("old/model.safetensors", whole[:-100]).parent
+        weights = (self.finished / "step_00000020" / "model.safetensors").read_bytes()
+        return self.file("old/model.safetensors", weights[:-100]).parent
 
 
 PREPARE = "python -m recipe.data.prepare"
@@ -269,7 +269,7 @@ def refused(argv: list, env: dict | None = None) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("name", ["8 checksum", "9 column", "22 no run"])
+@pytest.mark.parametrize("name", ["4 token outside", "9 column", "22 no run"])
 def test_bad_input_of_two_processes(place, name):
     """When both meet it, when one was to prepare the text for the other, and when one looks for both."""
     words, *message = TABLE[name]

@@ -133,10 +133,10 @@ def test_batch_arithmetic():
 
 
 def test_parameters_and_flops_of_gpt2s_sizes():
-    found = [
+    sizes = [
         parameter_count(parse_config(["--config", f"gpt2{size}"]).model) for size in ("", "-medium", "-large", "-xl")
     ]
-    assert found == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
+    assert sizes == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
     config = parse_config(["--config=gpt2"])
     assert flops_per_token(config.model, 1024) == pytest.approx(855.2e6, rel=1e-4)
     small = dataclasses.replace(config.model, n_layer=2, n_embd=48, n_head=3)

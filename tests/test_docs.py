@@ -270,6 +270,6 @@ def test_versions_named_beside_the_code_are_its_own():
     assert f"rev: v{ruff} " in (ROOT / ".pre-commit-config.yaml").read_text()
     address = re.search(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     texts = [*PAGES.values(), *(path.read_text() for path in (ROOT / "recipe" / "notebooks").glob("*.ipynb"))]
-    named = {found for text in texts for found in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)}
+    named = {name for text in texts for name in re.findall(r"https://[\w./-]*/gpt2-recipe\b", text)}
     assert named == {address}
     assert ", run: .ci/run}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

@@ -48,8 +48,8 @@ def test_a_sample_is_drawn_from_the_likeliest_tokens_by_its_seed(tiny_gpt2, monk
         one, same, other = (evaluation.continuation(own, prompt, seed) for seed in (1, 1, 2))
         assert one == same != other
         monkeypatch.setattr(evaluation, "TOP_K", 1)
-        found = evaluation.continuation(own, prompt, seed=1)
+        continued = evaluation.continuation(own, prompt, seed=1)
     ids = torch.tensor([prompt[-16:]])
     options = {"do_sample": False, "max_new_tokens": 48, "pad_token_id": 0, "eos_token_id": None}
     expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 16:].tolist()
-    assert found == expected
+    assert continued == expected

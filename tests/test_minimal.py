@@ -30,8 +30,8 @@ def test_the_losses_are_those_of_the_recipe(recipe_run, tmp_path, config, proces
     env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
     command = ("examples/minimal.py", f"--data={shards}", f"--steps={STEPS}", f"--out={tmp_path}")
     result = ok(launch(config, processes, *command, env=env))
-    found = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)", result.stdout, re.MULTILINE)]
-    assert found == pytest.approx(expected, abs=1e-5)  # rounding: 2.2e-6 on one processor
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)", result.stdout, re.MULTILINE)]
+    assert losses == pytest.approx(expected, abs=1e-5)  # rounding: 2.2e-6 on one processor
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 7e6
     assert AutoTokenizer.from_pretrained(tmp_path)("First Citizen").input_ids == [5962, 22307]
 

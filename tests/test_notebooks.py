@@ -177,13 +177,13 @@ def test_colab(shards, whole_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "found", "backend", "extras"),
+    ("accelerator", "device", "backend", "extras"),
     [("v5e-1", "TPU v5e-1", "cpu", "tpu,trackers"), ("", "neither a GPU nor a TPU", "auto", "trackers")],
 )
-def test_colab_installs_for_the_device_of_its_runtime(tmp_path, accelerator, found, backend, extras):
+def test_colab_installs_for_the_device_of_its_runtime(tmp_path, accelerator, device, backend, extras):
     skip = CODE["colab"].keys() - {"parameters", "clone", "import", "install"}
     printed = execute("colab", tmp_path, env={"TPU_ACCELERATOR_TYPE": accelerator}, skip=skip)
-    assert printed["install"].startswith(found) or (not accelerator and Path("/dev/nvidia0").exists())
+    assert printed["install"].startswith(device) or (not accelerator and Path("/dev/nvidia0").exists())
     assert f"--torch-backend {backend} " in printed["installed"]
     check_installed(printed["installed"], extras, tmp_path / "checkout")
 

@@ -50,7 +50,7 @@ def test_what_is_hidden_and_what_is_not(secrets, text, expected):
 
 
 def test_a_run_in_the_home_directory_continues(secrets, caplog):
-    """Its saved configuration has ~ and is compared with one that has the whole path."""
+    """Its saved configuration has ~ and is compared with one that has the full path."""
     caplog.set_level("INFO")
     config = parse_config(["--dataset_name=~/shards", "--output_dir=/home/ada/run"])
     assert config.data.dataset_name == "/home/ada/shards"
@@ -139,8 +139,8 @@ def test_the_code_neither_pickles_nor_loads_a_pickle():
     words = (
         r"torch\.load|torch\.save|\bpickle\.|import pickle|allow_pickle|joblib|\bdill\b|yaml\.(unsafe_|full_)?load\("
     )
-    found = subprocess.run(
+    result = subprocess.run(
         ["git", "grep", "-nE", words, "--", "recipe/**.py", "eval/**.py"], cwd=ROOT, text=True, capture_output=True
     )
-    assert (found.returncode, found.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (1, "")
     assert re.search(words, "np.load(path, allow_pickle=True)")

@@ -44,13 +44,13 @@ def test_golden_loss_curve(tmp_path, pytestconfig, optim):
     fields = curves["fields"] | {"dataset_name": tmp_path / "data", "output_dir": tmp_path / "run", "optim": optim}
     ok(run_train(*flags(**fields)))
     lines = by_step(tmp_path / "run")
-    found = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
+    run = {"loss": losses(lines), "val_loss": lines[20]["val_loss"]}
     if pytestconfig.getoption("update_golden"):
-        GOLDEN.write_text(json.dumps(curves | {optim: found}, indent=1) + "\n")
+        GOLDEN.write_text(json.dumps(curves | {optim: run}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())[optim]
-    assert len(found["loss"]) == 20
-    assert found["loss"] == pytest.approx(golden["loss"], abs=1e-4)
-    assert found["val_loss"] == pytest.approx(golden["val_loss"], abs=1e-4)
+    assert len(run["loss"]) == 20
+    assert run["loss"] == pytest.approx(golden["loss"], abs=1e-4)
+    assert run["val_loss"] == pytest.approx(golden["val_loss"], abs=1e-4)
 
 
 def test_a_run_learns_and_reports(whole_run):
@@ -211,9 +211,11 @@ def test_compiling_changes_neither_the_numbers_nor_the_names(shards, tmp_path, g
     settings = {"max_steps": 4, "warmup_steps": 1, "eval_steps": 2, "n_layer": 1}
     settings |= {"gradient_checkpointing": gradient_checkpointing}
     plain, _ = train(shards, tmp_path / "plain", **settings)
-    whole = TINY | settings | {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
-    whole |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
-    result = ok(run_train(*flags(**whole), env={"TORCH_LOGS": "recompiles"}))
+    everything = (
+        TINY | settings | {"dataset_name": shards, "output_dir": tmp_path / "compiled", "torch_compile": "true"}
+    )
+    everything |= {"loss_chunk_size": 100, "hellaswag_steps": 2, "hellaswag_limit": 20, "sample_steps": 2}
+    result = ok(run_train(*flags(**everything), env={"TORCH_LOGS": "recompiles"}))
     # Training and the validation that needs no gradients are two programs; nothing else is compiled for an evaluation.
     reasons = re.findall(r"- \d+/\d+: (.+)", result.stdout + result.stderr)
     assert {reason.strip() for reason in reasons} == {"GLOBAL_STATE changed: grad_mode"}

@@ -11,8 +11,6 @@ Nothing here depends on the engine or on the number of processes, and nothing is
 temporary directory, flushed to the disk and renamed: a directory with its final name is complete.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Saves what the loop drives: its state, taken on every process, and written in the background by the main one."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -156,10 +154,8 @@ class CheckpointManager:
                 self._strategy.runtime.stop.requested = True
                 logger.warning("step %d: NOT SAVED: %s", checkpoint.step, error)
             elif not again:
-                reason, earlier = (
-                    getattr(error, "strerror", None) or first_line(error),
-                    checkpoints(self._directory.path),
-                )
+                reason = getattr(error, "strerror", None) or first_line(error)
+                earlier = checkpoints(self._directory.path)
                 newest = f"{earlier[-1].name} is the newest" if earlier else "there is no other"
                 newest += f" checkpoint in {self._directory.path}"
                 logger.warning("step %d: NOT SAVED: %s; %s", checkpoint.step, reason, newest)

@@ -1,7 +1,5 @@
 """Where a checkpoint comes from: configuration, device, processes, versions, code and data, in trainer_state.json."""
 
-from __future__ import annotations
-
 import glob
 import platform
 import subprocess

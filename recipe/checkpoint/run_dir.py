@@ -1,7 +1,5 @@
 """A run's directory: whether the run may use it, its lock, and the checkpoint from which the run continues."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

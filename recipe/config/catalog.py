@@ -1,7 +1,5 @@
 """The data sets that a configuration may name."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import hashlib

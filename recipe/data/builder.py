@@ -5,8 +5,6 @@ that started it ends, however that ends; then this one ends too. The two process
 small files beside the shards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

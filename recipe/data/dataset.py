@@ -34,7 +34,7 @@ class TokenDataset:
     def _set_shards(self, shards: list[Shard]) -> None:
         self.shards = shards
         # first window of each shard, and the end
-        self._starts = np.cumsum([0] + [(shard.tokens - 1) // self.sequence_length for shard in shards])
+        self.starts = np.cumsum([0] + [(shard.tokens - 1) // self.sequence_length for shard in shards])
 
     @property
     def parts(self) -> list[tuple[str, float, TokenDataset]]:
@@ -44,7 +44,7 @@ class TokenDataset:
     @property
     def windows(self) -> int:
         """Windows in one epoch."""
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Sequences [lo, hi) of the batch of optimizer step `step`, shape (hi - lo, T + 1), int64."""
@@ -64,14 +64,14 @@ class TokenDataset:
 
     def _gather(self, epoch: np.ndarray, window: np.ndarray, permuted: bool) -> np.ndarray:
         out = np.empty((len(window), self.sequence_length + 1), np.int64)  # (N, T + 1)
-        shard = np.searchsorted(self._starts, window, side="right") - 1  # (N,)
+        shard = np.searchsorted(self.starts, window, side="right") - 1  # (N,)
         changes = np.flatnonzero(np.diff(epoch) | np.diff(shard)) + 1  # windows of one epoch and shard are neighbors
         for group in np.split(np.arange(len(window)), changes):
             if len(group) == 0:
                 continue
             e, s = int(epoch[group[0]]), int(shard[group[0]])
             reader, order = self._open(e, s)
-            index = window[group] - self._starts[s]
+            index = window[group] - self.starts[s]
             index = order[index] if permuted else index
             windows = reader.runs(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
             if (largest := windows.max()) >= self._vocab_size:
@@ -86,7 +86,7 @@ class TokenDataset:
     def _open(self, epoch: int, s: int) -> tuple[ShardReader, np.ndarray]:
         if self._opened is None or self._opened[0] != (epoch, s):
             self._opened = None  # closes it
-            reader, windows = open_shard(self.shards[s]), int(self._starts[s + 1] - self._starts[s])
+            reader, windows = open_shard(self.shards[s]), int(self.starts[s + 1] - self.starts[s])
             self.shards[s] = replace(self.shards[s], sha256=reader.sha256)
             self._opened = (epoch, s), reader, permutation(windows, self.seed, epoch, s)
         return self._opened[1:]

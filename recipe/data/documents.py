@@ -1,8 +1,6 @@
 """Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON object or a row of a table. A
 literal end-of-text separates documents, in all of them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

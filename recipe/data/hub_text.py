@@ -4,8 +4,6 @@ A failure of the Hub is an error before the first success, and afterwards is ret
 with a message. The token stays where huggingface_hub finds it: in the environment.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-_ANSWER = 30.0  # seconds for the first answer of the Hub
+ANSWER_S = 30.0  # seconds for the first answer of the Hub
 _RETRY_WINDOW_S = 900  # seconds without anything new after which a failing Hub ends the run
 _LONGEST_WAIT = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between two positions from which a stream can start again
@@ -61,7 +59,7 @@ class HubText:
 
         try:
             revision = self._data.dataset_revision or None
-            info = within(_ANSWER, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=_ANSWER))
+            info = within(ANSWER_S, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=ANSWER_S))
         except Exception as error:
             raise self._error(error) from None
         return {"commit": info.sha}

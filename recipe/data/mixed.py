@@ -1,7 +1,5 @@
 """Which data set of a mixture each sequence comes from: a pure function of (seed, window)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

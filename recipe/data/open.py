@@ -1,7 +1,5 @@
 """Opens a run's data: prepared shards, text that is prepared now, or a stream of shards that a builder makes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@
 If it is killed at any moment, the same command continues after the last finished shard and makes the same bytes.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -30,7 +28,7 @@ from recipe.utils.units import plural, si
 logger = logging.getLogger("recipe.data.prepare")  # as a command this module is called __main__
 
 LOCK = ".preparing.lock"
-_BETWEEN_BARS = 60.0  # seconds
+BETWEEN_BARS_S = 60.0  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,7 +106,7 @@ def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
 @contextmanager
 def _progress(producer: Producer) -> Generator[None, None, None]:
     """A bar of the bytes that were read, or of the tokens of a Hub's data set; off a terminal a bar a minute."""
-    source, interval = producer.source, 0.1 if sys.stderr.isatty() else _BETWEEN_BARS
+    source, interval = producer.source, 0.1 if sys.stderr.isatty() else BETWEEN_BARS_S
     options = {"unit": "B" if source.size else " tokens", "unit_scale": True, "miniters": 0}
     with tqdm(total=source.size or None, mininterval=interval, delay=interval, **options) as bar:
 

@@ -4,8 +4,6 @@ The bytes of a shard depend on the text and the settings alone. The manifest, wh
 where the next one begins, so that a producer killed at any moment continues from its last shard with the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby

@@ -1,7 +1,5 @@
 """Shards made just in time: the process that makes them is started, and the dataset waits for its shards."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -40,21 +38,21 @@ class BuilderProcess:
             leftover.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         bars = dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1")
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "recipe.data.builder"],
             stdin=subprocess.PIPE,
             env=os.environ | bars | {"PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
         )
         job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "earlier": earlier}
-        assert self._process.stdin
-        self._stdin = self._process.stdin
+        assert self.process.stdin
+        self._stdin = self.process.stdin
         self._stdin.write(json.dumps(job).encode() + b"\n")
         self._stdin.flush()
         threading.Thread(target=self._watch, name="builder", daemon=True).start()
 
     def _watch(self) -> None:
-        code = self._process.wait()
+        code = self.process.wait()
         if not self._closing and "error" not in read_json(self.out / STATUS):
             error = f"the process that makes the shards in {self.out} died (exit code {code}); the same command resumes"
             write_json(self.out / STATUS, {"error": error})
@@ -62,8 +60,8 @@ class BuilderProcess:
     def close(self) -> None:
         """Ends the builder at once: what it was making is made again."""
         self._closing = True
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._stdin.close()
 
 
@@ -134,7 +132,7 @@ class StreamedDataset(TokenDataset):
             self._refresh()
         epoch, window = divmod(window, self.windows) if self.manifest.complete else (0, window)
         # What lies beyond the known windows is in the next shard, if not in a later one.
-        self._pass_to(epoch * len(self.shards) + int(np.searchsorted(self._starts, window, side="right")) - 1)
+        self._pass_to(epoch * len(self.shards) + int(np.searchsorted(self.starts, window, side="right")) - 1)
 
     def check_batch(self) -> None:
         """As TokenDataset's, once all shards are known."""

@@ -1,7 +1,5 @@
 """Device: what the rest of the recipe has to know of what a process computes on, here or, for a plan, elsewhere."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

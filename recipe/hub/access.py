@@ -1,7 +1,5 @@
 """Access to the Hugging Face Hub: write permission, the meaning of errors, request timeouts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Downloads checkpoints that were uploaded to the Hugging Face Hub with the training state (upload.py)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The metadata follow https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -7,8 +7,6 @@ newest checkpoint are never pruned, so nothing else needs to remember what is le
 The token stays where huggingface_hub finds it, in the environment or in its token file.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shlex

@@ -6,8 +6,6 @@ backward instead of recomputed: B H T (T + 128) / 2 numbers a layer, for which a
 fp32, as in SDPA.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A repository of the Hub, by the name that a field of the configuration gives, as a directory on this disk."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

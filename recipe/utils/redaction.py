@@ -1,7 +1,5 @@
 """Hides secrets and the home directory in what a run writes and prints: configurations, URLs, messages, model cards."""
 
-from __future__ import annotations
-
 import os
 import re
 from urllib.parse import quote

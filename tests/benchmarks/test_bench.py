@@ -68,11 +68,11 @@ def start(directory):
 def test_every_peer_takes_the_same_steps(kind, start):
     """nanoGPT's is checked where it runs, as all are: other losses are void."""
     ours, peer = start(), start("-m", "benchmarks.peer", kind)
-    found = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
-    assert found["losses_apart"] < 2e-5
+    measured = peers.compare(ours, peer, rounds=1, seconds=0.05, tolerance=0.01)
+    assert measured["losses_apart"] < 2e-5
     assert ours.lines[peers.COMPARED - 1]["loss"] < ours.lines[0]["loss"] - 0.01  # it learns
-    assert 0 < found["low"] <= found["ratio"] <= found["high"]
-    assert min(found["peak_memory_bytes"]) > 10**8
+    assert 0 < measured["low"] <= measured["ratio"] <= measured["high"]
+    assert min(measured["peak_memory_bytes"]) > 10**8
 
 
 def test_other_work_and_a_run_that_fails_are_void(start):
@@ -106,8 +106,8 @@ def test_ratios_are_of_neighbors_in_time():
     clock = iter([2.0, 1.0, 1.1, 2.2, 1.0, 0.5, 0.5, 1.3])
     rates = interleave({"ours": lambda: next(clock), "peer": lambda: next(clock)}, rounds=2)
     assert rates == {"ours": [2.0, 2.2, 1.0, 1.3], "peer": [1.0, 1.1, 0.5, 0.5]}  # A B B A
-    found = times_as_fast(rates["ours"], rates["peer"])
-    assert found == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
+    ratio = times_as_fast(rates["ours"], rates["peer"])
+    assert ratio == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
 SEEN: list[dict] = []  # the fields of each, and what was left out of its program

@@ -10,7 +10,7 @@ from recipe.checkpoint.format import Checkpoint, checkpoint_path, save_checkpoin
 
 
 def save(run_dir: Path, step: int, **state) -> Path:
-    """A small whole checkpoint."""
+    """A small intact checkpoint."""
     run_dir.mkdir(parents=True, exist_ok=True)
     weights = {"a.weight": torch.arange(6.0).view(2, 3) + step}
     moments = {"exp_avg.a.weight": torch.ones(2, 3), "exp_avg_sq.a.weight": torch.ones(2, 3)}
@@ -21,7 +21,7 @@ def save(run_dir: Path, step: int, **state) -> Path:
 
 
 def replace_files(checkpoint: Path, files: dict[str, bytes]) -> None:
-    """Other contents of a checkpoint's files, which is whole after that, as another's on the Hub may be."""
+    """Other contents of a checkpoint's files, which is intact after that, as another's on the Hub may be."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, content in files.items():
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

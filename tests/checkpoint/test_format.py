@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, a damaged one is never used, and the newest whole one is found."""
+"""A checkpoint is intact or absent, a damaged one is never used, and the newest intact one is found."""
 
 import errno
 import json

@@ -108,7 +108,7 @@ def test_a_last_save_waits_for_a_full_disk_and_then_makes_room_but_not_of_what_i
     monkeypatch.setattr(module, "RETRY_WINDOW_S", 0.3)
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.1)
     monkeypatch.setattr(module, "save_checkpoint", full)
-    monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.manager._error else None)
+    monkeypatch.setattr(module, "prune", lambda *a: prune(*a) if run.metrics.warning else None)
     run.metrics.val_losses = {1: 1.0} | dict.fromkeys(range(2, 6), 2.0)
     for step in range(1, 6):
         run.saved(step)

@@ -124,17 +124,17 @@ def test_resuming_with_other_data_is_refused(three):
     def state(shards, **changes):
         return TokenDataset(shards, T, 4, seed=1).state_dict() | changes
 
-    whole, without = state(three), state([Shard(s.path, s.tokens, None) for s in three])
+    full, without = state(three), state([Shard(s.path, s.tokens, None) for s in three])
     stream = state(three[:2], complete=False)  # a stream that has come to its second shard
-    for saved, now in itertools.product((whole, without), repeat=2):
+    for saved, now in itertools.product((full, without), repeat=2):
         check_same_data(saved, now, "data")
-    check_same_data(stream, whole, "data")
-    check_same_data(whole, stream, "data")
+    check_same_data(stream, full, "data")
+    check_same_data(full, stream, "data")
     other = [three[0], Shard(three[1].path, three[1].tokens, "0" * 64), three[2]]
     swapped = [three[1], three[0], three[2]]
     for saved, now in (
-        (whole, state(other)),
-        (whole, state(swapped)),
+        (full, state(other)),
+        (full, state(swapped)),
         (stream, state(swapped)),
         (state(swapped), stream),
     ):
@@ -142,7 +142,7 @@ def test_resuming_with_other_data_is_refused(three):
             UserError, match=r"data no longer holds the shards .* \(train_00000\d\.bin differs\).*--fresh"
         ):
             check_same_data(saved, now, "data")
-    for saved, now in ((whole, state(three[:2])), (state(three[:2]), whole)):
+    for saved, now in ((full, state(three[:2])), (state(three[:2]), full)):
         with pytest.raises(UserError, match="no longer holds the shards that the checkpoint was trained on; prepare"):
             check_same_data(saved, now, "data")
 

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from eval.curves import read_run
 from eval.report import summarize, write_report
 from recipe.config import MixtureEntry, data_sets, parse_config
+from recipe.data.builder import read_json, reader_path
 from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import MixedDataset, dealt, windows_before
 from recipe.data.prepare import main as prepare
@@ -91,7 +92,7 @@ def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_pa
 
         threading.Thread(target=read, daemon=True).start()
         assert done.wait(60)
-        assert s.datasets[1]._at == 7
+        assert read_json(reader_path(s.out, 1)) == {"shard": 7}
 
 
 def recipe(streaming=False, **fields) -> str:
@@ -199,8 +200,8 @@ def test_validation_by_eval_is_of_one_data_set(prepared):
     windows = TINY["eval_tokens"] // TINY["sequence_length"] // 3
     words = "runs/mixed", "--data=data/b", f"--limit_windows={windows}", f"--output={at}/b.json"
     ran = ok(processes.run("-m", "eval.perplexity", *words, env=environment(), cwd=at))
-    found = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
-    assert found == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
+    loss = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
+    assert loss == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
 
 
 def test_other_weights_are_another_run(copy):

@@ -110,11 +110,13 @@ def test_the_checkpoint_is_the_runs_model_with_its_tokenizer(trained_run):
     assert first["val_loss"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
     loaded = common.Loaded("own", checkpoint, model.eval(), tokenizer)
     windows = shard_windows(str(data), TINY["sequence_length"])[0][: TINY["eval_tokens"] // TINY["sequence_length"]]
-    found = summarize(loaded, windows, window_losses(loaded, windows, 4, ""))
-    assert found["loss"] == pytest.approx(last["val_loss"], abs=1e-5)
+    scores = summarize(loaded, windows, window_losses(loaded, windows, 4, ""))
+    assert scores["loss"] == pytest.approx(last["val_loss"], abs=1e-5)
     text = tokenizer.decode(tokens_in(data, "val")[1 : TINY["eval_tokens"] + 1])
-    assert found["bytes"] == len(text.encode())
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / len(text.encode()))
+    assert scores["bytes"] == len(text.encode())
+    assert scores["bits_per_byte"] == pytest.approx(
+        scores["loss"] * scores["tokens"] / math.log(2) / len(text.encode())
+    )
 
     prompt = tokenizer("First Citizen:", return_tensors="pt")
     ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0].tolist()
@@ -171,10 +173,10 @@ def test_the_digest_is_that_of_the_tokens(trained_run, tmp_path):
     """Whatever changes the tokens of some text changes the digest; layout, name and a checkpoint's copy do not."""
     at, _ = trained_run
     changes = (merge_removed, nfkc, no_regex, prefix_space)
-    found = [open_tokenizer(changed(at / "own", tmp_path / c.__name__, c)).digest for c in changes]
+    digests = [open_tokenizer(changed(at / "own", tmp_path / c.__name__, c)).digest for c in changes]
     same = [at / "own", changed(at / "own", tmp_path / "same"), at / "run" / "step_00000020"]
     (digest,) = {open_tokenizer(str(directory)).digest for directory in same}
-    assert len({digest, *found}) == 1 + len(changes)
+    assert len({digest, *digests}) == 1 + len(changes)
 
 
 def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tmp_path):

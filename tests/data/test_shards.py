@@ -105,9 +105,9 @@ def test_find_with_a_manifest(tmp_path):
     manifest = manifest_of()
     write_shard(tmp_path / "train_999999.bin", range(9))  # not of this manifest
     assert Manifest.load(tmp_path) == manifest
-    found = find_shards(str(tmp_path), "train")
-    assert [s.path.name for s in found] == ["train_000000.bin", "train_000001.bin"]
-    assert found[0].sha256 == manifest.shards[0]["sha256"]
+    shards = find_shards(str(tmp_path), "train")
+    assert [s.path.name for s in shards] == ["train_000000.bin", "train_000001.bin"]
+    assert shards[0].sha256 == manifest.shards[0]["sha256"]
     with pytest.raises(UserError, match="without a val split"):
         find_shards(str(tmp_path), "val")
     (tmp_path / "train_000001.bin").unlink()

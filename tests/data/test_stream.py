@@ -78,7 +78,7 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
     """On the same disk; and on another one, from what the checkpoint keeps."""
     data = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 4))
     expected = local(prepared)
-    middle = int(expected._starts[5] + expected._starts[6]) // 2 // BATCH  # a step in the middle of shard 5
+    middle = int(expected.starts[5] + expected.starts[6]) // 2 // BATCH  # a step in the middle of shard 5
     with streaming(data) as s:
         assert_rows(s, expected, range(middle + 1))
         state = s.datasets[0].state_dict()
@@ -97,10 +97,10 @@ def test_a_shard_stays_until_every_reader_has_passed_it(prepared, tmp_path):
     with streaming(at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), readers=2) as s:
         fast, slow = s.datasets
         slow.sequences(0, 0, 1)
-        for step in range(int(expected._starts[3]) // BATCH):
+        for step in range(int(expected.starts[3]) // BATCH):
             fast.sequences(step, 0, BATCH // 2)
         reached = threading.Event()
-        far = int(expected._starts[7]) // BATCH
+        far = int(expected.starts[7]) // BATCH
         thread = threading.Thread(target=lambda: (fast.sequences(far, 0, BATCH // 2), reached.set()), daemon=True)
         thread.start()
         assert not reached.wait(1)  # there is no room for what it wants while the other is at the first shard
@@ -118,7 +118,7 @@ def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_pat
     last = expected.windows // BATCH - 1
     with streaming(data) as s:
         assert_rows(s, expected, range(30))
-        s.builder._process.kill()
+        s.builder.process.kill()
         with pytest.raises(UserError, match=r"that makes the shards in .*s died \(exit code -9\); the same"):
             assert_rows(s, expected, range(30, last))
     with streaming(data, first=30) as s:
@@ -130,7 +130,7 @@ def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(tell, str(BuilderProcess(data, 1, commit=None, earlier=None)._process.pid).encode())
+        os.write(tell, str(BuilderProcess(data, 1, commit=None, earlier=None).process.pid).encode())
         time.sleep(600)
     open_manifest(out)
     os.kill(child, signal.SIGKILL)

@@ -64,13 +64,13 @@ given = {
     for k, v in initial.items()
 }
 strategy.scatter(model, optimizer, given, 7)
-_, found = gathered()
+_, kept = gathered()
 result = {
     "rank": processes.rank,
     "refused": refused,
     "weights_kept": all(torch.equal(restored[k], initial[k]) for k in restored),
-    "optimizer_state_kept": all(torch.equal(found[k], given[k]) for k in found),
-    "names": [len(restored), len(found)],
+    "optimizer_state_kept": all(torch.equal(kept[k], given[k]) for k in kept),
+    "names": [len(restored), len(kept)],
 }
 spike_filter = strategy.spike_filter
 always = SimpleNamespace(limits={}, should_skip=lambda norm, loss: torch.ones((), device=device.torch_device))

@@ -24,7 +24,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "cpu", "precision"),
+    ("devices", "cpu", "precision"),
     [
         ({"capability": (7, 0)}, False, "fp16"),  # V100
         ({"capability": (7, 5)}, False, "fp16"),  # T4: torch emulates bf16 there, and reports that it is supported
@@ -36,21 +36,21 @@ def machine(monkeypatch):
         ({"mps": True, "cpu_bf16": True}, False, "fp32"),
     ],
 )
-def test_auto_takes_what_the_device_does_natively(machine, found, cpu, precision):
-    machine(**found)
+def test_auto_takes_what_the_device_does_natively(machine, devices, cpu, precision):
+    machine(**devices)
     assert hardware.resolve_precision("auto", cpu=cpu) == precision
     assert hardware.resolve_precision("fp32", cpu=cpu) == "fp32"
 
 
 @pytest.mark.parametrize(
-    ("found", "precision", "message"),
+    ("devices", "precision", "message"),
     [
         ({"capability": (7, 5)}, "bf16", "precision bf16 is not supported on Tesla T4; use auto, fp16 or fp32"),
         ({}, "fp16", "precision fp16 is not supported on a CPU; use auto, fp32 or bf16"),
     ],
 )
-def test_a_precision_that_the_device_lacks_is_refused(machine, found, precision, message):
-    machine(**found)
+def test_a_precision_that_the_device_lacks_is_refused(machine, devices, precision, message):
+    machine(**devices)
     with pytest.raises(UserError, match=message):
         hardware.resolve_precision(precision, cpu=False)
 
@@ -148,12 +148,12 @@ def test_memory_that_runs_out_is_an_answer_and_other_errors_are_not(monkeypatch)
     ],
 )
 def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_environment, threads):
-    found = []
+    chosen = []
     launcher = SimpleNamespace(environ=lambda: launchers_environment, cmdline=lambda: ["accelerate", "launch"])
     monkeypatch.setattr(hardware.psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
     monkeypatch.setattr(hardware.psutil, "cpu_count", lambda logical: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launched:
@@ -161,4 +161,4 @@ def test_the_users_number_of_threads_stands(monkeypatch, launched, launchers_env
     else:
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     hardware.tune_cpu(local_world_size=1)
-    assert (found or [1]) == [threads]
+    assert (chosen or [1]) == [threads]

@@ -42,12 +42,12 @@ def test_the_losses_that_a_gpu_has_to_follow(shards, tmp_path, pytestconfig):
 
 @pytest.fixture(scope="session")
 def engine_run(shards, one_device, once):
-    """Engine -> (directory of two runs, output): `whole` of 50 steps, and `moved`, the last ten of one device's."""
+    """Engine -> (directory of two runs, output): `full` of 50 steps, and `moved`, the last ten of one device's."""
 
     def make_on(engine: str, directory):
         directory.mkdir()
         forget_last(one_device[0], directory / "moved")
-        runs = f"{directory}/whole,{directory}/moved"
+        runs = f"{directory}/full,{directory}/moved"
         result = ok(launch(engine, 2, "tests/engine/several_runs.py", runs, *settings(shards), real=True))
         # Accelerate warns that an engine of DeepSpeed's is already there, since these are two runs.
         assert [line for line in result.stderr.splitlines() if "currently tied for this" not in line] == []
@@ -59,7 +59,7 @@ def engine_run(shards, one_device, once):
 @pytest.mark.parametrize("engine", slow_but(OTHERS, "zero3"))
 def test_losses_in_fp32_are_those_of_one_device(engine_run, one_device, engine):
     directory, output = engine_run(engine)
-    lines, expected = by_step(directory / "whole"), one_device[1]
+    lines, expected = by_step(directory / "full"), one_device[1]
     assert list(lines) == list(range(51))
     assert_same_losses(lines, expected, within=1e-5 if engine == "fsdp" else 1e-4)
     assert lines[50]["val_loss"] == pytest.approx(expected[50]["val_loss"], abs=1e-4)
@@ -82,13 +82,13 @@ def test_a_checkpoint_of_one_device_is_resumed_on_any_engine(engine_run, one_dev
 @pytest.mark.parametrize("engines", [["zero3"], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["zero3", "all"])
 def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run, tmp_path, engines):
     """One file format: what each engine writes for one device, and reads from it, any other reads and writes."""
-    whole = {engine: engine_run(engine)[0] / "whole" for engine in engines}
-    for engine, directory in whole.items():
+    full = {engine: engine_run(engine)[0] / "full" for engine in engines}
+    for engine, directory in full.items():
         forget_last(directory, tmp_path / engine)
     runs = ",".join(str(tmp_path / engine) for engine in engines)
     result = ok(launch("single", 1, "tests/engine/several_runs.py", runs, *settings(shards, micro_batch_size=8)))
     assert result.stdout.count("from step 40") == len(engines)
-    for engine, directory in whole.items():
+    for engine, directory in full.items():
         assert_same_losses(by_step(tmp_path / engine), by_step(directory), first=41)
 
 
@@ -103,8 +103,8 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
     assert_same_losses(lines, one_device[1], first=41, within=1e-5)
     for step in range(41, 51):
         assert lines[step]["grad_norm"] == pytest.approx(one_device[1][step]["grad_norm"], rel=1e-3)
-    found, expected = (tensors(at / "step_00000050") for at in (run, one_device[0]))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    weights, expected = (tensors(at / "step_00000050") for at in (run, one_device[0]))
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
     saved = own_model(run / "step_00000050").eval()
     with torch.no_grad():
         tokens = continuation(saved, tokenizer.encoding().encode_ordinary("\n"), seed=1337)
@@ -113,10 +113,10 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
 
 @pytest.mark.slow
 def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp_path):
-    whole = engine_run("fsdp")[0] / "whole"
-    forget_last(whole, tmp_path / "run")
+    full = engine_run("fsdp")[0] / "full"
+    forget_last(full, tmp_path / "run")
     ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run")))
-    assert_equal_tensors(tmp_path / "run" / "step_00000050", whole / "step_00000050")
+    assert_equal_tensors(tmp_path / "run" / "step_00000050", full / "step_00000050")
 
 
 # Many CPUs compute in bf16 only slowly.
@@ -149,9 +149,9 @@ def probe(once):
     def get(config: str, processes: int, precision: str, mode: str) -> list[dict]:
         def make(directory):
             result = launch(config, processes, "tests/engine/probe.py", precision, mode)
-            found = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("PROBE ")]
-            assert len(found) == processes, result.stdout + result.stderr
-            return sorted(found, key=lambda line: line["rank"])
+            lines = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("PROBE ")]
+            assert len(lines) == processes, result.stdout + result.stderr
+            return sorted(lines, key=lambda line: line["rank"])
 
         return once(f"probe-{config}-{processes}-{precision}-{mode}", make)[1]
 
@@ -175,7 +175,7 @@ def test_an_engine_from_inside(probe, config, processes, precision, mode):
     """ZeRO and FSDP shard the optimizer state and put it together again, also where nothing divides by the number of
     processes; its fp16 keeps fp32 weights, bit for bit. Fails where a new version of DeepSpeed moves the private names
     that the engine uses."""
-    whole = probe("ddp", 2, "fp32", "compile")[0]
+    unsharded = probe("ddp", 2, "fp32", "compile")[0]
     for line in probe(config, processes, precision, mode):
         main = line["rank"] == 0
         assert line["weights_kept"]
@@ -184,13 +184,13 @@ def test_an_engine_from_inside(probe, config, processes, precision, mode):
         assert line["steps"] == 10  # 7 loaded, 3 made
         assert not line["timed"]
         if config != "ddp":
-            assert line["state_bytes"] == pytest.approx(whole["state_bytes"] / processes, rel=0.05)
+            assert line["state_bytes"] == pytest.approx(unsharded["state_bytes"] / processes, rel=0.05)
         if mode == "compile":
             assert (line["graphs"], line["breaks"]) == (1, [])
         if processes == 2:
-            assert line["norm"] == pytest.approx(whole["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
+            assert line["norm"] == pytest.approx(unsharded["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
         if precision == "fp16":
-            assert line["norm"] != whole["norm"]
+            assert line["norm"] != unsharded["norm"]
             assert (line["scaler"]["scale"], line["scaler"]["_growth_tracker"]) == (2**16, 3)
         # A skipped step leaves nothing behind, whether it overflows or is a finite spike; the next one is like any.
         assert not math.isfinite(line["norm_of_overflow"])

@@ -84,8 +84,8 @@ def test_gpu_computes_the_fused_loss(dtype, tolerance, options):
     if dtype == "bfloat16" and not BF16:
         pytest.skip(f"{torch.cuda.get_device_name()} has no bf16")
     torch.backends.cuda.matmul.allow_tf32 = False
-    found = distances(dtype, vocab_size=50257, pad_vocab_to=128, device="cuda", **options)
-    assert max(found) < tolerance
+    errors = distances(dtype, vocab_size=50257, pad_vocab_to=128, device="cuda", **options)
+    assert max(errors) < tolerance
 
 
 def test_gpu_computes_the_fused_loss_of_more_logits_than_32_bits_count():
@@ -184,8 +184,8 @@ def test_gpu_finds_a_micro_batch_that_fits(shards, tmp_path, compiled):
     settings |= {"torch_compile": compiled, "precision": "auto", "output_dir": tmp_path / "run"}
     env = {"ACCELERATE_USE_CPU": "false", "FIT_MEMORY": str(1e9 * total)}
     result = ok(launch("single", 1, "-m", "tests.estimate.micro_batch_probe", *flags(**settings), env=env))
-    found = re.search(r"micro +\d+ sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step", result.stdout)
-    assert found, result.stdout
+    estimate = re.search(r"micro +\d+ sequences a device: (\S+) GB of 3.0 GB, the peak of a trial step", result.stdout)
+    assert estimate, result.stdout
     peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run")) / 1e9
     assert 0.46 * total < peak <= 0.92 * total
-    assert peak == pytest.approx(float(found[1]), rel=0.1)
+    assert peak == pytest.approx(float(estimate[1]), rel=0.1)

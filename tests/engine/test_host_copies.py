@@ -18,11 +18,11 @@ def test_copies_are_queued_into_one_buffer(device):
         copies.add(tensors[0])  # allocates the buffer
         copies.complete()
         torch.cuda.set_sync_debug_mode("error")
-    found = [copies.add(tensor) for tensor in tensors]
+    copied = [copies.add(tensor) for tensor in tensors]
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     copies.complete()
     for tensor in tensors:
         tensor.zero_()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert all(copy.untyped_storage().data_ptr() == found[0].data_ptr() for copy in found)
+    torch.testing.assert_close(copied, expected, rtol=0, atol=0)
+    assert all(copy.untyped_storage().data_ptr() == copied[0].data_ptr() for copy in copied)

@@ -182,10 +182,10 @@ def test_a_sharding_file_that_decides_more_than_sharding_is_refused(tmp_path, ch
 
 def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypatch):
     """The image's TPU_PROCESS_ADDRESSES=local names no host, and libtpu would wait for it."""
-    found = []
+    addresses = []
     engine = ModuleType("recipe.engine.xla")
     opened = SimpleNamespace(runtime=SimpleNamespace(stop=SimpleNamespace(listen=lambda: None)))
-    record = lambda precision: found.append(os.environ.get("TPU_PROCESS_ADDRESSES")) or opened  # noqa: E731
+    record = lambda precision: addresses.append(os.environ.get("TPU_PROCESS_ADDRESSES")) or opened  # noqa: E731
     engine.XlaStrategy = SimpleNamespace(open=record)
     monkeypatch.setitem(sys.modules, "recipe.engine.xla", engine)
     monkeypatch.setattr(factory, "check_launch", lambda: None)
@@ -193,4 +193,4 @@ def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypat
     for value in ("local", "10.0.0.1:8476"):
         monkeypatch.setenv("TPU_PROCESS_ADDRESSES", value)
         factory.open_strategy()
-    assert found == [None, "10.0.0.1:8476"]
+    assert addresses == [None, "10.0.0.1:8476"]

@@ -23,8 +23,8 @@ def checkpoint(whole_run, tmp_path):
 def test_a_run_beside_gpt2_on_the_same_text(checkpoint, model_dir, command, capsys):
     command(compare, checkpoint, "--other", model_dir, "--limit", 7, "--prompt", "A man is")
     out = capsys.readouterr().out
-    found = json.loads((checkpoint / "results.json").read_text())["compare"]
-    loss, *accuracies = found["rows"]
+    comparison = json.loads((checkpoint / "results.json").read_text())["compare"]
+    loss, *accuracies = comparison["rows"]
     recorded = [json.loads(line) for line in (checkpoint.parent / "metrics.jsonl").open()][-1]
     assert loss["metric"] == "validation loss, nats per token"
     assert loss["ours"] == pytest.approx(recorded["val_loss"], abs=1e-5)
@@ -34,7 +34,7 @@ def test_a_run_beside_gpt2_on_the_same_text(checkpoint, model_dir, command, caps
     both = [hellaswag.accuracies(hellaswag.score_rows(load(x).lm, rows), rows) for x in (checkpoint, model_dir)]
     expected = [[model[name] for model in both] for name in ACCURACIES]
     assert [[row["ours"], row["theirs"]] for row in accuracies] == expected
-    assert all(text.strip() for text in found["samples"])
+    assert all(text.strip() for text in comparison["samples"])
     card = " ".join(model_card(checkpoint).split())
     for shown in (f"{loss['ours']:.4f}", f"{loss['difference']:+.4f}", "HellaSwag acc_norm, llm.c-style"):
         assert shown in out

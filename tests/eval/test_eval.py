@@ -84,13 +84,13 @@ def test_the_hellaswag_metric_by_hand(tmp_path):
     import evaluate
 
     metric = evaluate.load(str(ROOT / "eval" / "metrics" / "hellaswag"), cache_dir=str(tmp_path))
-    found = metric.compute(
+    accuracies = metric.compute(
         log_likelihoods=[[-4, -6, -9, -9], [-9, -9, -1, -9], [-3] * 4],
         lengths=[[1, 3, 1, 1], [2] * 4, [1] * 4],
         labels=[1, 2, 0],
     )
     # Row 1: the sum picks 0, per length 1 (-6/3); row 2: both pick 2; row 3: a tie goes to the first.
-    assert found == pytest.approx({"acc": 2 / 3, "acc_norm": 1.0}, rel=1e-12)
+    assert accuracies == pytest.approx({"acc": 2 / 3, "acc_norm": 1.0}, rel=1e-12)
 
 
 # Sampling
@@ -129,12 +129,10 @@ def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded
     assert "of the prompt's 100 tokens the last 60 are used" in screen
     assert long == sampled(loaded, capsys, *flags, prompt="".join(words[-60:]))[0]
     flags[1] = "50"
-    whole, screen = sampled(loaded, capsys, *flags, prompt="".join(words[:60]))
+    text, screen = sampled(loaded, capsys, *flags, prompt="".join(words[:60]))
     assert "tokens the last" not in screen
     assert "note: 4 new tokens instead of 50: the model has 64 positions" in screen
-    assert (
-        whole == sampled(loaded, capsys, "--temperature", "0", "--max_new_tokens", "4", prompt="".join(words[:60]))[0]
-    )
+    assert text == sampled(loaded, capsys, "--temperature", "0", "--max_new_tokens", "4", prompt="".join(words[:60]))[0]
 
 
 def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):

@@ -52,10 +52,10 @@ def test_agrees_with_our_own(whole_run, tmp_path, command, capfd):
         {name: ours[f"lmeval_{name}"] for name in ("acc", "acc_norm")}
     )
     theirs = scores["lambada_openai", "perplexity"]
-    found = score(
+    losses = score(
         loaded.lm, [[Request(loaded.encode(text), 1)] for text in TEXTS[:3]], batch_size=3
     )  # a last word each
-    assert theirs["metric_value"] == pytest.approx(math.exp(-sum(nats for (nats,) in found) / 3), rel=1e-3)
+    assert theirs["metric_value"] == pytest.approx(math.exp(-sum(nats for (nats,) in losses) / 3), rel=1e-3)
     assert theirs["ci95"] > 0
 
 

@@ -101,9 +101,9 @@ def test_too_long_requests_lose_their_context_first():
 
     model = LanguageModel(uniform, lambda logits: logits, letters, 3, torch.device("cpu"))
     # Each by itself: what they see is not the same.
-    (found,) = score(model, [[Request([1, 2, 3, 4, 5, 6], 2), Request([1, 2, 3, 4, 5, 6], 5)]], batch_size=1)
+    (scores,) = score(model, [[Request([1, 2, 3, 4, 5, 6], 2), Request([1, 2, 3, 4, 5, 6], 5)]], batch_size=1)
     assert seen == [([[3, 4, 5], [3, 4, 5]], [[0, 1, 2], [0, 1, 2]])]
-    assert found == pytest.approx([-2 * np.log(128), -3 * np.log(128)], abs=1e-5)
+    assert scores == pytest.approx([-2 * np.log(128), -3 * np.log(128)], abs=1e-5)
 
 
 @pytest.mark.parametrize("n_positions", [1024, pytest.param(60, marks=pytest.mark.slow)])
@@ -123,8 +123,8 @@ def test_sharing_and_padding_change_no_score(n_positions, tiny_gpt2):
     def run(**changes):
         shapes.clear()
         scored.clear()
-        found = hellaswag.score_rows(dataclasses.replace(model, body=body, head=head, **changes), rows, batch_size=6)
-        return found, sum(n * t for n, t in shapes)
+        answers = hellaswag.score_rows(dataclasses.replace(model, body=body, head=head, **changes), rows, batch_size=6)
+        return answers, sum(n * t for n, t in shapes)
 
     (together, few), (apart, many) = run(), run(shares_contexts=False)
     assert model.shares_contexts

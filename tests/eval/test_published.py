@@ -51,7 +51,7 @@ def test_the_page_has_every_published_figure_with_its_source():
 
 def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
     known = (ROOT / "eval" / "published.py").read_text() + "\n".join(tables())
-    found = []
+    unknown = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         if page.name in ("log.md", "elsewhere.md"):  # measurements of this project
             continue
@@ -59,5 +59,5 @@ def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
             if re.search(OTHERS, line):
                 text = re.sub(r"`[^`]*`|https?:\S*", "", line)  # no names of files and links
                 numbers = re.findall(r"(?<![\w./#-])(?:[1-9]\d*\.\d{2,}|0\.\d{4}|\d+(?:,\d{3})+|\$\d+)(?![\w/-])", text)
-                found += [f"{page.name}: {n} in {line}" for n in numbers if n not in known and n not in OURS]
-    assert not found, "\n".join(found)
+                unknown += [f"{page.name}: {n} in {line}" for n in numbers if n not in known and n not in OURS]
+    assert not unknown, "\n".join(unknown)

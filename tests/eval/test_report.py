@@ -88,8 +88,8 @@ def drawn(*directories) -> dict[str, plots.Picture]:
 
 
 def line(axes, gid: str) -> list[list[float]]:
-    (found,) = [line for line in axes.lines if line.get_gid() == gid]
-    return np.array(found.get_xydata()).tolist()
+    (curve,) = [line for line in axes.lines if line.get_gid() == gid]
+    return np.array(curve.get_xydata()).tolist()
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def test_hellaswag_beside_openais(tmp_path):
 
 def test_the_page_holds_all_it_shows_and_nothing_active(tmp_path, monkeypatch, capsys):
     hostile = '"><script src=https://example.org/x.js></script>'
-    found = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
-    results = {"perplexity": {"scores": found}, "sample": {"texts": ["a text"]}}
+    scores = [score(text_dataset(hostile), ("loss", "loss, nats per token"), 4.25, "by hand")]
+    results = {"perplexity": {"scores": scores}, "sample": {"texts": ["a text"]}}
     lines = lines_of()
     lines[-1] |= {"hellaswag_llmc_acc_norm": 0.3, "hellaswag_lmeval_acc_norm": 0.31, "sample": f"Hark, {hostile}"}
     run = write_run(tmp_path / "<b>run", lines, config_of(run_name=hostile, hellaswag_limit=100), results)

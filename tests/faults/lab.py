@@ -84,9 +84,9 @@ class Run(programs.Running):
     def leftovers(self) -> list[psutil.Process]:
         """Processes that this run left behind, after half a minute at most."""
         deadline = time.monotonic() + 30
-        while (found := list(filter(self._is_ours, psutil.process_iter()))) and time.monotonic() < deadline:
+        while (left := list(filter(self._is_ours, psutil.process_iter()))) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return found
+        return left
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
@@ -127,10 +127,10 @@ class Lab:
     def check_same_end(self, directory: Path, processes: int, **changes) -> None:
         """Fails unless the run ended with the weights, optimizer state and losses of the uninterrupted one."""
         expected = self.reference(processes, **changes)
-        found, wanted = (checkpoints(d / "run")[-1] for d in (directory, expected))
-        assert found.name == wanted.name
-        assert verify(found) == []
-        assert_equal_tensors(found, wanted)
+        actual, wanted = (checkpoints(d / "run")[-1] for d in (directory, expected))
+        assert actual.name == wanted.name
+        assert verify(actual) == []
+        assert_equal_tensors(actual, wanted)
         assert curve(directory) == curve(expected)
 
 
@@ -141,8 +141,8 @@ def curve(directory: Path) -> list[dict]:
 
 
 def newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint, 0 where there is none. Fails where one that has its name is not whole."""
-    found = checkpoints(directory / "run")
-    for path in found:
-        assert verify(path) == [], f"{path.name} is committed and not whole"
-    return step_of(found[-1]) if found else 0
+    """The step of the newest checkpoint, 0 where there is none. Fails where one that has its name is not intact."""
+    saved = checkpoints(directory / "run")
+    for path in saved:
+        assert verify(path) == [], f"{path.name} is committed and not intact"
+    return step_of(saved[-1]) if saved else 0

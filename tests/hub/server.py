@@ -99,10 +99,10 @@ def entry(path: str, content: bytes | None) -> dict:
     last = {"id": Hub.commit, "title": "Upload", "date": "2024-01-01T00:00:00.000Z"}
     if content is None:
         return {"type": "directory", "path": path, "size": 0, "oid": blob_id(path.encode()), "lastCommit": last}
-    found = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content), "lastCommit": last}
+    about = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content), "lastCommit": last}
     if Path(path).suffix in LFS:
-        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return found
+        about["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return about
 
 
 class Hub:
@@ -228,10 +228,10 @@ class Hub:
         headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if content is None:
             return error(404, *MEANING[404], headers)
-        found, size = entry(path, content), len(content)
-        headers |= {"ETag": f'"{found["oid"]}"', "Content-Type": "application/octet-stream"}
-        if "lfs" in found:
-            headers |= dict.fromkeys(("ETag", "X-Linked-Etag"), f'"{found["lfs"]["oid"]}"')
+        about, size = entry(path, content), len(content)
+        headers |= {"ETag": f'"{about["oid"]}"', "Content-Type": "application/octet-stream"}
+        if "lfs" in about:
+            headers |= dict.fromkeys(("ETag", "X-Linked-Etag"), f'"{about["lfs"]["oid"]}"')
             headers["X-Linked-Size"] = str(size)
         match = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "-")
         if match is None or not any(match.groups()):
@@ -277,9 +277,11 @@ class Hub:
             storage = f"local://{self.root}/xet"
             return success({"casUrl": storage, "accessToken": "xet", "exp": int(time.time()) + 3600})
         if what == "refs":
-            heads = [(branch, commits[-1].oid) for branch, commits in branches.items()]
-            found = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in heads]
-            return success({"branches": found, "converts": [], "tags": []})
+            heads = [
+                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": commits[-1].oid}
+                for branch, commits in branches.items()
+            ]
+            return success({"branches": heads, "converts": [], "tags": []})
         if what == "tree":
             return success([entry(path, content) for path, content in self._at(name, rest).items()])
         head = branches[rest or "main"][-1]

@@ -40,7 +40,7 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog):
     threading.Thread(target=drip, daemon=True).start()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    for limit in ("eval.common.HUB_TIMEOUT_S", "recipe.utils.download.HUB_TIMEOUT_S", "recipe.data.hub_text._ANSWER"):
+    for limit in ("eval.common.HUB_TIMEOUT_S", "recipe.utils.download.HUB_TIMEOUT_S", "recipe.data.hub_text.ANSWER_S"):
         monkeypatch.setattr(limit, 0.5)
     for module in (access, download):
         monkeypatch.setattr(module, "SILENCE", 0.5)

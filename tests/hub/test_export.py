@@ -27,8 +27,8 @@ def test_an_export_is_what_transformers_loads_and_nothing_else(whole_run, tmp_pa
     run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
     newest = run / "step_00000020"
     (newest / "notes.txt").write_text("of mine")
-    found = hellaswag_scores(dict.fromkeys(ACCURACIES, 0.28), 10042, "in float32")
-    (newest / "results.json").write_text(json.dumps({"hellaswag": {"scores": found}}))
+    scores = hellaswag_scores(dict.fromkeys(ACCURACIES, 0.28), 10042, "in float32")
+    (newest / "results.json").write_text(json.dumps({"hellaswag": {"scores": scores}}))
     assert export.main([str(run), "--out", str(out), "--license", "cc-by-4.0"]) == 0
     assert "exported" in capsys.readouterr().out
     assert {p.name for p in out.iterdir()} == FILES

@@ -250,22 +250,22 @@ def test_what_files_and_manifests_say_is_no_markup(card):
     state = STATE | {"tokenizer": STATE["tokenizer"] | {"end_of_text_token": text}}
     files = {"files": [{"name": text, "sha256": "f00"}], "of": 1}
     for source in (HUB_DATA | {"train_text": text}, {"train_text": text, "shards": "x"}, files):
-        found = card(state | {"about": [PART | {"data": source}]}, results=results)
-        assert "\nlicense: other" not in found.content
-        assert found.data.datasets is None
-        assert f"Token 50256, {shown}, stood" in found.text
-        assert f"| {shown} | acc | 0.5000 | by hand |" in found.text
-        assert found.text.count("img src") == found.text.count("\\<img src") > 0
-        assert text in {entry.dataset_name for entry in found.data.eval_results}  # in YAML it is a string
+        made = card(state | {"about": [PART | {"data": source}]}, results=results)
+        assert "\nlicense: other" not in made.content
+        assert made.data.datasets is None
+        assert f"Token 50256, {shown}, stood" in made.text
+        assert f"| {shown} | acc | 0.5000 | by hand |" in made.text
+        assert made.text.count("img src") == made.text.count("\\<img src") > 0
+        assert text in {entry.dataset_name for entry in made.data.eval_results}  # in YAML it is a string
 
 
 @pytest.mark.parametrize(
-    ("found", "named"), [({}, True), ({"passed": False}, False), ({"device": "NVIDIA A100 80GB PCIe"}, False)]
+    ("changes", "named"), [({}, True), ({"passed": False}, False), ({"device": "NVIDIA A100 80GB PCIe"}, False)]
 )
-def test_a_preflight_of_the_same_devices_is_named(card, tmp_path, found, named):
+def test_a_preflight_of_the_same_devices_is_named(card, tmp_path, changes, named):
     versions = {"torch": "2.13.0", "accelerate": "1.15.0"}
     passed = {"passed": True, "date": "2026-11-24", "versions": versions}
-    report = passed | {name: PART[name] for name in ("device", "engine", "processes")} | found
+    report = passed | {name: PART[name] for name in ("device", "engine", "processes")} | changes
     (tmp_path / "preflight.json").write_text(json.dumps(report))
     row = "| preflight | passed on 8 x NVIDIA A100-SXM4-80GB, 2026-11-24, torch 2.13.0, accelerate 1.15.0 |"
     assert (row in card().text) is named

@@ -40,11 +40,11 @@ def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES) -> None
     repository, recorded = hub.models[REPO], by_step(run)
     assert set(repository.branches) == {"main", *branches}
     for branch, step in branches.items():
-        found = dict(hub.files(REPO, branch))
-        card = ModelCard(found.pop("README.md").decode())
+        files = dict(hub.files(REPO, branch))
+        card = ModelCard(files.pop("README.md").decode())
         losses = [e.metric_value for e in card.data.eval_results if e.metric_name.startswith("validation loss")]
         assert losses == [round(recorded[step]["val_loss"], 6)]
-        assert found == {p.name: p.read_bytes() for p in files_of(run / f"step_{step:08d}")}
+        assert files == {p.name: p.read_bytes() for p in files_of(run / f"step_{step:08d}")}
         assert [c.message for c in repository.branches[branch]] == ["initial", f"Step {step}"]
 
 
@@ -202,7 +202,7 @@ def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
 
 
 def test_a_damaged_checkpoint_does_not_reach_the_hub(hub, run, tmp_path, caplog, capsys):
-    """While the run goes on, where the others go up; and by hand, where the newest whole one is for main. A link is
+    """While the run goes on, where the others go up; and by hand, where the newest intact one is for main. A link is
     damage: a run from somebody else could make it publish any file of this machine."""
     config = run / "step_00000020" / "config.json"
     shutil.copy(config, tmp_path / "secret")

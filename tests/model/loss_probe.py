@@ -28,18 +28,18 @@ def distances(dtype: str, rows: int, vocab_size: int, device: str = "cpu", **opt
     targets[0, : rows // 3] = IGNORE_INDEX
     hidden[-1] = 8 * weight[5]  # sure of token 5, by a hundred nats
     targets[0, -1] = (weight.float() @ weight[5].float()).argmin()
-    found = [t.clone().requires_grad_() for t in (hidden[None], weight)]
+    inputs = [t.clone().requires_grad_() for t in (hidden[None], weight)]
     exact = [t.double().requires_grad_() for t in (hidden, weight)]
-    loss = next_token_loss(*found, targets, **options)
+    loss = next_token_loss(*inputs, targets, **options)
     expected = F.cross_entropy(exact[0] @ exact[1].t(), targets[0])
     (loss * 3).backward()  # as a loss scale would
     (expected * 3).backward()
     with torch.no_grad():
-        assert next_token_loss(*found, targets, **options).item() == loss.item()
+        assert next_token_loss(*inputs, targets, **options).item() == loss.item()
     return [
         relative(loss.double(), expected),
-        relative(found[0].grad[0].double(), exact[0].grad),
-        relative(found[1].grad.double(), exact[1].grad),
+        relative(inputs[0].grad[0].double(), exact[0].grad),
+        relative(inputs[1].grad.double(), exact[1].grad),
     ]
 
 

@@ -48,5 +48,5 @@ def test_the_fused_loss_is_exact():
         (1e-2, {"dtype": "bfloat16", "rows": 50, "vocab_size": 503, "pad_vocab_to": 64}),
     ]
     measured = interpreted("-m", "tests.model.loss_probe", json.dumps([case for _, case in cases]))
-    for (tolerance, case), found in zip(cases, measured, strict=True):
-        assert max(found) < tolerance, case
+    for (tolerance, case), errors in zip(cases, measured, strict=True):
+        assert max(errors) < tolerance, case

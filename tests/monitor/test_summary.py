@@ -92,10 +92,10 @@ def test_what_does_not_fit_says_what_helps():
     run = ["--config=gpt2-xl", "--micro_batch_size=4", "--gradient_checkpointing=false"]
     config = parse_config(run)
     needed = memory_estimate(config, batch_arithmetic(config, 1), precision="bf16", compiled=True) / 1e9
-    found = panel("l4", *run)
-    assert found["memory"] == f"about {needed:.3g} GB a device (estimate) of 24.0 GB"
-    assert "does not fit" in found[""]
-    assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in found[""]
+    lines = panel("l4", *run)
+    assert lines["memory"] == f"about {needed:.3g} GB a device (estimate) of 24.0 GB"
+    assert "does not fit" in lines[""]
+    assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in lines[""]
     assert "is tight and may fit" in panel("l4", *run, memory=int(1e9 * needed / HEADROOM / 1.04))[""]
     assert "" not in panel("l4", *run, memory=int(1e9 * needed / HEADROOM) + 1)
 

@@ -126,11 +126,11 @@ def test_no_secret_and_no_home_directory_in_what_a_tracker_uploads(tmp_path, hom
     written = [p for top in (tmp_path / "run", home) for p in top.rglob("*") if p.is_file()]
     content = {path: path.read_bytes() for path in written}
     assert b"~/prompt" in b"".join(content.values())
-    for path, found in content.items():
+    for path, data in content.items():
         words = [SECRET, KEY, "--a-word-of-the-command-line"]
         if path.suffix in (".wandb", ".db") or "tfevents" in path.name or "files" in path.parts:
             words.append(str(home))  # wandb's own log, which stays on this disk, names directories
-        assert not [word for word in words if word.encode() in found], path
+        assert not [word for word in words if word.encode() in data], path
 
 
 @pytest.mark.parametrize("method", ["", "start", "log", "finish"])

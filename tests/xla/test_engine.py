@@ -122,8 +122,8 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
         "dropout": 0.1,
         "gradient_checkpointing": "true",
     }
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    lines = train_here(shards, whole, **fields)
+    full, resumed = tmp_path / "full", tmp_path / "resumed"
+    lines = train_here(shards, full, **fields)
     assert lines[4]["compilations"] == lines[8]["compilations"]  # the second evaluation has found all of its programs
     assert lines[8]["hellaswag_llmc_acc"] * 9 == pytest.approx(round(lines[8]["hellaswag_llmc_acc"] * 9), abs=1e-5)
     names = xla_metrics.counter_names()
@@ -131,11 +131,11 @@ def test_a_run_resumes_bit_for_bit_compiles_nothing_twice_and_falls_back_nowhere
     assert {name for name in names if name.startswith("aten::")} <= {"aten::_local_scalar_dense"}
     assert capsys.readouterr().out.count(": sample ") == 3
 
-    shutil.copytree(whole, resumed)
+    shutil.copytree(full, resumed)
     shutil.rmtree(resumed / "step_00000008")
     again = train_here(shards, resumed, **fields)
     assert "from step 4" in capsys.readouterr().out
-    assert_equal_tensors(resumed / "step_00000008", whole / "step_00000008")
+    assert_equal_tensors(resumed / "step_00000008", full / "step_00000008")
     for key in ("loss", "val_loss", "learning_rate", "grad_norm", "hellaswag_llmc_acc"):
         assert [line.get(key) for line in again.values()] == [line.get(key) for line in lines.values()]
 
