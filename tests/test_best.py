@@ -76,10 +76,10 @@ def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
     done = call(tmp_path, "--text", SHAKESPEARE, "--hours", "0.05")
     seconds = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
-    assert 0.9 * 180 < seconds < 1.06 * 180, "with other tests beside it; 1.03 alone"
+    assert 0.9 * 180 < seconds < 1.1 * 180, "with other tests beside it; 1.03 alone"
     run = tmp_path / "runs/tiny_shakespeare-0.05h"
     expected = float(re.search(r"loss to expect: (\d\.\d+)", (run / "recipe.yaml").read_text())[1])
-    assert metrics(run)[-1]["val_loss"] == pytest.approx(expected, rel=0.06)
+    assert metrics(run)[-1]["val_loss"] == pytest.approx(expected, rel=2 * best.ERROR)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
