@@ -95,7 +95,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         fields = row.differs if row.name in arguments.sizes else best | row.differs
         config, n = parse_config([f"--config={fields['config']}"]), row.processes
         fields = fields | {"total_batch_tokens": arguments.sequences * config.data.sequence_length * n}
-        without = fields.pop("without", ()) if n == 1 else ()
+        without = fields.pop("without", ())
         machine = about["device"] if on_cpu else f"{n} x {about['device']}"
         model = report.measured_model(config)
         result = dict.fromkeys(COLUMNS) | model | {"machine": machine, "name": row.name, "processes": n}
@@ -104,7 +104,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> Iterator[dict]:
         try:
             if (left := ends - time.monotonic()) < 0:
                 raise Void("skipped: the time is up")
-            with closing(Run(trainer(n, without), fields, directory, n)) as run:
+            with closing(Run(trainer(n, without if n == 1 else ()), fields, directory, n)) as run:
                 rate, memory = run.turn(arguments.seconds, patience=min(left, 600)), run.lines[-1]["peak_memory_bytes"]
         except Void as reason:
             yield result | {"source": str(reason)}

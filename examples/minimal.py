@@ -77,6 +77,8 @@ def main() -> None:
         accelerator.unwrap_model(model).save_pretrained(args.out)
         GPT2Tokenizer(str(BPE / "encoder.json"), str(BPE / "vocab.bpe")).save_pretrained(args.out)
         print(f"saved {args.out}")
+    del model, optimizer
+    accelerator.free_memory()  # DDP's reducer first: as the process group's last owner it can wait for ever
     accelerator.end_training()
 
 
