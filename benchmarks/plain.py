@@ -23,7 +23,7 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
     return F.dropout(scores.softmax(-1), dropout) @ v
 
 
-# What can be left out, and the facts of a Device in its place.
+# What can be omitted, and the facts of a Device in its place.
 WITHOUT = {
     "attention": {"attention": naive_attention},
     "adamw": {"adamw": "foreach"},  # torch's default on a GPU

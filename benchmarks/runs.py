@@ -133,7 +133,7 @@ def times_as_fast(rates: list[float], peer: list[float]) -> dict[str, float]:
 
 def trainer(processes: int = 1, without: Sequence[str] = ()) -> list:
     """The command that starts recipe/train.py in this many processes; or in one, `without` what benchmarks/plain.py
-    can leave out."""
+    can omit."""
     if without:
         return ["-m", "benchmarks.plain", ",".join(without)]
     script = ROOT / "recipe/train.py"

@@ -45,7 +45,7 @@ COLUMNS = {  # of the table: key of a row -> heading, format
 @dataclass(frozen=True)
 class Row:
     """A run: the fields in which it differs from the best of the ladder so far, or a size from its recipe; and
-    "without", what benchmarks/plain.py leaves out of it."""
+    "without", what benchmarks/plain.py omits."""
 
     name: str
     differs: dict

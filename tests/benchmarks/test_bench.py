@@ -110,7 +110,7 @@ def test_ratios_are_of_neighbors_in_time():
     assert ratio == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.6})
 
 
-SEEN: list[dict] = []  # the fields of each, and what was left out of its program
+SEEN: list[dict] = []  # the fields of each, and what its program omits
 
 
 class Stopwatch:
