@@ -55,15 +55,17 @@ logger = logging.getLogger("recipe.train")  # as a script, too
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says, and returns the exit code (see ExitCode)."""
     try:
-        config = parse_config(argv)
-        check_tracker(config.run.report_to)
-        strategy = open_strategy(config.run.precision, config.run.plan_device, deterministic=config.run.deterministic)
-        set_up_logging(main=strategy.runtime.processes.is_main)
-        code = run(config, strategy)
-        strategy.runtime.close()
-        return code
-    except (UserError, OSError, RuntimeError) as error:  # the last where another process is gone
-        return fail(error)
+        try:
+            config = parse_config(argv)
+            check_tracker(config.run.report_to)
+            precision, plan_device = config.run.precision, config.run.plan_device
+            strategy = open_strategy(precision, plan_device, deterministic=config.run.deterministic)
+            set_up_logging(main=strategy.runtime.processes.is_main)
+            code = run(config, strategy)
+            strategy.runtime.close()
+            return code
+        except (UserError, OSError, RuntimeError) as error:  # the last where another process is gone
+            return fail(error)  # in which a signal can come, too: the launcher's, after another process's error
     except KeyboardInterrupt:
         if is_local_main_process():
             print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)

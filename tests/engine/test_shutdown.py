@@ -8,7 +8,9 @@ from unittest import mock
 
 import pytest
 
+from recipe import train
 from recipe.engine.shutdown import Agreement
+from recipe.utils.errors import ExitCode
 from tests import processes as programs
 
 PROGRAM = """
@@ -73,6 +75,14 @@ def test_before_the_first_boundary_there_is_nothing_to_wait_for(start):
         time.sleep(0.05)
     assert running.wait(30) == 75
     assert running.stdout == "ready\ncleaned up\nunwound\n"
+
+
+def test_a_signal_while_an_error_is_being_reported_leaves_no_traceback(monkeypatch, capsys):
+    """As the launcher's, where another process has met the same error a moment before."""
+    monkeypatch.setattr(train, "fail", mock.Mock(side_effect=KeyboardInterrupt))
+    assert train.main(["--n_layer", "0"]) == ExitCode.RUN_AGAIN
+    assert train.fail.call_count == 1
+    assert "stopped before a step was taken" in capsys.readouterr().err
 
 
 # A lock taken twice, in C: no handler of Python's is called there, as in a collective.
