@@ -219,7 +219,7 @@ TABLE = {
     ),
     "23 weights cut short": (
         lambda at: at.train(init_from=at.weights()),
-        "old/model.safetensors cannot be read (",
+        "old/model.safetensors cannot be read (Error while deserializing header: ",
         "copy or download it again",
     ),
     "24 run_name": (lambda at: at.train(run_name="../x"), "run_name '../x' must be letters", "output_dir"),

@@ -12,7 +12,7 @@ import torch
 
 from recipe.config import BatchPlan
 from recipe.data.mixed import Dataset
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, first_line
 
 
 class BatchLoader:
@@ -69,7 +69,7 @@ class BatchLoader:
         error = next((e for f in self._step(ahead) if f.done() and (e := f.exception())), None)
         if error is None or isinstance(error, UserError):
             return error
-        return UserError(f"the data cannot be read: {error!r}")
+        return UserError(f"the data cannot be read ({type(error).__name__}: {first_line(error)})")
 
     def _step(self, ahead: int) -> list[Future]:
         n = self._batch.accumulation

@@ -19,7 +19,7 @@ from recipe.config.catalog import DATASETS
 from recipe.data.tokenizer import GPT2
 from recipe.estimate.memory import parameter_count
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import UserError
+from recipe.utils.errors import UserError, first_line
 from recipe.utils.redaction import redact, redacted
 from recipe.utils.units import si
 
@@ -47,7 +47,8 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         scores = all_scores({"run": {"scores": [*_of_run(line, config, texts)]}} | measured)
         comparison = _comparison(measured["compare"]) if "compare" in measured else None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{results} is not what eval/ writes ({error!r}); move it away and evaluate again") from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{results} is not what eval/ writes ({reason}); move it away and evaluate again") from None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
     complete = [score for score in scores if score["complete"]]
