@@ -44,7 +44,7 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import expected_flops
-from recipe.estimate.memory import HEADROOM, flops_per_token, memory_estimate
+from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.monitor.metrics import read_metrics
 from recipe.train import run
@@ -220,7 +220,7 @@ class Outlook:
         config = config_of(recipe(size, self.text, 1e6, 1), "--max_steps=1000", "--micro_batch_size=1")
         config = replace(config, model=model_of(size, self.vocabulary))
         batch = batch_arithmetic(config, 1, self.strategy.device.count)
-        needed = memory_estimate(config, batch, **memory_kind(config, self.strategy))
+        needed = step_memory(config, batch, **memory_kind(config, self.strategy)).peak
         return needed <= HEADROOM * self._memory
 
 

@@ -42,7 +42,7 @@ from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.memory import checkpoint_bytes, memory_estimate
+from recipe.estimate.memory import checkpoint_bytes, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
@@ -260,7 +260,7 @@ def trial(programs: Programs, config: Config, argv: list[str], facts: dict) -> t
         settled = state_of(saved[-1])["config"]
         ours = {name: settled[name] for name in ("gradient_checkpointing", "fused_loss")}
         config = replace(config, run=replace(config.run, **ours))
-    plan = memory_estimate(config, batch, **facts["memory_kind"])
+    plan = step_memory(config, batch, **facts["memory_kind"]).peak
     found = f"{len(lines) + 1} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
     found += f", MFU {100 * (mfu or 0):.0f} %" * bool(mfu) + f", {gb(memory or 0)} (the plan: {gb(plan)})" * bool(
         memory

@@ -1,11 +1,13 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
+from dataclasses import dataclass
+
 from recipe.config import BatchPlan, Config, ModelConfig
 from recipe.optim.muon import share_of
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
-ACCURACY = 0.25  # of memory_estimate, for any model
-HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what memory_estimate does not count
+ACCURACY = 0.25  # of step_memory, for any model
+HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what step_memory does not count
 TIGHT = 1.05  # a plan says "does not fit" of more than this share of what tensors may take
 
 
@@ -73,16 +75,44 @@ def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -
     return (2 if precision == "bf16" else 4) * most
 
 
-def memory_estimate(
-    config: Config, batch: BatchPlan, *, precision: str, sharding: str = "", compiled: bool = False
-) -> int:
-    """Bytes that the allocator of a device holds at the peak of a step: within a tenth of it for the recipes that ship,
-    within a quarter for other models.
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that the allocator of a device holds in a step, by what holds them.
 
-    The largest of three moments, each beside `state_bytes` and what is kept for backward: the loss, the first block's
-    backward, and, compiled, the end of backward, where all its gradients come out at once beside those that they are
-    added to (DDP compiles bucket by bucket). Muon's update (`update_bytes`), or under FSDP HellaSwag or a sample, which
-    hold the full weights, may take more.
+    Attributes:
+        state: weights, optimizer state and gradients, as `state_bytes` counts them; without the gradients in a step of
+            one micro-batch on one device, where they come one by one as backward goes on.
+        activations: what forward keeps for backward.
+        loss: the most that the head and the loss take beside the activations.
+        backward: the most that backward takes in a block, and at its end, beside the activations.
+        update: what is held beside the state when there are no activations: `update_bytes`, or under FSDP the full
+            weights, for HellaSwag or a sample; and the gradients, if the state is without them.
+    """
+
+    state: int
+    activations: int
+    loss: int
+    backward: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return sum(self.at_peak().values())
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by name at the moment when the most is held."""
+        moment = "loss" if self.loss > self.backward else "backward"
+        if self.update > self.activations + getattr(self, moment):
+            return {"state": self.state, "update": self.update}
+        return {"state": self.state, "activations": self.activations, moment: getattr(self, moment)}
+
+
+def step_memory(
+    config: Config, batch: BatchPlan, *, precision: str, sharding: str = "", compiled: bool = False
+) -> StepMemory:
+    """The memory of a step: its peak is within a tenth of the allocator's for the recipes that ship, within a quarter
+    for other models.
 
     Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
     allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
@@ -90,7 +120,7 @@ def memory_estimate(
     HEADROOM is; and, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities in recipe/model/attention.py.
     """
     model, run = config.model, config.run
-    N, D, L, V = parameter_count(model), model.n_embd, model.n_layer, model.vocab_size
+    N, D, L, world = parameter_count(model), model.n_embd, model.n_layer, batch.world_size
     n = batch.micro // batch.devices * config.data.sequence_length  # tokens
     half, checkpointed = precision in ("bf16", "fp16"), bool(run.gradient_checkpointing)
     autocast = half and not sharding.startswith("fsdp" if precision == "bf16" else "zero")
@@ -100,30 +130,39 @@ def memory_estimate(
     # A block keeps 16 numbers a token and channel; CUDA's autocast keeps layer norm's input and output in fp32.
     block = n * D * ((36 if autocast and not compiled else 32) if half else 64)
     stream = n * D * (2 if precision == "bf16" or (half and not autocast) else 4)  # the input of a block
-    kept = L * (stream if checkpointed else block)
+    activations = L * (stream if checkpointed else block)
     casts = 2 * 12 * L * D * D if autocast else 0  # autocast's copies of the weights, kept until they are used
-    head = w * V * D
-    if run.loss_chunk_size:  # a chunk's softmax while the one before is not dropped yet, and the head's gradient
-        chunk = min(run.loss_chunk_size, n)
-        logits = chunk * V * ((8 if chunk < n else 4) + 2 * w) + 4 * V * D + head
-    elif compiled or run.fused_loss is True:
-        logits = n * V * w + head
-    else:
-        logits = 12 * n * V  # log-softmax, its gradient and the gradient of its result, in fp32
-    loss = head + logits + n * D * (2 if compiled else 8) + (0 if checkpointed and compiled else casts)
+    hidden = n * D * (2 if compiled else 8)  # what goes into the head, and its gradient
+    head = w * model.vocab_size * D  # its weights, as they are multiplied
+    loss = head + _logits_bytes(config, n, w, compiled) + hidden + (0 if checkpointed and compiled else casts)
 
     # The gradient of the head waits for that of the embedding, which it shares.
-    in_block = 9 * n * D * w + 4 * V * D + (block if checkpointed else 0)
+    in_block = 9 * n * D * w + 4 * model.vocab_size * D + (block if checkpointed else 0)
     backward = in_block + (0 if checkpointed else casts)
-    if compiled and (batch.world_size == 1 or sharding):
-        backward = max(backward, (4 if autocast or not half else 2) * N + in_block - kept)
-    if batch.world_size == batch.accumulation == 1 and not sharding:  # gradients come one by one, as backward goes on
-        kept -= 4 * N
+    if compiled and (world == 1 or sharding):  # all gradients come out at once; DDP compiles bucket by bucket
+        backward = max(backward, (4 if autocast or not half else 2) * N + in_block - activations)
+    gradients = 4 * N if world == batch.accumulation == 1 and not sharding else 0  # those that come one by one
 
     evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
-    unsharded = 4 * (N - N // batch.world_size) if evaluates else 0  # the weights, while there are no gradients
-    state = state_bytes(config, batch.world_size, sharding, precision)
-    return state + max(kept + max(loss, backward), unsharded, update_bytes(config, batch.world_size, precision))
+    unsharded = 4 * (N - N // world) if evaluates else 0  # the weights, while there are no gradients
+    return StepMemory(
+        state=state_bytes(config, world, sharding, precision) - gradients,
+        activations=activations,
+        loss=loss,
+        backward=backward,
+        update=gradients + max(unsharded, update_bytes(config, world, precision)),
+    )
+
+
+def _logits_bytes(config: Config, n: int, w: int, compiled: bool) -> int:
+    """Bytes of the logits of `n` tokens and of what the loss makes of them, `w` bytes a number."""
+    V, D = config.model.vocab_size, config.model.n_embd
+    if config.run.loss_chunk_size:  # a chunk's softmax while the one before is not dropped yet, the head's gradient
+        chunk = min(config.run.loss_chunk_size, n)
+        return chunk * V * ((8 if chunk < n else 4) + 2 * w) + 4 * V * D + w * V * D
+    if compiled or config.run.fused_loss is True:
+        return n * V * w + w * V * D
+    return 12 * n * V  # log-softmax, its gradient and the gradient of its result, in fp32
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -18,7 +18,7 @@ from recipe.checkpoint.format import checkpoints, state_of
 from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import hardware
 from recipe.engine.strategy import Strategy
-from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, memory_estimate, state_bytes, update_bytes
+from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, state_bytes, step_memory, update_bytes
 from recipe.model.build import build_model
 from recipe.utils.errors import UserError
 from recipe.utils.units import gb, plural
@@ -74,7 +74,7 @@ def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
 
 
 def memory_kind(config: Config, strategy: Strategy) -> dict:
-    """The arguments of memory_estimate that the device and the sharding decide."""
+    """The arguments of step_memory that the device and the sharding decide."""
     # On a TPU the plain estimate is 4 to 7 % above what was compiled for one (docs/log.md).
     compiled = config.run.torch_compile and not strategy.device.no_compile and strategy.device.type != "tpu"
     return {"precision": strategy.device.precision, "sharding": strategy.runtime.sharding, "compiled": compiled}
@@ -109,7 +109,8 @@ class _Search:
         budget = HEADROOM * (self.memory if dry or free is None else min(free, self.memory))
         kind, devices = memory_kind(config, self.strategy), (self.processes.world_size, self.device.count)
         estimates = {
-            n: memory_estimate(config, batch_arithmetic(_with(config, n, False), *devices), **kind) for n in (1, *sizes)
+            n: step_memory(config, batch_arithmetic(_with(config, n, False), *devices), **kind).peak
+            for n in (1, *sizes)
         }
         # ZeRO and FSDP shard the model itself, or halve it first.
         can_try = free and not self.sharding

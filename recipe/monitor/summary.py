@@ -17,8 +17,8 @@ from recipe.estimate.memory import (
     TIGHT,
     checkpoint_bytes,
     flops_per_token,
-    memory_estimate,
     parameter_count,
+    step_memory,
 )
 from recipe.estimate.micro_batch import memory_kind
 from recipe.monitor.metrics import Metrics
@@ -69,8 +69,9 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
         start = f"from step {opt.decay_start:,}" if decided else f"over the last {100 * opt.decay_fraction:g} %"
         shape = f"{shape}, decaying {start}"
     yield f"optimizer  {muon}AdamW {opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up; {shape}"
-    needed, there_is = memory_estimate(config, batch, **kind), device.memory
-    yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}"
+    memory, there_is = step_memory(config, batch, **kind), device.memory
+    needed, parts = memory.peak, ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
+    yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}: {parts}"
     if there_is and needed > (limit := HEADROOM * there_is):
         verdict = "is tight and may fit" if needed <= TIGHT * limit else "does not fit"
         helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"

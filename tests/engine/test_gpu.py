@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
-from recipe.estimate.memory import memory_estimate
+from recipe.estimate.memory import step_memory
 from recipe.model.loss import IGNORE_INDEX, next_token_loss
 from tests.conftest import EQUAL, ROOT, TINY, flags, launch, metrics, ok
 from tests.model.loss_probe import distances, relative
@@ -168,9 +168,9 @@ def test_gpu_holds_what_was_estimated(shards, tmp_path, changes):
     curve(shards, tmp_path / "run", "single", cpu=False, **settings)
     config = parse_config(flags(**TINY | settings | {"dataset_name": shards}))
     precision = config.run.precision if config.run.precision != "auto" else "bf16" if BF16 else "fp16"
-    estimate = memory_estimate(
+    estimate = step_memory(
         config, batch_arithmetic(config, 1), precision=precision, compiled="torch_compile" in changes
-    )
+    ).peak
     peak = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run"))
     # cuBLAS's workspaces count as allocated: on an H100 32 MiB for each of two threads.
     assert estimate == pytest.approx(peak, rel=0.1, abs=0.15e9)

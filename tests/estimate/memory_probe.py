@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
-from recipe.estimate.memory import memory_estimate, state_bytes
+from recipe.estimate.memory import state_bytes, step_memory
 from recipe.model.build import build_model
 from recipe.model.gpt2 import GPT2LMHeadModel, LayerNorm
 from recipe.optim import optimizer as optim
@@ -153,7 +153,7 @@ def measure(words: str, fake: bool) -> dict:
     return {
         "options": words,
         "measured": peak,
-        "estimate": memory_estimate(config, batch, compiled=config.run.torch_compile, **kind),
+        "estimate": step_memory(config, batch, compiled=config.run.torch_compile, **kind).peak,
         "state": state_bytes(
             config, strategy.runtime.processes.world_size, strategy.runtime.sharding, device.precision
         ),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from recipe.config import batch_arithmetic, parse_config
-from recipe.estimate.memory import HEADROOM, memory_estimate
+from recipe.estimate.memory import HEADROOM, step_memory
 from tests.conftest import ROOT
 
 SMALL = "--n_layer=2 --n_head=2 --n_embd=128 --sequence_length=128 --micro_batch_size=4 --total_batch_tokens=1024"
@@ -72,7 +72,7 @@ def test_the_estimate_is_within_a_tenth_of_what_is_allocated(measured, options):
 def test_what_is_estimated_for_a_tpu_covers_what_was_compiled_for_one(options, compiled):
     """GiB by libtpu's compiler, as docs/log.md has them: a step that the estimate lets through fits."""
     config = parse_config([*options.split(), "--dataset_name=x"])
-    estimate = memory_estimate(config, batch_arithmetic(config, 1, 8), precision="bf16") / 2**30
+    estimate = step_memory(config, batch_arithmetic(config, 1, 8), precision="bf16").peak / 2**30
     assert 0.99 * compiled < estimate < 1.45 * compiled
 
 
@@ -80,7 +80,7 @@ def test_what_is_estimated_for_a_tpu_covers_what_was_compiled_for_one(options, c
 def test_what_is_estimated_for_torchtpu_covers_what_was_compiled_for_a_chip(compiled):
     """The same of a process a chip."""
     config = parse_config(["--config=kaggle-tpu", "--dataset_name=x"])
-    estimate = memory_estimate(config, batch_arithmetic(config, 8), precision="bf16") / 2**30
+    estimate = step_memory(config, batch_arithmetic(config, 8), precision="bf16").peak / 2**30
     assert compiled < estimate < 1.1 * compiled
 
 
@@ -102,12 +102,12 @@ XL = ("--config=gpt2-xl", "--micro_batch_size=1", "--hellaswag_steps=0", "--samp
 )
 def test_what_xl_takes_on_16_gb(sharding, world_size, precision, fits):
     config = parse_config([*XL, "--torch_compile=false"])
-    needed = memory_estimate(config, batch_arithmetic(config, world_size), precision=precision, sharding=sharding)
+    needed = step_memory(config, batch_arithmetic(config, world_size), precision=precision, sharding=sharding).peak
     assert (needed <= HEADROOM * 16e9) == fits
 
 
 @pytest.mark.parametrize("evaluation", ["--sample_steps=100", "--hellaswag_steps=100"])
 def test_evaluations_hold_whole_weights_under_fsdp(evaluation):
     config = parse_config([*XL, evaluation])
-    needed = memory_estimate(config, batch_arithmetic(config, 2), precision="bf16", sharding="fsdp")
+    needed = step_memory(config, batch_arithmetic(config, 2), precision="bf16", sharding="fsdp").peak
     assert needed > HEADROOM * 16e9

@@ -10,7 +10,7 @@ from recipe.config import batch_arithmetic, parse_config
 from recipe.engine.factory import open_strategy
 from recipe.estimate import cost, micro_batch
 from recipe.estimate.fused_loss import fused_loss
-from recipe.estimate.memory import HEADROOM, memory_estimate
+from recipe.estimate.memory import HEADROOM, step_memory
 from recipe.monitor import summary
 from recipe.utils.errors import UserError
 from tests.conftest import ROOT
@@ -44,7 +44,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     eight = panel("8xh100", "--config=gpt2")
     assert eight == panel("8 x NVIDIA H100 80GB HBM3", "--config=gpt2") == panel("8xh100-sxm", "--config=gpt2")
     assert eight["batch"] == "524,288 tokens = 8 processes x 1 micro-step x 64 sequences x 1024"
-    assert eight["memory"].endswith("GB a device (estimate) of 80.0 GB")
+    assert "GB a device (estimate) of 80.0 GB: state " in eight["memory"]
     # 10 B tokens at 3.745 M tokens/s, 140 ms a step, and at 3.046 M
     assert eight["time"].startswith("about 44 min 30 s to 54 min 42 s at 32.9 to 40.5 % MFU, published by the scaling")
     t4 = panel("t4", "--config=gpt2")
@@ -52,12 +52,13 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert t4["time"].endswith("at an assumed 40 % MFU")
     assert panel("2 x 4090", "--config=gpt2")["device"].startswith("RTX 4090, bf16")
     mac = panel("Apple M1 Max", "--config=gpt2")
-    assert (mac["device"], mac["memory"][-7:]) == ("M1 MAX, fp32 (auto), compiled (default)", "64.0 GB")
+    assert mac["device"] == "M1 MAX, fp32 (auto), compiled (default)"
+    assert "of 64.0 GB: state " in mac["memory"]
     tpu = panel("8xtpu v5e", "--config=kaggle-tpu")
     assert tpu["device"] == "TPU V5E, bf16 (auto), compiled (default)"
     assert tpu["batch"] == "524,288 tokens = 8 processes x 8 micro-steps x 8 sequences x 1024"
     assert tpu == panel("v5e-8", "--config=kaggle-tpu") == panel("v5litepod-8", "--config=kaggle-tpu")
-    assert tpu["memory"].endswith("GB a device (estimate) of 16.0 GB")
+    assert "GB a device (estimate) of 16.0 GB: state " in tpu["memory"]
     assert panel("v4-8", "--config=gpt2")["engine"] == "DDP over 4 processes on 1 node"  # Google counts the cores
     assert panel("v3-8", "--config=gpt2")["engine"] == "8 devices behind one process"
     assert "at 15.7 % MFU, published by windmaple in JAX" in panel("v6e-8", "--config=gpt2")["time"]
@@ -91,9 +92,9 @@ def test_a_time_without_a_known_peak(monkeypatch):
 def test_what_does_not_fit_says_what_helps():
     run = ["--config=gpt2-xl", "--micro_batch_size=4", "--gradient_checkpointing=false"]
     config = parse_config(run)
-    needed = memory_estimate(config, batch_arithmetic(config, 1), precision="bf16", compiled=True) / 1e9
+    needed = step_memory(config, batch_arithmetic(config, 1), precision="bf16", compiled=True).peak / 1e9
     lines = panel("l4", *run)
-    assert lines["memory"] == f"about {needed:.3g} GB a device (estimate) of 24.0 GB"
+    assert lines["memory"].startswith(f"about {needed:.3g} GB a device (estimate) of 24.0 GB: state 24.9 GB")
     assert "does not fit" in lines[""]
     assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in lines[""]
     assert "is tight and may fit" in panel("l4", *run, memory=int(1e9 * needed / HEADROOM / 1.04))[""]
