@@ -24,7 +24,7 @@ from recipe.engine.host_copies import HostCopies
 from recipe.engine.launch import check_accelerator, wants_cpu
 from recipe.engine.runtime import Runtime
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, state_names, whole
+from recipe.optim.optimizer import load_named_state, named_state, norm_and_divisor, state_names, unsharded
 from recipe.optim.spike_filter import SpikeFilter
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
@@ -162,7 +162,7 @@ class Strategy:
         copies = {}, {}
         for parts, into in zip((dict(model.named_parameters()), named_state(model, optimizer)), copies, strict=True):
             for name, part in parts.items():  # one unsharded tensor at a time is on the device
-                tensor = whole(part)
+                tensor = unsharded(part)
                 if self.runtime.processes.is_main:  # copied on a CPU too: the next steps change the original
                     into[name] = self._copies.add(tensor)
         self._copies.complete()

@@ -84,7 +84,7 @@ class XlaStrategy(Strategy):
     @classmethod
     def open(cls, precision: str, sharding: str = "") -> Strategy:
         """As Strategy's."""
-        _check_launch()
+        check_xla_launch()
         xr.use_spmd()  # before anything is on the device
         generation = tpu_generation()
         if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
@@ -189,7 +189,7 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
         memory=int(1e9 * hardware.DEVICES[known].memory) if known else None,
         peak_flops=hardware.DEVICES[known].peak * count if known else None,
         no_compile=XLA_COMPILES,
-        attention=partial(_flash_or_sdpa, mesh=mesh) if flash and find_spec("jax") else None,
+        attention=partial(flash_or_sdpa, mesh=mesh) if flash and find_spec("jax") else None,
         checkpoint=checkpoint,
         adamw="capturable",  # keeps the step count in tensors
         eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled
@@ -200,7 +200,7 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
     )
 
 
-def _check_launch() -> None:
+def check_xla_launch() -> None:
     """Raises UserError for launches under which torch_xla trains wrongly, as seen with Accelerate 1.15."""
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
         if os.environ.get(name, "0") not in ("", "0"):
@@ -222,7 +222,7 @@ def tpu_generation() -> str:
     return {"v5litepod": "v5e", "v5lite": "v5e"}.get(kind, kind)
 
 
-def _flash_or_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mesh: xs.Mesh) -> Tensor:
+def flash_or_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mesh: xs.Mesh) -> Tensor:
     """Causal attention over (B, H, T, K): Pallas' flash attention in the cases compiled ahead of time for a v5e and a
     v6e (bf16, no dropout, T = 1024) and those whose blocks divide the same way, SDPA in the others."""
     if dropout or q.dtype != torch.bfloat16 or (q.shape[2] != 512 and q.shape[2] % 1024):

@@ -50,7 +50,7 @@ def next_token_loss(
     by_rows = hidden.device.type == "cpu" if by_rows is None else by_rows
     if chunk_size or fused or by_rows:
         need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        kernel = "fused" if fused else "rows" if by_rows else "whole"
+        kernel = "fused" if fused else "rows" if by_rows else "log_softmax"
         # Of more rows than this the head's gradient could overflow in fp16, in which a chunk's is summed.
         chunk_size = chunk_size or (4096 if hidden.dtype == torch.float16 else len(hidden))
         return _loss_sum(hidden, weight, targets, vocab_size, chunk_size, kernel, need_grad)[0] / count
@@ -127,7 +127,7 @@ _loss_sum.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 # their gradient, softmax - onehot; 0 in the padding, and anything in ignored rows (0 where it is fused).
 
 
-def _whole(logits, targets, vocab_size, need_grad):
+def by_log_softmax(logits, targets, vocab_size, need_grad):
     """All rows at once."""
     index = targets.clamp(min=0)[:, None]
     log_p = F.log_softmax(logits[:, :vocab_size], -1, dtype=torch.float32)
@@ -140,7 +140,7 @@ def _whole(logits, targets, vocab_size, need_grad):
     return loss
 
 
-def _by_rows(logits, targets, vocab_size, need_grad):
+def by_rows_of_softmax(logits, targets, vocab_size, need_grad):
     """On a CPU, where softmax is one kernel, and log-softmax and an exponential would be two."""
     logits[:, vocab_size:] = 0
     index = targets.clamp(min=0)[:, None]
@@ -158,11 +158,11 @@ def _by_rows(logits, targets, vocab_size, need_grad):
     return -(log_p.squeeze(1) * (targets != IGNORE_INDEX)).sum()
 
 
-def _fused(logits, targets, vocab_size, need_grad):
+def by_fused_kernel(logits, targets, vocab_size, need_grad):
     """In one kernel."""
     from recipe.model.loss_kernel import cross_entropy_  # here, because it needs Triton
 
     return cross_entropy_(logits, targets, vocab_size, need_grad).sum()
 
 
-_KERNELS = {"whole": _whole, "rows": _by_rows, "fused": _fused}
+_KERNELS = {"log_softmax": by_log_softmax, "rows": by_rows_of_softmax, "fused": by_fused_kernel}

@@ -47,9 +47,9 @@ class _Piece:
     def matrices(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The matrices, (in, out) each: this process's elements from `own` (flat), zeros elsewhere."""
         if self.sharded:
-            whole = own.new_zeros(math.prod(self.shape))
-            whole[self.start : self.start + len(own)] = own
-            own = whole
+            full = own.new_zeros(math.prod(self.shape))
+            full[self.start : self.start + len(own)] = own
+            own = full
         return own.view(self.shape).chunk(self.parts, 1)
 
 
@@ -165,8 +165,8 @@ class Muon(torch.optim.AdamW):
         """Updates this process's part of a parameter from the orthogonalized `updates`, (rows, cols) each."""
         skipped, lr = getattr(self, "found_inf", None), piece.group["lr"]
         fan_in, fan_out = piece.shape[0], piece.shape[1] // piece.parts
-        whole = torch.cat([update if piece.wide else update.mT for update in updates], 1).view(-1)
-        own = whole[piece.start : piece.start + len(piece.weight)].to(piece.weight)
+        full = torch.cat([update if piece.wide else update.mT for update in updates], 1).view(-1)
+        own = full[piece.start : piece.start + len(piece.weight)].to(piece.weight)
         new = piece.weight * (1 - lr * piece.group["weight_decay"])
         new -= own * (lr * max(1, fan_out / fan_in) ** 0.5)
         piece.weight.copy_(new if skipped is None else torch.where(skipped > 0, piece.weight, new))

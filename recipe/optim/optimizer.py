@@ -56,7 +56,7 @@ def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) 
         norm = _norm_on_cpu(gradients)
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
-    norm = whole(norm)
+    norm = unsharded(norm)
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(norm)
     return norm, divisor
 
@@ -68,8 +68,8 @@ def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]).norm().float()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, also of one that is sharded (a DTensor); collective if it is."""
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which this process may have a part (a DTensor); then a collective call."""
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 

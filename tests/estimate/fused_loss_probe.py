@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from recipe import components
 from recipe.engine import hardware
 from recipe.estimate import fused_loss
-from recipe.model.loss import IGNORE_INDEX, _whole
+from recipe.model.loss import IGNORE_INDEX, by_log_softmax
 from recipe.train import main
 
 KINDS = os.environ["FUSED"].split(",")
@@ -21,7 +21,7 @@ KIND = KINDS[int(os.environ.get("RANK", 0)) % len(KINDS)]
 def cross_entropy_(logits, targets, vocab_size, need_grad):
     if KIND == "broken":
         raise RuntimeError("ptxas: no such device\nand so on")
-    loss = _whole(logits, targets, vocab_size, need_grad)
+    loss = by_log_softmax(logits, targets, vocab_size, need_grad)
     logits[targets == IGNORE_INDEX] = 0
     if KIND == "wrong":
         logits *= 1.01

@@ -150,7 +150,7 @@ def test_flash_attention_is_called_only_where_it_compiles(strategy, monkeypatch)
 
     def attend(dtype=torch.bfloat16, length=512, dropout=0.0):
         q = torch.randn(2, 1, length, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-        return xla._flash_or_sdpa(q, q, q, dropout, mesh=strategy.device.mesh), q
+        return xla.flash_or_sdpa(q, q, q, dropout, mesh=strategy.device.mesh), q
 
     y, q = attend(dtype=torch.float32)
     assert torch.equal(y, F.scaled_dot_product_attention(q, q, q, is_causal=True))
@@ -174,10 +174,10 @@ def test_flash_attention_is_called_only_where_it_compiles(strategy, monkeypatch)
     ],
 )
 def test_launches_that_are_refused(strategy, monkeypatch, variables, message):
-    from recipe.engine.xla import _check_launch
+    from recipe.engine.xla import check_xla_launch
 
-    _check_launch()
+    check_xla_launch()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
-        _check_launch()
+        check_xla_launch()
