@@ -58,7 +58,13 @@ class Size:
 SMALL = {"n_positions": 128, "sequence_length": 128, "total_batch_tokens": 4096, "micro_batch_size": 32}
 SMALL |= {"eval_tokens": 131072, "torch_compile": False}
 START = {
-    "adamw": {"learning_rate": 6e-3, "warmup": 0.4, "adam_beta2": 0.99, "weight_decay": 0.1},
+    "adamw": {
+        "learning_rate": 1.2e-2,
+        "matrix_learning_rate": 7.5e-4,
+        "warmup": 0.4,
+        "adam_beta2": 0.99,
+        "weight_decay": 0.1,
+    },
     "muon": {
         "muon_learning_rate": 0.02,
         "learning_rate": 1.2e-2,
@@ -72,7 +78,8 @@ SEARCH: dict[str, dict[str, tuple[float, ...]]] = {
         "learning_rate": (),
         "warmup": (0.1, 0.2, 0.4, 0.6),
         "adam_beta2": (0.95, 0.99, 0.995),
-        "weight_decay": (0.01, 0.1, 0.3),
+        "weight_decay": (0.01, 0.1, 0.3, 1.0),
+        "matrix_learning_rate": (),
     },
     "muon": {"muon_learning_rate": (), "learning_rate": (), "adam_beta1": (0.8, 0.9), "adam_beta2": (0.95, 0.99)},
 }
@@ -85,7 +92,7 @@ SIZES = {
         {"total_batch_tokens": 65536, "micro_batch_size": "auto", "eval_tokens": 327680, "torch_compile": True},
         640,
         {
-            "adamw": {"learning_rate": 1.8e-3, "warmup": 0.4, "adam_beta2": 0.99},
+            "adamw": {"learning_rate": 3.6e-3, "matrix_learning_rate": 1e-3, "warmup": 0.4, "adam_beta2": 0.99},
             "muon": {"muon_learning_rate": 0.02, "learning_rate": 3.6e-3, "adam_beta1": 0.8, "warmup": 0.05},
         },
         search={},

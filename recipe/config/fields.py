@@ -127,6 +127,9 @@ class OptimizerConfig:
     micro_batch_size: int | Literal["auto"] = setting(8, "sequences on a device at once; auto: as many as fit", min=1)
     optim: Literal["adamw", "muon"] = setting("adamw", "muon: for the matrices inside the blocks, AdamW for the rest")
     learning_rate: float = setting(6e-4, "peak learning rate of AdamW", above=0)
+    matrix_learning_rate: float = setting(
+        0.0, "the same for the matrices inside the blocks (0: learning_rate)", only=("optim", "adamw"), min=0
+    )
     lr_scheduler_type: Literal["cosine", "linear", "wsd"] = setting(
         "cosine", "after the warm-up; wsd is constant and then linear"
     )

@@ -64,11 +64,13 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
     in_all = [f"{duration(3600 * run.train_hours)} in all (train_hours)"] * bool(run.train_hours)
     yield f"length     {': '.join(in_all + length)}"
     muon = f"Muon {opt.muon_learning_rate:g} and " if opt.optim == "muon" else ""
+    apart = f" (matrices {opt.matrix_learning_rate:g})" if opt.matrix_learning_rate else ""
     shape = opt.lr_scheduler_type
     if opt.decay_start:
         start = f"from step {opt.decay_start:,}" if decided else f"over the last {100 * opt.decay_fraction:g} %"
         shape = f"{shape}, decaying {start}"
-    yield f"optimizer  {muon}AdamW {opt.learning_rate:g} after {plural(opt.warmup_steps, 'step')} of warm-up; {shape}"
+    warmup = f"after {plural(opt.warmup_steps, 'step')} of warm-up"
+    yield f"optimizer  {muon}AdamW {opt.learning_rate:g}{apart} {warmup}; {shape}"
     memory, there_is = step_memory(config, batch, **kind), device.memory
     needed, parts = memory.peak, ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}: {parts}"

@@ -16,20 +16,24 @@ MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
 def make_optimizer(
     model: torch.nn.Module, config: OptimizerConfig, *, muon: Mapping | None = None, **adam
 ) -> torch.optim.AdamW:
-    """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest.
+    """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest. Which rate a group
+    has at a step is up to set_lr.
 
     Weight decay is on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3). `adam` chooses
     an implementation of AdamW's update (fused or capturable), `muon` how Muon's work is done (dtype, rank, world_size).
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = {name: p for name, p in params.items() if config.optim == "muon" and _is_matrix(name)}
+    apart = config.optim == "muon" or config.matrix_learning_rate
+    matrices = {name: p for name, p in params.items() if apart and _is_matrix(name)}
     rest = [p for name, p in params.items() if name not in matrices]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     lr, betas = config.learning_rate, (config.adam_beta1, config.adam_beta2)
-    if not matrices:
+    if config.optim == "adamw":
+        if matrices:
+            groups.append({"params": [*matrices.values()], "weight_decay": config.weight_decay, "matrices": True})
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPSILON, **adam)
     of_muon = {
         "muon": True,

@@ -14,7 +14,7 @@ _FIRST_MOMENTUM, _MOMENTUM_WARMUP = 0.85, 300  # of Muon: initial momentum, and 
 
 
 def lr_at(step: int, config: OptimizerConfig) -> float:
-    """Learning rate of AdamW in optimizer step `step` (0-based).
+    """Learning rate of AdamW in optimizer step `step` (0-based); that of its matrices goes in proportion.
 
     Linear warm-up, then lr_scheduler_type. Warm-up starts above 0, at 1/warmup_steps of the peak, as in llm.c and
     nanoGPT.
@@ -54,7 +54,8 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, config: OptimizerConfig)
             _set(group, "lr", muon_lr_at(step, config))
             _set(group, "momentum", muon_momentum_at(step))
         else:
-            _set(group, "lr", lr_at(step, config))
+            ratio = config.matrix_learning_rate / config.learning_rate if group.get("matrices") else 1.0
+            _set(group, "lr", ratio * lr_at(step, config))
 
 
 def _set(group: dict, key: str, value: float) -> None:

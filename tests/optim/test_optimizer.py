@@ -1,4 +1,4 @@
-"""AdamW: which tensors decay, and clipping inside the fused step."""
+"""AdamW: which tensors decay, the rate of the matrices, and clipping inside the fused step."""
 
 import pytest
 import torch
@@ -7,12 +7,18 @@ from transformers import GPT2Config
 from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import make_optimizer, named_state, norm_and_divisor
+from recipe.optim.schedule import set_lr
+from tests.conftest import EQUAL, by_step, flags, launch, train
+
+
+def tiny_model() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
+    )
 
 
 def test_weight_decay_reaches_matrices_and_embeddings_only():
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=20, bos_token_id=None, eos_token_id=None)
-    )
+    model = tiny_model()
     before = {name: p.detach().clone().add_(1) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         p.data.copy_(before[name])
@@ -21,6 +27,32 @@ def test_weight_decay_reaches_matrices_and_embeddings_only():
     for name, p in model.named_parameters():
         kept = 1 - 0.5 * 0.1 if p.ndim >= 2 else 1.0
         assert torch.allclose(p, before[name] * kept), name
+
+
+def test_the_matrices_of_the_blocks_move_at_a_rate_of_their_own():
+    """AdamW's first step moves a weight by its rate; halfway through the warm-up that is half of it."""
+    model = tiny_model()
+    config = OptimizerConfig(learning_rate=0.5, matrix_learning_rate=0.1, weight_decay=0.0, warmup_steps=2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer = make_optimizer(model, config, fused=False)
+    set_lr(optimizer, 0, config)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        rate = 0.05 if p.ndim == 2 and ".h." in name else 0.25
+        torch.testing.assert_close(before[name] - p, torch.full_like(p, rate), rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero1", "zero3"])
+def test_the_rate_of_the_matrices_is_the_same_on_any_engine(shards, once, tmp_path, config):
+    fields = EQUAL | {"matrix_learning_rate": EQUAL["learning_rate"] / 4, "max_steps": 20}
+    directory, _ = once("matrix-rate", lambda run: train(shards, run, **fields) and None)
+    result = launch(config, 2, "recipe/train.py", *flags(**fields, dataset_name=shards, output_dir=tmp_path / "run"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    found, expected = ({s: line["loss"] for s, line in by_step(at).items()} for at in (tmp_path / "run", directory))
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e3, 0.0])
