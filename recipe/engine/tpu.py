@@ -31,6 +31,9 @@ from recipe.utils.errors import UserError
 
 _LAUNCH = "launch one process on each host, with accelerate_configs/tpu.yaml, which starts one for each chip"
 _BACKENDS = "cpu:gloo,tpu:tpu_dist"
+# Importing torch imports torch_tpu, which takes seconds and is for the processes that torchrun starts, not for itself.
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_TORCHRUN = f"import os; from torch.distributed.run import main; del os.environ['{_AUTOLOAD}']; main()"
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/")  # all of torch.tpu is called experimental
 
 
@@ -120,7 +123,7 @@ def start_processes(several_hosts: bool) -> None:
     if several_hosts and "TPU_WORKER_ID" in os.environ:
         os.environ.setdefault("JOB_COMPLETION_INDEX", os.environ["TPU_WORKER_ID"])  # Kubernetes' name for it
     torch.get_device_module("tpu").distributed.set_tpu_launch_env(nproc_per_node=chips)
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={chips}"]
+    words = [sys.executable, "-c", _TORCHRUN, f"--nproc_per_node={chips}"]
     if several_hosts:  # set_tpu_launch_env has set these
         words += [
             f"--{name}={os.environ[name.upper()]}" for name in ("nnodes", "node_rank", "master_addr", "master_port")
@@ -130,4 +133,4 @@ def start_processes(several_hosts: bool) -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # seconds for a checkpoint after SIGTERM
     ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: Accelerate's launcher passes no signal on
     sys.stdout.flush()
-    os.execv(sys.executable, [*words, *sys.argv])
+    os.execve(sys.executable, [*words, *sys.argv], os.environ | {_AUTOLOAD: "0"})
