@@ -1,9 +1,9 @@
-"""The notebook for Kaggle's TPU, executed on XLA's CPU plugin."""
+"""The notebooks for TPUs, executed on XLA's CPU plugin."""
 
 import json
 
 from tests.conftest import TINY, by_step
-from tests.test_notebooks import SAME, check_installed, execute, recipe
+from tests.test_notebooks import SAME, check_installed, execute, modules, recipe
 from tests.tpu.conftest import environment
 
 
@@ -22,3 +22,18 @@ def test_a_kaggle_tpu(shards, tmp_path):
     assert results["perplexity"]["device"] == "tpu"
     assert "not pushed: HUB names no repository" in printed["push"]
     assert f"all done; the run is in {run}" in printed["push"]
+
+
+def test_colabs_tpu(shards, tmp_path):
+    """Installed for, trained on and kept on Drive; the cells that follow are those of Kaggle's."""
+    config = recipe(tmp_path / "configs", **TINY | {"max_steps": 6}, dataset_name=shards)
+    drive = {"google__colab__drive": "def mount(path): pass", "google__colab__userdata": ""}
+    fakes = modules(tmp_path / "modules", **drive)["PYTHONPATH"]
+    env = {name: environment(chips=1)[name] for name in ("PYTHONPATH", "TPU_CHIPS", "ACCELERATE_USE_CPU")}
+    env |= {"PYTHONPATH": f"{fakes}:{env['PYTHONPATH']}", "TPU_ACCELERATOR_TYPE": "v5e-1"}
+    places = {"DRIVE": str(tmp_path), "KEPT": str(tmp_path / "kept"), "HOURS": 1}
+    printed = execute("colab", tmp_path, env=env, skip={*SAME, "loss"}, CONFIG=config, **places)
+    check_installed(printed["installed"], "tpu,trackers", tmp_path / "checkout")
+    assert printed["install"].startswith("TPU v5e-1")
+    assert "device     TPU, fp32" in printed["train"]
+    assert (tmp_path / "kept" / "shakespeare" / "step_00000006" / "model.safetensors").exists()
