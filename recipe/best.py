@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # see train.py
 if __package__ in (None, ""):  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see train.py
@@ -329,15 +332,16 @@ def train_tokenizer(sample: list[str], directory: Path) -> str:
     return str(directory)
 
 
-def trial(outlook: Outlook, size: Size, seconds: float, words: list[str]) -> float:
-    """Trains a size for so many seconds, by the loop itself, and lets `outlook` know how fast it was and what loss it
-    reached. Returns the seconds that it took besides. A collective call. Raises KeyboardInterrupt where it was
-    stopped."""
-    strategy, processes = outlook.strategy, outlook.strategy.runtime.processes
+def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) -> float:
+    """Trains the size of a choice for so many seconds, by the loop itself, and lets `outlook` know how fast it was and
+    what loss it reached, on the same part of the text as the choice would. Returns the seconds that it took besides. A
+    collective call. Raises KeyboardInterrupt where it was stopped."""
+    strategy, processes, size = outlook.strategy, outlook.strategy.runtime.processes, choice.size
     Path("runs").mkdir(exist_ok=True)
     directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
     fields = recipe(size, outlook.text, outlook.tokens_per_second(size) * seconds, processes.world_size)
     fields |= dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
+    fields["eval_tokens"] = recipe(size, outlook.text, choice.tokens, processes.world_size)["eval_tokens"]
     own = [f"--train_hours={seconds / 3600:.5f}", f"--output_dir={directory}", "--dry_run=false"]
     config = config_of(fields, *words, *own)
     begun, log = time.monotonic(), logging.getLogger("recipe")
@@ -406,10 +410,10 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     tried: list[Size] = []
     longer = bool(request.device)  # the last trial is
     while not longer:
-        size = outlook.best(seconds).size
-        longer = size in tried or len(tried) == 2
-        tried.append(size)
-        besides = trial(outlook, size, min(LONGEST_TRIAL_S, TRIALS[longer] * seconds), words)
+        choice = outlook.best(seconds)
+        longer = choice.size in tried or len(tried) == 2
+        tried.append(choice.size)
+        besides = trial(outlook, choice, min(LONGEST_TRIAL_S, TRIALS[longer] * seconds), words)
     if request.tokens:
         seconds = outlook.seconds_for(request.tokens)
     else:

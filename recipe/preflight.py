@@ -27,6 +27,8 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main listens; the imports take seconds
 if __package__ in (None, ""):  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -75,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(argv)
     except UserError as error:
         return fail(error)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the program that runs, too
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # which ends the program that runs, too
     programs = Programs()
     if not IS_MAIN:  # these only take part: the first process that ends with an error would end the main one
         list(checks(programs, config, argv, {}))

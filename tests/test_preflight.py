@@ -1,6 +1,8 @@
 """recipe/preflight.py: what it says of a sound machine, and of one that is broken in three places."""
 
 import json
+import signal
+import time
 
 import pytest
 
@@ -29,6 +31,16 @@ def test_a_sound_machine_passes(tmp_path):
     assert report["processes"] == 1
     assert [line["check"] for line in report["checks"]][-1] == "trial"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["preflight.json"]
+
+
+def test_a_ctrl_c_leaves_nothing(tmp_path):
+    preflight = programs.Running(ROOT / "recipe/preflight.py", env=environment(), cwd=tmp_path)
+    while not list(tmp_path.glob("runs/.preflight-*")) and preflight.codes == [None]:
+        time.sleep(0.1)
+    preflight.send_signal(signal.SIGINT)
+    assert preflight.wait(60) == 130, preflight.stdout + preflight.stderr
+    assert preflight.stderr == ""
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 @pytest.mark.slow
