@@ -69,12 +69,12 @@ SIZES: tuple[Size, ...] = (
 OWN_TOKENS = 4096  # of a tokenizer that is trained on the text
 FITTED_BELOW = 1e15  # FLOPs of a run within reach of those that the law was fitted to
 OWN_BELOW = 1e17  # FLOPs of a run in which the head of GPT-2's 50,257 tokens would take most of the time
-TRIALS, LONGEST_TRIAL_S = (0.03, 0.1), 300  # shares of the time, of which the second shows how the text is learned
+TRIALS, LONGEST_TRIAL_S = (0.02, 0.12), 300  # shares of the time, so far apart that they show how the text is learned
 LEAST_APART = 0.2  # nats a token by the law between two trials, or they do not show how the text is learned
 MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
 MOST_EPOCHS = 4  # further ones together are worth less than a fifth of one of new text: docs/log.md
 SHORTEST_S = 90  # of the time given
-ERROR = 0.08  # of a loss to expect: the largest that was seen, docs/recipes.md
+ERROR = 0.06  # of a loss to expect: the largest that was seen, recipe/scaling.json and docs/recipes.md
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
 UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
 LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, where that is at most a tenth
@@ -116,33 +116,33 @@ def block_parameters(size: Size) -> int:
 
 
 def law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """(A / N^a + B / D)^c nats a token, for N parameters in the blocks and D tokens, of the text that it was fitted to
-    (the form is that of Kaplan et al. 2020, arXiv 2001.08361, equation 1.5)."""
-    A, a, B, c = (SCALING["law"][name] for name in "AaBc")
-    return (A / block_parameters(size) ** a + B / new_tokens(tokens, unique)) ** c
+    """E + s log(A / N^a + 1 / D) nats a token, for N parameters in the blocks and D tokens, of the first text that it
+    was fitted to. That of another text has its own E and s: it is a straight line of this. (The form is the limit of
+    Kaplan et al. 2020, arXiv 2001.08361, equation 1.5, for a small exponent; docs/log.md.)"""
+    E, s, A, a = (SCALING["law"][name] for name in "EsAa")
+    return E + s * math.log(A / block_parameters(size) ** a + 1 / new_tokens(tokens, unique, SCALING["law"]["R"]))
 
 
 def published_law(size: Size, tokens: float, unique: float = math.inf) -> float:
     """E + A / N^alpha + B / D^beta nats a token, for N parameters with their embedding (Hoffmann et al. 2022, with the
-    numbers of Besiroglu et al. 2024, arXiv 2404.10102)."""
+    numbers of Besiroglu et al. 2024, arXiv 2404.10102, and for repeated text of Muennighoff et al. 2023)."""
     N = block_parameters(size) + VOCAB_SIZE * size[1]
-    return 1.8172 + 482.01 / N**0.3478 + 2085.43 / new_tokens(tokens, unique) ** 0.3658
+    return 1.8172 + 482.01 / N**0.3478 + 2085.43 / new_tokens(tokens, unique, 15.39) ** 0.3658
 
 
-def new_tokens(tokens: float, unique: float) -> float:
+def new_tokens(tokens: float, unique: float, R: float) -> float:
     """How many tokens of new text are worth as much: unique (1 + R (1 - exp(-repetitions / R))) (Muennighoff et al.
     2023, arXiv 2305.16264, section 3.1)."""
-    R = SCALING["law"]["R"]
     return unique * (1 + R * (1 - math.exp((1 - tokens / unique) / R))) if tokens > unique else tokens
 
 
 def line_through(points: list[tuple[float, float]]) -> Callable[[float], float]:
     """From the law's loss to that on a text of which so many (law's loss, loss) are known: the straight line through
-    the first and the last or in proportion to the last, whichever is steeper; or the law's."""
+    the highest and the lowest; in proportion to the only one; or the law's."""
     if not points:
         return float
-    (x0, y0), (x, y) = points[0], points[-1]
-    slope = max(y / x, (y0 - y) / (x0 - x) if x0 - x > LEAST_APART else 0)
+    (x0, y0), (x, y) = max(points), min(points)
+    slope = (y0 - y) / (x0 - x) if x0 - x > LEAST_APART else y / x
     return lambda value: y + slope * (value - x)
 
 
@@ -159,7 +159,7 @@ class Outlook:
 
     Attributes:
         rates: {FLOPs a token: tokens a second} of the sizes that were tried.
-        losses: {size: [(the law's loss, the one on this text)]} of the same, in order.
+        losses: [(the law's loss, the one on this text)] of the same.
     """
 
     def __init__(self, strategy: Strategy, text: Text, vocabulary: int, law: Callable):
@@ -169,7 +169,7 @@ class Outlook:
         known = expected, device.memory or psutil.virtual_memory().available
         self._expected, self._memory = processes.broadcast_object(known)  # each process measures its own
         self.rates: dict[int, float] = {}
-        self.losses: dict[Size, list[tuple[float, float]]] = {}
+        self.losses: list[tuple[float, float]] = []
 
     @property
     def error(self) -> float:
@@ -192,9 +192,8 @@ class Outlook:
         return rate * (tried / flops) ** min(1.0, max(0.6, power))
 
     def loss(self, size: Size, tokens: float) -> float:
-        """Nats a token on this text, by the trials of the size that was tried last."""
-        points = list(self.losses.values())[-1:]
-        return line_through(*points or [[]])(self.law(size, tokens, self.text.tokens))
+        """Nats a token on this text, by the trials."""
+        return line_through(self.losses)(self.law(size, tokens, self.text.tokens))
 
     def choices(self, seconds: float) -> list[Choice]:
         """After so many seconds of training, the smallest first, of all sizes that fit into memory."""
@@ -357,8 +356,7 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
         raise KeyboardInterrupt
     end, rates = lines[-1], [line["tokens_per_second"] for line in lines if line["tokens_per_second"]]
     outlook.rates[outlook.flops(size)] = rate = statistics.median(rates[1:] or rates)
-    earlier = outlook.losses.pop(size, [])
-    outlook.losses[size] = [*earlier, (outlook.law(size, end["tokens"], outlook.text.tokens), end["val_loss"])]
+    outlook.losses.append((outlook.law(size, end["tokens"], outlook.text.tokens), end["val_loss"]))
     what = described(size), f"{rate:,.0f}", end["val_loss"], si(end["tokens"], "B")
     logger.info("trial      %s: %s tokens/s, validation loss %.3f after %s tokens", *what)
     return time.monotonic() - begun - end["seconds"]

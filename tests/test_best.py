@@ -123,13 +123,17 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
         assert done.stderr.count("\n") <= 2
 
 
-def test_the_law_follows_the_runs_that_it_was_fitted_to():
-    """Of the first text its losses; of the others, all from the two shortest."""
-    runs, first = best.SCALING["runs"], best.SCALING["runs"][0]["text"]
-    texts = {run["text"] for run in runs}
-    assert len(texts) == 3
+def test_the_law_predicts_the_runs_that_it_was_fitted_to():
+    """Of the first text by itself; of each, the longest run of a larger model by two short ones."""
+    scaling = best.SCALING
+    texts = list(scaling["errors"])
+    assert len(texts) == 6
     for text in texts:
-        points = [(best.law(tuple(r["size"]), r["tokens"], r["unique"]), r["loss"]) for r in runs if r["text"] == text]
-        predicted = best.line_through([] if text == first else points[:2])
-        for by_law, loss in points:
-            assert predicted(by_law) == pytest.approx(loss, rel=best.SCALING["error"])
+        runs = [run for run in scaling["runs"] if run["text"] == text]
+        points = [(best.law(tuple(r["size"]), r["tokens"], r["unique"]), r["loss"]) for r in runs]
+        if text == texts[0]:
+            assert [value for value, _ in points] == pytest.approx([loss for _, loss in points], rel=0.02)
+        value, loss = points[3]
+        predicted = [best.line_through(points[i : i + 2])(value) / loss - 1 for i in (0, 1)]
+        assert predicted == pytest.approx(scaling["errors"][text], abs=6e-4)
+        assert max(map(abs, predicted)) <= best.ERROR
