@@ -2,10 +2,10 @@
 
     python -m benchmarks scaling --texts books.jsonl code.jsonl recipe/data/tiny_shakespeare.txt
 
-Trains sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to all texts, each with a line
-of its own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss of a
-longer one of a larger model. Each run is recipe/train.py itself. recipe/scaling.json keeps the finished ones, and none
-is repeated; a text takes ten minutes on a core.
+Trains sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these and to all runs that
+recipe/scaling.json has (of two texts they are those of recipe/best.py and its neighbors), each text with a line of its
+own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss of a longer
+one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recipe.utils.errors import UserError
 
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
-TRIALS, RUN = ((0, 1), (1, 2)), 3  # of these, pairs that predict, and what they predict: 8 and 2 times as long
+TRIALS, RUN = ((0, 1), (1, 2)), 3  # of a text's runs, pairs that predict, and what they predict
 
 
 def train(text: Text, layers: int, width: int, tokens: int) -> float:
@@ -81,24 +81,23 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
     parser.add_argument("--texts", nargs="+", required=True, help="files; the law without a trial is that of the first")
     path, result = ROOT / "recipe" / "scaling.json", SCALING | {"circumstances": report.circumstances()}
-    by_text: list[list[dict]] = []
     for name in parser.parse_args(argv).texts:
         stem = Path(name).stem
         config = parse_config([f"--dataset_name={name}", f"--run_name={stem}"])
         text = survey(name, open_text(config.data), config, math.inf, math.inf, own=True)
-        by_text.append([])
         for layers, width, tokens in GRID:
             key = {"text": stem, "size": [layers, width], "tokens": tokens}
-            if not (run := next((run for run in result["runs"] if run.items() >= key.items()), None)):
-                run = key | {"unique": round(text.tokens), "loss": round(train(text, layers, width, tokens), 4)}
-                result["runs"].append(run)
+            if not any(run.items() >= key.items() for run in result["runs"]):
+                loss = round(train(text, layers, width, tokens), 4)
+                result["runs"].append(key | {"unique": round(text.tokens), "loss": loss})
                 path.write_text(json.dumps(result, indent=1) + "\n")
-                print(f"{stem}: {layers} x {width}, {tokens:,} tokens: {run['loss']:.4f}", flush=True)
-            by_text[-1].append(run)
+                print(f"{stem}: {layers} x {width}, {tokens:,} tokens: {loss:.4f}", flush=True)
+    texts = dict.fromkeys(run["text"] for run in result["runs"])
+    by_text = [[run for run in result["runs"] if run["text"] == text] for text in texts]
     residual = fit(by_text)
     errors = {runs[0]["text"]: predicted(runs) for runs in by_text}
     result |= {"law": SCALING["law"], "residual": round(residual, 4), "errors": errors}
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")
-    print(f"errors of a prediction by runs of an eighth and of half the length: {errors}")
+    print(f"errors of a prediction by two short runs, and by two longer ones: {errors}")
     return 0
