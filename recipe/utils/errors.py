@@ -54,6 +54,6 @@ def no_safetensors(model: str) -> UserError:
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
