@@ -79,7 +79,7 @@ def predicted(runs: list[dict]) -> list[float]:
 def main(argv: list[str]) -> int:
     """Trains what is missing, fits and writes recipe/scaling.json; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
-    parser.add_argument("--texts", nargs="+", required=True, help="files; the law without a trial is that of the first")
+    parser.add_argument("--texts", nargs="+", required=True, help="files, of which the missing runs are trained")
     path, result = ROOT / "recipe" / "scaling.json", SCALING | {"circumstances": report.circumstances()}
     for name in parser.parse_args(argv).texts:
         stem = Path(name).stem

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
 
-Looks at the text, trains twice for a few percent of the time, to see how fast this machine is and how hard the text,
-and chooses the size whose loss will be the lowest when the time is over, by a law fitted to small runs
+Looks at the text, trains two or three times, for a seventh of the time together, to see how fast this machine is and how
+hard the text, and chooses the size whose loss will be the lowest when the time is over, by a law fitted to small runs
 (recipe/scaling.json, from `python -m benchmarks scaling`). The result is runs/NAME/recipe.yaml, a recipe like any
 other, which is then trained. Any field of a recipe may follow (--precision fp32), and is taken as it is.
 """
@@ -72,7 +72,7 @@ OWN_BELOW = 1e17  # FLOPs of a run in which the head of GPT-2's 50,257 tokens wo
 TRIALS, LONGEST_TRIAL_S = (0.02, 0.12), 300  # shares of the time, so far apart that they show how the text is learned
 LEAST_APART = 0.2  # nats a token by the law between two trials, or they do not show how the text is learned
 MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
-MOST_EPOCHS = 4  # further ones together are worth less than a fifth of one of new text: docs/log.md
+MOST_EPOCHS = 4  # by the law further ones together are worth less than a tenth of one of new text
 SHORTEST_S = 90  # of the time given
 ERROR = 0.08  # of a loss to expect: the largest that was seen, docs/recipes.md
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
