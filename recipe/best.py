@@ -291,7 +291,7 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
     directory.mkdir(parents=True, exist_ok=True)
     kept, sample, path = 0, [], directory / f"every-{every}.txt"
     with path.with_suffix(".part").open("w") as out:
-        for number, piece in enumerate(piece for document in source.documents() for piece in document.pieces):
+        for number, piece in enumerate(one.content for one in source.pieces()):
             if not isinstance(piece, str):
                 raise UserError(f"--text {name} holds ids of tokens, and best.py reads text; write a recipe for it")
             if number % every == 0:

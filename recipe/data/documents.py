@@ -38,20 +38,17 @@ _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
 _JSON = "expected one object per line, or in .json an array of objects"
 
-Pieces = Iterable[str | np.ndarray]  # of a text; or its tokens, (tokens,), uint16. Nothing of an empty document.
+Content = str | np.ndarray  # of a piece of a document, never empty: text, or its tokens, (tokens,), uint16
 
 
 @dataclass(frozen=True)
-class Document:
-    """`index` counts the documents of a data set; `pieces` can be read once. `stream` is {"document", "state"}: a
-    document at or before this one, and the state from which the data set can be read there."""
+class Piece:
+    """`document` counts the documents of a data set. `stream` is {"document", "state"}: a document at or before this
+    one, and the state from which the data set can be read there."""
 
-    index: int
-    pieces: Pieces
+    document: int
+    content: Content
     stream: dict | None
-
-
-Piece = tuple[Document, str | np.ndarray]
 
 
 class Column:
@@ -62,22 +59,25 @@ class Column:
         separators = {GPT2Tokenizer.end_of_text_token, tokenizer.end_of_text_token}
         self._separator, self._longest = re.compile("|".join(map(re.escape, separators))), max(map(len, separators))
 
-    def pieces(self, row: dict, where: str) -> Pieces:
+    def pieces(self, row: dict, where: str) -> Iterable[Content]:
         """The document in a row, which `where` names in errors; a null is an empty one. Raises UserError where the
         column is missing, or holds neither text nor the tokenizer's ids."""
         value = self._value(row, where)
         return in_pieces(_chunks_of(value)) if isinstance(value, str) else [value] if len(value) else []
 
-    def documents(self, row: dict, where: str) -> Iterator[Pieces]:
-        """As `pieces`, for a row of a local file: the documents between end-of-texts, of which none is empty."""
+    def separated(self, row: dict, where: str) -> Iterable[tuple[int, Content]]:
+        """As `pieces`, for a row of a local file, in which end-of-texts separate documents: each piece with its number
+        in its document."""
         value = self._value(row, where)
-        return self.separated(_chunks_of(value)) if isinstance(value, str) else iter([[value]] if len(value) else [])
+        if isinstance(value, str):
+            return self.separated_text(_chunks_of(value))
+        return [(0, value)] if len(value) else []
 
-    def separated(self, chunks: Iterable[str]) -> Iterator[Pieces]:
-        """The documents of a text that comes in chunks; each is to be read before the next."""
+    def separated_text(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
+        """As `separated`, for a text that comes in chunks."""
         parts = (pair for pair in self._numbered(chunks) if pair[1])
         for _, document in groupby(parts, key=itemgetter(0)):
-            yield in_pieces(part for _, part in document)
+            yield from enumerate(in_pieces(part for _, part in document))
 
     def _numbered(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
         number, rest = 0, ""
@@ -126,24 +126,23 @@ class Column:
 
 
 def tokenized(
-    documents: Iterable[Document], tokenizer: GPT2Tokenizer, threads: int | None = None
-) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document that is not empty, in one or more pieces with their tokens, (tokens,), uint16, of which the first
-    of a document is end-of-text. Texts are tokenized on threads, by default one a core: tokenizers release the GIL."""
+    pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int | None = None
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """The pieces with their tokens, (tokens,), uint16, of which the first of a document is end-of-text. Texts are
+    tokenized on threads, by default one a core: tokenizers release the GIL."""
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
-    pieces = ((document, piece) for document in documents for piece in document.pieces)
     last = None
-    for document, tokens in _encoded(pieces, tokenizer, threads or os.cpu_count() or 1):
-        yield document, tokens if document is last else np.concatenate([end_of_text, tokens])
-        last = document
+    for piece, tokens in _encoded(pieces, tokenizer, threads or os.cpu_count() or 1):
+        yield piece, tokens if piece.document == last else np.concatenate([end_of_text, tokens])
+        last = piece.document
 
 
-def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) -> Iterator[tuple[Document, np.ndarray]]:
+def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) -> Iterator[tuple[Piece, np.ndarray]]:
     """The pieces' tokens in order; a few batches are tokenized ahead."""
 
-    def encode(batch: list[Piece]) -> list[tuple[Document, np.ndarray]]:
-        texts = iter(tokenizer.encode([piece for _, piece in batch if isinstance(piece, str)]))
-        return [(document, next(texts) if isinstance(piece, str) else piece) for document, piece in batch]
+    def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
+        texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
+        return [(piece, next(texts) if isinstance(piece.content, str) else piece.content) for piece in batch]
 
     ahead: deque = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -159,7 +158,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece[1])
+        size += len(piece.content)
         if size >= _BATCH:
             yield batch
             batch, size = [], 0
@@ -220,25 +219,25 @@ class TextFiles:
 
     def has_documents(self, many: int) -> bool:
         """Whether there are so many, in 2^30 bytes of the files at least."""
-        for document in self.documents() if len(self.paths) < many else ():
-            if document.index + 1 == many:
+        for piece in self.pieces() if len(self.paths) < many else ():
+            if piece.document + 1 == many:
                 return True
-            for _ in document.pieces:
-                if self.position > 1 << 30:
-                    return False
+            if self.position > 1 << 30:
+                return False
         return len(self.paths) >= many
 
-    def documents(self, stream: dict | None = None) -> Iterator[Document]:
-        """All documents in order, or those from an earlier document's `stream` on, whose state is a file's number."""
-        index, first = (stream["document"], stream["state"]) if stream else (0, 0)
+    def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
+        """All documents in order, or those from an earlier piece's `stream` on, whose state is a file's number."""
+        following, first = (stream["document"], stream["state"]) if stream else (0, 0)
         for number, path in enumerate(self.paths[first:], first):
-            here = {"document": index, "state": number} if number else None
+            here = {"document": following, "state": number} if number else None
             with _reading(path):
-                for pieces in self._documents_in(path, self._starts[number]):
-                    yield Document(index, pieces, here)
-                    index += 1
+                for nth, content in self._pieces_in(path, self._starts[number]):
+                    following += nth == 0
+                    yield Piece(following - 1, content, here)
 
-    def _documents_in(self, path: Path, start: int) -> Iterator[Pieces]:
+    def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
+        """Of a file, each piece with its number in its document."""
         suffix = text_suffix(path)
         if suffix == ".parquet":
             with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or a row group is read at once
@@ -248,7 +247,7 @@ class TextFiles:
                     rows += len(batch)
                     self.position = start + path.stat().st_size * rows // file.metadata.num_rows
                     for row in batch.to_pylist():
-                        yield from self.column.documents(row, str(path))
+                        yield from self.column.separated(row, str(path))
             return
         with path.open("rb") as packed:
             raw = io.BufferedReader(pa.input_stream(packed, PACKED.get(path.suffix.lower())), 1 << 20)
@@ -261,28 +260,23 @@ class TextFiles:
             elif suffix == ".json" and raw.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 rows = ((f"item {number}", row) for number, row in enumerate(json.load(file), 1))
             elif suffix in (".json", ".jsonl"):
-                lines = enumerate(file, 1)
-                rows = (
-                    (f"line {number}", _parsed(line, f"{path}, line {number}"))
-                    for number, line in lines
-                    if line.strip()
-                )
+                lines = ((f"line {number}", line) for number, line in enumerate(file, 1) if line.strip())
+                rows = ((where, _parsed(line, f"{path}, {where}")) for where, line in lines)
             else:
-                yield from self.column.separated(self._chunks(file, path, packed, start))
+                yield from self.column.separated_text(self._chunks(file, packed, start))
                 return
             for where, row in rows:
                 self.position = start + packed.tell()
                 if not isinstance(row, dict):
                     raise UserError(f"{path}, {where}: a JSON {type(row).__name__}; {_JSON}")
-                yield from self.column.documents(row, f"{path}, {where}")
+                yield from self.column.separated(row, f"{path}, {where}")
 
-    def _chunks(self, file: io.TextIOWrapper, path: Path, packed: BinaryIO, start: int) -> Iterator[str]:
-        with _reading(path):
-            while chunk := file.read(LONGEST_PIECE):
-                self.position = start + packed.tell()
-                if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
-                    raise UnicodeError
-                yield chunk
+    def _chunks(self, file: io.TextIOWrapper, packed: BinaryIO, start: int) -> Iterator[str]:
+        while chunk := file.read(LONGEST_PIECE):
+            self.position = start + packed.tell()
+            if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
+                raise UnicodeError
+            yield chunk
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 
 from recipe.config import DataConfig
 from recipe.config.fields import DATASETS
-from recipe.data.documents import Column, Document
+from recipe.data.documents import Column, Piece
 from recipe.data.shards import Manifest
 from recipe.utils.download import within
 from recipe.utils.errors import Unreachable, UserError, first_line
@@ -83,8 +83,8 @@ class HubText:
         logger.warning("data       %s: %s; trying again in %.0f s from where it stopped", self.repo, reason, wait)
         time.sleep(wait)
 
-    def documents(self, stream: dict | None = None) -> Iterator[Document]:
-        """All documents in order, or those from an earlier document's `stream` on: each once, whatever happens."""
+    def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
+        """All documents in order, or those from an earlier piece's `stream` on: each once, whatever happens."""
         following = 0
         while True:
             try:
@@ -92,7 +92,8 @@ class HubText:
                     self._worked, self._since = True, time.monotonic()
                     if index >= following:
                         following = index + 1
-                        yield Document(index, self.column.pieces(row, self.repo), stream)
+                        for content in self.column.pieces(row, self.repo):
+                            yield Piece(index, content, stream)
                 return
             except UserError:
                 raise

@@ -13,7 +13,7 @@ import numpy as np
 
 from recipe.config import DataConfig
 from recipe.config.catalog import REPO_NAME, text_suffix, unknown_data
-from recipe.data.documents import Column, Document, TextFiles, tokenized
+from recipe.data.documents import Column, Piece, TextFiles, tokenized
 from recipe.data.hub_text import HubText
 from recipe.data.shards import DTYPE, HEADER_BYTES, MANIFEST, Manifest, OpenShard, open_shard
 from recipe.data.tokenizer import open_tokenizer
@@ -23,7 +23,7 @@ from recipe.utils.units import some
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
 MANY = 1000  # documents of local text from which on they are divided, and not the text
 SPREAD = "documents from all over it"
-# Where in a text a shard begins: in which document, after how many of its tokens, and Document's `stream`.
+# Where in a text a shard begins: in which document, after how many of its tokens, and Piece's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
 Run = tuple[dict, np.ndarray]  # tokens of a document, or of a piece of it, (tokens,), and where they begin
 
@@ -264,27 +264,28 @@ class Producer:
             first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
             held_out = {document.tobytes() for document in np.split(val, first)}
         longest = max(map(len, held_out), default=0)  # in bytes
-        pieces = tokenized(self._documents_from(split, position), self.tokenizer, self._threads)
-        for _, group in groupby(pieces, key=lambda piece: piece[0].index):
+        pieces = tokenized(self._pieces_from(split, position), self.tokenizer, self._threads)
+        for number, group in groupby(pieces, key=lambda piece: piece[0].document):
             beginning, size, at = [], 0, 0
             while size <= longest and (piece := next(group, None)):
                 beginning.append(piece)
                 size += piece[1].nbytes
             if held_out and b"".join(tokens.tobytes() for _, tokens in beginning) in held_out:
                 continue
-            for document, tokens in chain(beginning, group):
-                skipped = max(0, position["tokens"] - at) if document.index == position["document"] else 0
+            for piece, tokens in chain(beginning, group):
+                skipped = max(0, position["tokens"] - at) if number == position["document"] else 0
                 if skipped < len(tokens):
-                    where = {"document": document.index, "tokens": at + skipped, "stream": document.stream}
+                    where = {"document": number, "tokens": at + skipped, "stream": piece.stream}
                     yield where, tokens[skipped:]
                 at += len(tokens)
 
-    def _documents_from(self, split: str, position: dict) -> Iterator[Document]:
-        for document in self.source.documents(position["stream"]):
-            self._documents = document.index + 1
-            if split == "val" and self.val_documents and document.index >= self.val_documents:
+    def _pieces_from(self, split: str, position: dict) -> Iterator[Piece]:
+        for piece in self.source.pieces(position["stream"]):
+            number = piece.document
+            self._documents = number + 1
+            if split == "val" and self.val_documents and number >= self.val_documents:
                 return
-            if self._spread and self._is_val(document.index) != (split == "val"):
+            if self._spread and self._is_val(number) != (split == "val"):
                 continue
-            if document.index >= position["document"]:
-                yield document
+            if number >= position["document"]:
+                yield piece
