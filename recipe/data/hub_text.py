@@ -6,8 +6,7 @@ with a message. The token stays where huggingface_hub finds it: in the environme
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 from huggingface_hub.errors import HFValidationError
 
@@ -43,7 +42,7 @@ class HubText:
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
         self._worked, self._since = False, time.monotonic()
-        self._files: list[Callable] | None = None
+        self._files = None  # all of them, as `datasets` streams them, from the first `_rows` on
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.repo, self._data.dataset_config, self._data.dataset_split))) + " on the Hub"
@@ -121,15 +120,15 @@ class HubText:
             setattr(datasets.config, f"STREAMING_{what}_RETRY_INTERVAL", 0)
         if self._files is None:
             subset, split = self._data.dataset_config or None, self._data.dataset_split
-            rows = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
-            self._files = [partial(rows.shard, rows.num_shards, i) for i in range(rows.num_shards)]
+            self._files = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
+        count = self._files.num_shards
         index, first, within = 0, 0, None  # `within`: where in its first file
         if stream:
             index, first, within = stream["document"], stream["state"]["file"], stream["state"]["within"]
-        for number in range(first, len(self._files)):
+        for number in range(first, count):
             # By row groups of parquet: a restart need not read the file up to there. A file at a time, since all of
             # them would be opened first.
-            rows = self._files[number]().reshard()
+            rows = self._files.shard(count, number).reshard()
             if within:
                 rows.load_state_dict(within)
             for row in rows:
