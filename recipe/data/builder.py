@@ -11,7 +11,6 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from recipe.config import DataConfig
@@ -113,12 +112,11 @@ class Builder:
         return number
 
 
-def main() -> int:
-    """Makes the shards of the job on stdin until the trainer ends. Returns 1 after an error (in the status file)."""
+def main() -> None:
+    """Makes the shards of the job on stdin until the trainer ends. An error is in the status file."""
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(OSError):
-        os.nice(10)  # the step comes first
+    os.nice(10)  # the step comes first
     set_up_logging()
     data, earlier = DataConfig(**job["data"]), job["earlier"]
     out = Path(data.dataset_name)
@@ -127,7 +125,6 @@ def main() -> int:
             Builder(data, job["readers"]).run(job["commit"], Manifest(**earlier) if earlier else None)
     except (UserError, OSError) as error:
         write_json(out / STATUS, {"error": str(error) if isinstance(error, UserError) else f"{out}: {error}"})
-    return 1
 
 
 def _end_with_parent() -> None:
@@ -136,4 +133,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
