@@ -46,7 +46,9 @@ class BatchLoader:
         return self
 
     def __exit__(self, *_) -> None:
-        self.close()
+        """Ends the thread; a load that waits for a shard does not delay a run that ends."""
+        self._dataset.close()
+        self._pool.shutdown(cancel_futures=True)
 
     def _submit_next(self) -> None:
         if (index := next(self._indices, None)) is not None:
@@ -87,8 +89,3 @@ class BatchLoader:
         """Seconds for which the loop has waited since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
-
-    def close(self) -> None:
-        """Ends the thread; a load that waits for a shard does not delay a run that ends."""
-        self._dataset.close()
-        self._pool.shutdown(cancel_futures=True)
