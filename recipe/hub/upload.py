@@ -13,7 +13,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -60,7 +60,6 @@ class Uploads:
         license: of the weights, for the model card (empty: the run's hub_license).
         card: whether to upload a model card with the weights; it replaces one that differs.
         state: whether to upload the optimizer state and metrics.jsonl too.
-        known: {branch: whether it is on the Hub}; False for one that is refused.
     """
 
     run: Path
@@ -71,9 +70,9 @@ class Uploads:
     license: str = ""
     card: bool = True
     state: bool = False
-    known: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self):
+        self.known: dict[str, bool] = {}  # whether a branch is on the Hub; False for one that is refused
         self._thread = threading.Thread()
         self._failures = 0
         self._not_before = 0.0  # time.monotonic() of the next attempt
