@@ -153,9 +153,8 @@ class Producer:
 
     def everything(self) -> None:
         """Makes what is missing. Raises UserError where a split stays empty."""
-        if (
-            self.val_fraction and not self._spread and self.manifest.complete
-        ):  # only when all is read is it known where the end begins
+        if self.val_fraction and not self._spread and self.manifest.complete:
+            # Only when all is read is it known where the end begins.
             self.manifest.shards, self.manifest.complete = [], False
         self.make_validation()
         for number in self.missing(self.manifest.of("train")):  # which a streamed run has deleted
@@ -164,7 +163,7 @@ class Producer:
             self.make("train", len(self.manifest.of("train")))
 
     def make_validation(self) -> None:
-        """Makes the validation shards, unless they are here."""
+        """Makes the validation shards, unless they are here; none of a text that is empty."""
         known = self.manifest.of("val")
         here = not self.missing(known)
         if not (self.val_documents or self._spread) or (here and (self.manifest.of("train") or self.manifest.complete)):
@@ -172,8 +171,6 @@ class Producer:
         number = len(known) if here else 0
         while self.make("val", number):
             number += 1
-        if not self.manifest.of("val"):
-            raise UserError(f"{self.source}: holds no text")
 
     def make(self, split: str, number: int) -> bool:
         """Makes a shard, or finds that the text ends before it; returns whether more of the split may follow. Raises
@@ -204,7 +201,7 @@ class Producer:
 
     def _complete(self) -> None:
         if not self.manifest.of("train"):
-            others = " besides the documents for validation; lower val_documents" if self.val_documents else ""
+            others = " besides the documents for validation; lower val_documents" if self.manifest.of("val") else ""
             raise UserError(f"{self.source}: holds no text{others}")
         if self.val_fraction and not self._spread:
             self._hold_out_the_end()
