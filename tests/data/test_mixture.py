@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, the same sequences whoever reads them, and runs that record what they were mixed of."""
+"""Mixtures: exact shares, and runs that record what they were mixed of; test_dataset.py has the order of the data."""
 
 import json
 import re
@@ -14,36 +14,16 @@ from eval.curves import read_run
 from eval.report import summarize, write_report
 from recipe.config import MixtureEntry, data_sets, parse_config
 from recipe.data.builder import read_json, reader_path
-from recipe.data.dataset import TokenDataset
 from recipe.data.mixed import MixedDataset, dealt, windows_before
 from recipe.data.prepare import main as prepare
-from recipe.data.shards import Shard
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
 from tests.conftest import TINY, by_step, environment, ok, run_train
-from tests.data import DOCUMENTS, TEXT, streams, write_jsonl, write_shard
-
-T, BATCH = 8, 32
-COUNTS = (700, 295, 5)
+from tests.data import DOCUMENTS, TEXT, streams, write_jsonl
 
 
-@pytest.fixture
-def datasets(tmp_path):
-    """Three data sets of 60, 37 and 11 windows, each with tokens of its own."""
-    shards = []
-    for k, windows in enumerate((60, 37, 11)):
-        tokens = 1000 * k + np.arange(T * windows + 1)
-        shards.append(Shard(tmp_path / f"{k}.bin", len(tokens), write_shard(tmp_path / f"{k}.bin", tokens)))
-    return lambda: [TokenDataset([shard], T, 1, seed=3) for shard in shards]
-
-
-def mixed(datasets, counts=COUNTS, seed=3):
-    sets = [MixtureEntry(str(k), count, None) for k, count in enumerate(counts)]
-    return MixedDataset(sets, datasets, BATCH, seed)
-
-
-@pytest.mark.parametrize("counts", [COUNTS, (1000,), (0, 1000), (333, 333, 334), (1, 999)])
+@pytest.mark.parametrize("counts", [(700, 295, 5), (1000,), (0, 1000), (333, 333, 334), (1, 999)])
 def test_shares_are_exact_in_every_thousand_sequences(counts):
     g = np.arange(7_000, dtype=np.int64)
     dataset, window = dealt(g, counts, seed=1337)
@@ -55,39 +35,20 @@ def test_shares_are_exact_in_every_thousand_sequences(counts):
         assert windows_before(at, counts, 1337) == [(dataset[:at] == k).sum() for k in range(len(counts))]
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(1, 8), (2, 2), (4, 8)])
-def test_rows_do_not_depend_on_who_reads_them(datasets, world_size, micro):
-    """Each data set's own, in its own epochs: its windows of the run are those that it would give alone."""
-    alone, given = datasets(), [0, 0, 0]
-    readers = [mixed(datasets()) for _ in range(world_size)]
-    for step in range(40):  # 1,280 sequences: beyond the first thousand, and epochs of all three
-        rows = np.concatenate(
-            [readers[(lo // micro) % world_size].sequences(step, lo, lo + micro) for lo in range(0, BATCH, micro)]
-        )
-        for row in rows:
-            k = int(row[0]) // 1000
-            assert row.tolist() == alone[k].windows_at(np.array([given[k]]))[0].tolist()
-            given[k] += 1
-    dataset, _ = dealt(np.arange(1280), COUNTS, 3)
-    assert given == np.bincount(dataset, minlength=3).tolist()
-
-
 @pytest.mark.slow
-def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(datasets, tmp_path):
+def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(tmp_path):
     """Two readers, room for two shards of the stream: one gets all that comes from it, through eight shards."""
     text = streams.make_prepared(tmp_path)
     data = streams.at(text, tmp_path / "s", disk_budget_gb=streams.budget(text, 2))
-    sets, steps, done = [MixtureEntry("local", 500, None), MixtureEntry("stream", 500, None)], 75, threading.Event()
-    dataset, _ = dealt(np.arange(steps * BATCH), (500, 500), 3)
-    local = datasets()[0].shards
+    sets, steps, batch = [MixtureEntry("local", 500, None), MixtureEntry("stream", 500, None)], 75, 32
+    dataset, _ = dealt(np.arange(steps * batch), (500, 500), 3)
+    local, done = streams.local(text), threading.Event()
     with streams.streaming(data, readers=2) as s:
-        readers = [
-            MixedDataset(sets, [TokenDataset(local, streams.T, 1, seed=3), stream], BATCH, 3) for stream in s.datasets
-        ]
+        readers = [MixedDataset(sets, [local, stream], batch, 3) for stream in s.datasets]
 
         def read():
-            for step, row in np.ndindex(steps, BATCH):
-                readers[1 - dataset[step * BATCH + row]].sequences(step, row, row + 1)
+            for step, row in np.ndindex(steps, batch):
+                readers[1 - dataset[step * batch + row]].sequences(step, row, row + 1)
             done.set()
 
         threading.Thread(target=read, daemon=True).start()
