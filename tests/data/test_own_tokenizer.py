@@ -142,20 +142,14 @@ def test_nothing_published_is_shown_beside_other_tokens(trained_run, tmp_path):
     assert str(at) not in card.content
 
 
-def merge_removed(own, config):
-    own["model"]["merges"].pop(20)
-
-
-def nfkc(own, config):
-    own["normalizer"] = {"type": "NFKC"}
-
-
-def no_regex(own, config):
-    own["pre_tokenizer"]["use_regex"] = False
-
-
-def prefix_space(own, config):
-    config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}  # others take it from tokenizer.json
+# In tokenizer.json and tokenizer_config.json; each changes the tokens of some text.
+CHANGES = {
+    "merge_removed": lambda own, config: own["model"]["merges"].pop(20),
+    "nfkc": lambda own, config: own.update(normalizer={"type": "NFKC"}),
+    "no_regex": lambda own, config: own["pre_tokenizer"].update(use_regex=False),
+    # Other classes take it from tokenizer.json.
+    "prefix_space": lambda own, config: config.update(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
+}
 
 
 def changed(source, directory, change=lambda own, config: None) -> str:
@@ -172,11 +166,10 @@ def changed(source, directory, change=lambda own, config: None) -> str:
 def test_the_digest_is_that_of_the_tokens(trained_run, tmp_path):
     """Whatever changes the tokens of some text changes the digest; layout, name and a checkpoint's copy do not."""
     at, _ = trained_run
-    changes = (merge_removed, nfkc, no_regex, prefix_space)
-    digests = [open_tokenizer(changed(at / "own", tmp_path / c.__name__, c)).digest for c in changes]
+    digests = [open_tokenizer(changed(at / "own", tmp_path / name, change)).digest for name, change in CHANGES.items()]
     same = [at / "own", changed(at / "own", tmp_path / "same"), at / "run" / "step_00000020"]
     (digest,) = {open_tokenizer(str(directory)).digest for directory in same}
-    assert len({digest, *digests}) == 1 + len(changes)
+    assert len({digest, *digests}) == 1 + len(CHANGES)
 
 
 def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tmp_path):
@@ -189,9 +182,9 @@ def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tm
         assert result.returncode == 2, result.stdout + result.stderr
         return result.stderr
 
-    similar = changed(at / "own", tmp_path / "similar", merge_removed)
+    similar = changed(at / "own", tmp_path / "similar", CHANGES["merge_removed"])
     assert "run with other settings: tokenizer own -> similar; put those back" in refused(tokenizer=similar)
-    namesake = changed(at / "own", tmp_path / "else" / "own", merge_removed)
+    namesake = changed(at / "own", tmp_path / "else" / "own", CHANGES["merge_removed"])
     assert "tokenizer own -> another of that name; put those back" in refused(tokenizer=namesake)
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
