@@ -149,21 +149,18 @@ def alive(pid):
         return False
 
 
-def test_what_cannot_be_streamed_is_refused(prepared, tmp_path):
-    cases = {
-        "a": (at(prepared, tmp_path / "a", val_documents=0), "streaming local text needs val_documents"),
-        "b": (at(prepared, tmp_path / "b", disk_budget_gb=1e-5), r"disk_budget_gb 1e-05: .* lower shard_tokens"),
-        "c": (
-            at(prepared, tmp_path / "c", val_documents=10_000),
-            "no text besides .*; lower val_documents",
-        ),
-        "d": (at(prepared, tmp_path / "d", text_column="body"), r"no column 'body'; there are: text"),
-    }
-    for data, message in cases.values():
-        Path(data.dataset_name).mkdir(exist_ok=True)
-        with pytest.raises(UserError) as error:
-            Builder(data, readers=1).run(None, None)
-        assert re.search(message, str(error.value))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"val_documents": 0}, "streaming local text needs val_documents"),
+        ({"disk_budget_gb": 1e-5}, r"disk_budget_gb 1e-05: .* lower shard_tokens"),
+        ({"val_documents": 10_000}, "no text besides .*; lower val_documents"),
+        ({"text_column": "body"}, r"no column 'body'; there are: text"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(prepared, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        Builder(at(prepared, tmp_path, **changes), readers=1).run(None, None)
 
 
 def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
