@@ -1,5 +1,6 @@
 """Mixtures: exact shares, and runs that record what they were mixed of; test_dataset.py has the order of the data."""
 
+import itertools
 import json
 import re
 import shutil
@@ -99,17 +100,6 @@ def copy(prepared, tmp_path):
     return tmp_path / "copy"
 
 
-COLUMNS = ("tokens", "loss", "val_loss", "val_loss/a", "val_loss/b", "val_loss/c", "grad_norm")
-
-
-def assert_same_run(run, expected):
-    lines, others = by_step(run), by_step(expected)
-    assert list(lines) == list(others) == list(range(21))
-    for step in lines:
-        for column in COLUMNS:
-            assert lines[step].get(column) == others[step].get(column), (step, column)
-
-
 def test_resumed_and_streamed_is_the_same_run(prepared, copy):
     """Stopped after 10 steps, and then with one of the three streamed, to the bit."""
     shutil.rmtree(copy / "runs" / "mixed" / "step_00000020")
@@ -119,7 +109,11 @@ def test_resumed_and_streamed_is_the_same_run(prepared, copy):
     output = train(copy)
     assert "data       streaming c.jsonl" in output
     assert "from step 10" in output
-    assert_same_run(copy / "runs" / "mixed", prepared[0] / "runs" / "mixed")
+    lines, expected = by_step(copy / "runs" / "mixed"), by_step(prepared[0] / "runs" / "mixed")
+    assert list(lines) == list(expected) == list(range(21))
+    columns = "tokens", "loss", "val_loss", "val_loss/a", "val_loss/b", "val_loss/c", "grad_norm"
+    for step, column in itertools.product(lines, columns):
+        assert lines[step].get(column) == expected[step].get(column), (step, column)
 
 
 def test_what_the_run_records(prepared, tmp_path):

@@ -299,7 +299,6 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.jsonl", b'{"text": "a"}\n{"text"', r"d\.jsonl, line 2: not JSON"),
         ("d.jsonl", b"[1]\n", r"line 1: a JSON list; expected one object per line"),
         ("d.jsonl", b'{"text": 5}\n', "column 'text' holds int, neither text nor a list of token ids"),
-        ("d.jsonl", b'{"title": "a", "body": "b"}\n', r"no column 'text'; there are: title, body.*--text_column"),
         ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9000)[:-20], r"d\.jsonl\.gz cannot be read .*complete"),
         ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
         ("d.json", b'[{"text": "a"}, 5]', r"d\.json, item 2: a JSON int; expected one object per line, or in \.json"),
