@@ -26,37 +26,26 @@ FAKE = [
 ]
 
 
-def measure(real: list[str], fake: list[str]) -> dict:
+def measure(real: list[str], fake: list[str]) -> list[dict]:
     words = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]
     command = [sys.executable, "-m", "tests.estimate.memory_probe", *words]
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    return {line["options"]: line for line in lines}
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.fixture(scope="module")
-def measured(once):
-    return once("memory", lambda directory: measure([REAL, CHUNKS], FAKE))[1]
-
-
-def check(line: dict) -> None:
-    assert line["estimate"] == pytest.approx(line["measured"], rel=0.1)
-    # And what comes on top of weights, gradients and optimizer state, which hide an error in small models.
-    assert line["estimate"] - line["state"] == pytest.approx(line["measured"] - line["state"], rel=0.25)
-
-
-def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates():
-    measured = measure([MUON], [GPT2])  # the latter on fake tensors, which take no time
-    check(measured[MUON])
-    check(measured[GPT2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [REAL, CHUNKS, *FAKE])
-def test_the_estimate_is_within_a_tenth_of_what_is_allocated(measured, options):
-    check(measured[options])
+@pytest.mark.parametrize(
+    ("real", "fake"),
+    [([MUON], [GPT2]), pytest.param([REAL, CHUNKS], FAKE, marks=pytest.mark.slow)],  # fake tensors take no time
+)
+def test_the_estimate_is_within_a_tenth_of_what_a_step_allocates(real, fake):
+    lines = measure(real, fake)
+    assert [line["options"] for line in lines] == real + fake
+    for line in lines:
+        assert line["estimate"] == pytest.approx(line["measured"], rel=0.1), line
+        # And what comes on top of weights, gradients and optimizer state, which hide an error in small models.
+        assert line["estimate"] - line["state"] == pytest.approx(line["measured"] - line["state"], rel=0.25), line
 
 
 @pytest.mark.parametrize(
