@@ -25,6 +25,7 @@ from benchmarks import report
 from recipe.config import ROOT
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
+from recipe.utils.files import replace_file
 
 GRACE_S = 10  # for a step that has to end
 LEAST_S = 15  # with less time left no step is begun
@@ -91,9 +92,8 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
         print(f"...    {file.stem}", flush=True)
         place = out.with_name(f"{out.name}-work") / file.stem
         found = run(step, place, min(step.limit, left))
-        # Written whole or not at all, and also where a number is not finite.
-        file.with_suffix(".part").write_text(json.dumps({**about, "step": step.name, **found}, indent=1) + "\n")
-        file.with_suffix(".part").rename(file)
+        # Also where a number is not finite.
+        replace_file(file, (json.dumps({**about, "step": step.name, **found}, indent=1) + "\n").encode())
         missing += found["rc"] != 0
         last = found["result"]["output"][-1:] or ["no output"]
         verdict = "ok    " if found["rc"] == 0 else "KILLED" if found["rc"] == KILLED else "FAILED"
