@@ -7,6 +7,7 @@ products).
 """
 
 import os
+import sys
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -54,5 +55,5 @@ def start() -> None:
     torch.Tensor.cumsum = lambda x, dim: cumsum(x.cpu(), dim).to(x.device)
 
 
-if os.environ.get("TPU_CHIPS"):
+if os.environ.get("TPU_CHIPS") and "-c" not in sys.orig_argv[:2]:  # torchrun and a notebook's kernel compute nothing
     start()
