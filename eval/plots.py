@@ -105,15 +105,19 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
 def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tuple[str, str]:
     """The loss against the time, and how the run went. Returns title and caption."""
     by_time, *others = panels
+    late: list[float] = []  # losses after a twentieth of the time, which the first panel shows
     unit, seconds = [u for u in TIMES.items() if u[1] <= max(1, *(run.seconds for run in runs))][-1]
     for i, run in enumerate(runs):
         look = {"color": COLORS[i % len(COLORS)], "linewidth": 1.0}
         for column, more in (("loss", {}), ("val_loss", {"marker": "o", "label": run.name})):
             x, y = run.series(column, "seconds")
             by_time.plot(x / seconds, y if more else smooth(y), gid=f"{i}-{column}-by-time", **look | more)
+            late += y[x >= 0.05 * run.seconds].tolist()
         for axes, column in zip(others, TRAINING, strict=True):
             axes.plot(*run.series(column), gid=f"{i}-{column}", **look)
     by_time.set(xlabel=f"{unit} of training", ylabel="loss (nats a token)", title="(a) loss by time")
+    if late:
+        by_time.set_ylim(min(late) - 0.05, max(late) + 0.05)
     for axes, title in zip(others, TRAINING.values(), strict=True):
         _token_axis(axes)
         axes.set_title(title)
