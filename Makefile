@@ -35,7 +35,7 @@ BIN := $(VENV)/bin
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # What a training run needs installed.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
-BEST = $(if $(TEXT),--text '$(TEXT)') $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device '$(DEVICE)') $(ARGS)
+BEST = $(if $(TEXT),--text='$(TEXT)') $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device '$(DEVICE)') $(if $(FRESH),--fresh) $(ARGS)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)

@@ -37,6 +37,7 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from recipe.checkpoint.run_dir import run_directory
 from recipe.config import ROOT, Config, ModelConfig, batch_arithmetic, parse_config
 from recipe.config.catalog import unknown_data
 from recipe.data.documents import TextFiles
@@ -54,7 +55,7 @@ from recipe.train import run
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
-from recipe.utils.units import si
+from recipe.utils.units import duration, si
 
 logger = logging.getLogger("recipe.best")
 
@@ -254,7 +255,7 @@ def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
         "decay_fraction": (0.6, "as tuned, docs/log.md"),
         "eval_steps": (max(1, int(0.36 * steps)), "two on the way, and the end"),
         "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 30))), "a thirtieth of the run, three times"),
-        "save_steps": (max(1, steps // 4), "what a crash may cost"),
+        "save_steps": (-(-steps // 4), "what a crash may cost"),
         "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
     }
     if text.tokens == math.inf:
@@ -290,7 +291,7 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
     thin = max(1, int(readable / every / SAMPLE_BYTES))  # of these, for the tokenizer
     directory.mkdir(parents=True, exist_ok=True)
     kept, sample, path = 0, [], directory / f"every-{every}.txt"
-    with path.with_suffix(".part").open("w") as out:
+    with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8") as out:
         for number, piece in enumerate(one.content for one in source.pieces()):
             if not isinstance(piece, str):
                 raise UserError(f"--text {name} holds ids of tokens, and best.py reads text; write a recipe for it")
@@ -301,8 +302,9 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
                 sample.append(piece)
             if (source.position if local else kept) > readable:
                 break
-    if not (path.exists() and filecmp.cmp(path, out.name)):  # or its shards would be those of an older file
-        os.replace(out.name, path)
+        out.flush()
+        if every > 1 and not (path.exists() and filecmp.cmp(path, out.name)):  # a new file would have new shards
+            shutil.copyfile(out.name, path)
     tokenizer = train_tokenizer(sample, directory / "tokenizer") if own else config.data.tokenizer
     some = "".join(sample)[:1_000_000]
     token_bytes = len(some.encode()) / max(1, len(open_tokenizer(tokenizer).encode([some])[0]))
@@ -310,7 +312,7 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
     tokens = kept * unseen / token_bytes
     if tokens < LEAST_TOKENS:
         least = LEAST_TOKENS * token_bytes
-        raise UserError(f"--text {name} has {kept:,} bytes, too few to train on; give {least:,.0f} or more")
+        raise UserError(f"--text {name} has {kept:,} bytes, too few to train on; give about {least:,.0f} or more")
     held_out = float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
     tokens = (1 - held_out) * tokens if local else math.inf
     return Text(str(path) if every > 1 else name, tokenizer, tokens, token_bytes, held_out, every)
@@ -343,6 +345,7 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
     fields["eval_tokens"] = recipe(size, outlook.text, choice.tokens, processes.world_size)["eval_tokens"]
     own = [f"--train_hours={seconds / 3600:.5f}", f"--output_dir={directory}", "--dry_run=false"]
     config = config_of(fields, *words, *own)
+    logger.info("trial      %s, for %s", described(size), duration(seconds))
     begun, log = time.monotonic(), logging.getLogger("recipe")
     try:
         log.setLevel(logging.WARNING)
@@ -389,6 +392,8 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
         if not asked.data.train_text:
             raise unknown_data(request.text, "--text")
         source = open_text(asked.data)
+        if isinstance(source, TextFiles) and next(source.pieces(), None) is None:
+            raise UserError(f"--text {request.text} holds no text")
     tokens = source.size / ENGLISH if isinstance(source, TextFiles) else math.inf
     guess = Outlook(strategy, Text(request.text, GPT2, tokens, ENGLISH), OWN_TOKENS, law)  # before the text is read
     seconds = 3600 * request.hours or guess.seconds_for(request.tokens)
@@ -400,8 +405,8 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
         text = survey(request.text, source, asked, seconds, needed, own) if processes.is_main else None
     text = processes.broadcast_object(text)
     length = "without a known end" if text.tokens == math.inf else f"{si(text.tokens, 'B')} tokens to train on"
-    made_by = f"one of {OWN_TOKENS:,} trained on it" if own else text.tokenizer
-    logger.info("text       %s: %s, %.1f bytes each by tokenizer %s", request.text, length, text.token_bytes, made_by)
+    made_by = f"a tokenizer of {OWN_TOKENS:,} trained on it" if own else f"tokenizer {text.tokenizer}"
+    logger.info("text       %s: %s, %.1f bytes each, by %s", request.text, length, text.token_bytes, made_by)
     its_law = law if flops < FITTED_BELOW else published_law
     outlook = Outlook(strategy, text, open_tokenizer(text.tokenizer).vocab_size, its_law)
     besides = 0.0
@@ -426,7 +431,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
     fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
-    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run"}
+    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
     fields |= {name: (asked.flat()[name], "as given") for name in given}
     fields["run_name"] = asked.run.run_name, "where it is"
     if processes.is_main:
@@ -434,7 +439,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
         head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error:.0%}"
         head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
         replace_file(path, ("# " + head.replace("\n", "\n# ") + "\n" + yaml_of(fields)).encode())
-    logger.info("recipe     %s; accelerate launch ... recipe/train.py --config %s trains it", path, path)
+    logger.info("recipe     %s", path)
 
 
 def announce(outlook: Outlook, choices: list[Choice], best: Choice) -> None:
@@ -469,13 +474,15 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     request, words = parser.parse_known_args(argv)
     amount_of = f"{request.hours or 0.1:g}h"
     if request.dollars:
-        if not request.price_per_hour:
+        if not request.price_per_hour > 0:
             raise UserError("--dollars needs --price_per_hour, of all devices together")
         amount_of, request.hours = f"{request.dollars:g}usd", request.dollars / request.price_per_hour
     elif request.tokens:
         amount_of = f"{request.tokens:g}-tokens"
     request.hours = 0 if request.tokens else 0.1 if request.hours is None else request.hours
-    if not request.tokens and 3600 * request.hours < SHORTEST_S:
+    if not request.tokens >= 0:
+        raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
+    if not request.tokens and not 3600 * request.hours >= SHORTEST_S:
         raise UserError(f"{request.hours:g} hours: starting takes as long; give {SHORTEST_S / 3600:g} or more")
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount_of}").strip("-.")
     request.asked = f"From recipe/best.py for {amount_of} of {request.text}"
@@ -491,7 +498,10 @@ def main(argv: list[str] | None = None) -> int:
         set_up_logging(main=strategy.runtime.processes.is_main)
         path = Path(asked.run.output_dir) / "recipe.yaml"
         with strategy.runtime.processes.shared_error("there is another recipe"):
-            known = path.exists()
+            if asked.run.fresh and strategy.runtime.processes.is_main:
+                with run_directory(path.parent, fresh=True):
+                    pass
+            known = strategy.runtime.processes.broadcast_object(path.exists())
             if known and request.asked not in path.read_text():
                 raise UserError(f"{path} is for something else; give another --run_name, or delete {path.parent}")
         if known:
@@ -500,14 +510,15 @@ def main(argv: list[str] | None = None) -> int:
             write_recipe(request, words, asked, strategy, path)
         if asked.run.dry_run or request.device:
             return ExitCode.DONE
-        code = run(parse_config(["--config", str(path)]), strategy)
+        config = parse_config(["--config", str(path), *words])
+        code = run(replace(config, run=replace(config.run, fresh=False)), strategy)
         strategy.runtime.close()
         return code
     except (UserError, OSError, RuntimeError) as error:
         return fail(error)
     except KeyboardInterrupt:
         if is_local_main_process():
-            print("\nstopped before there was a recipe; there is nothing to save", file=sys.stderr)
+            print("\nstopped before there was a recipe; the same command searches again", file=sys.stderr)
         return ExitCode.RUN_AGAIN
 
 

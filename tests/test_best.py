@@ -45,7 +45,9 @@ def test_it_writes_a_recipe_that_a_person_reads_and_says_what_to_expect(searched
     assert re.search(rf"^best  .* layers, \d+ wide: loss {expected:.3f} ", printed, re.MULTILINE)
     assert len(re.findall(r"^trial  .* tokens/s", printed, re.MULTILINE)) in (2, 3)
     assert re.search(r"^limit      the time; ", printed, re.MULTILINE)
+    assert len(re.findall(r"^trial  .* wide, for \d", printed, re.MULTILINE)) in (2, 3), "before each, how long"
     assert not list(at.glob("runs/.best-*")), "trials leave nothing"
+    assert [path.name for path in (at / "data/my-0.03h").iterdir()] == ["tokenizer"]
 
 
 def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monkeypatch):
@@ -66,6 +68,8 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     assert AutoTokenizer.from_pretrained(at / "runs/my-0.03h/step_00000020").vocab_size <= best.OWN_TOKENS
     again = call(at, "--text", "my.txt", "--hours", "0.03", "--dry_run")
     assert "recipe     runs/my-0.03h/recipe.yaml is there: its run goes on" in again.stdout
+    whole = call(at, "--text", "my.txt", "--hours", "0.03", "--max_steps", "20", "--warmup_steps", "2")
+    assert (whole.returncode, "complete   runs/my-0.03h/step_00000020 holds" in whole.stdout) == (0, True), whole.stderr
     other = call(at, "--text", "my.txt", "--hours", "0.04", "--run_name", "my-0.03h", "--dry_run")
     assert (other.returncode, "is for something else; give another --run_name" in other.stderr) == (2, True)
 
@@ -106,15 +110,26 @@ def test_a_plan_by_dollars_for_devices_that_are_not_here(text, size, length, tmp
     done = call(tmp_path, "--text", text, *words)
     assert done.returncode == 0, done.stderr
     assert re.search(f"^best       {size}: loss ", done.stdout, re.MULTILINE)
-    assert re.search(f"^{length}: ", (tmp_path / "runs/rich/recipe.yaml").read_text(), re.MULTILINE)
+    recipe = (tmp_path / "runs/rich/recipe.yaml").read_text()
+    assert re.search(f"^{length}: ", recipe, re.MULTILINE)
+    if text == SHAKESPEARE:
+        again = call(tmp_path, "--text", text, *words, "--fresh")
+        assert "fresh      the earlier run is kept in runs/rich.old-1" in again.stdout, again.stderr
+        assert (tmp_path / "runs/rich/recipe.yaml").read_text() == recipe
+        assert (tmp_path / "runs/rich.old-1/recipe.yaml").read_text() == recipe
 
 
 def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
     (tmp_path / "few.txt").write_text("To be, or not to be. " * 50)
+    (tmp_path / "empty.txt").touch()
     for words, message in (
         (["--hours", "0.001"], "0.001 hours: starting takes as long; give 0.025 or more"),
+        (["--hours", "nan"], "nan hours: starting takes as long; give 0.025 or more"),
+        (["--tokens", "-5"], "--tokens -5: give how many to train on"),
         (["--dollars", "20"], "--dollars needs --price_per_hour"),
-        (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give"),
+        (["--dollars", "20", "--price_per_hour", "-1"], "--dollars needs --price_per_hour"),
+        (["--text", "empty.txt"], "--text empty.txt holds no text"),
+        (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
         (["--device", "abacus"], "no such device is known; there are "),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
     ):

@@ -287,10 +287,11 @@ def _reading(path: Path) -> Generator[None, None, None]:
             yield
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):
-            where = shlex.quote(str(path))
+            where, start = shlex.quote(str(path)), path.open("rb").read(2)
+            known = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else ""  # its byte order marks
             raise UserError(
-                f"{path}: not text in UTF-8; convert it, from Latin-1 for example, or name other files:\n"
-                f"iconv -f LATIN1 -t UTF-8 {where} > NEW.txt"
+                f"{path}: not text in UTF-8; convert it, from {known or 'Latin-1 for example'}, or name other files:\n"
+                f"iconv -f {known or 'LATIN1'} -t UTF-8 {where} > NEW.txt"
             ) from None
         raise
 

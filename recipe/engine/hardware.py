@@ -115,7 +115,7 @@ def named_devices(text: str) -> tuple[int, str]:
         for known in (f"{kind}{one}" for one in (model, _MEMORY.sub("", model)) for kind in ("", "RTX ", "TPU ")):
             if known in DEVICES:
                 return int(count), known
-    raise UserError(f"dry_run {text!r}: no such device is known; there are {', '.join(DEVICES)}")
+    raise UserError(f"{text!r}: no such device is known; there are {', '.join(DEVICES)}")
 
 
 def set_up_allocator() -> None:

@@ -305,6 +305,7 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.csv", b'id,text\n1,"a', r"d\.csv cannot be read \(unexpected end of data\)"),
         ("d.csv", b"id,body\n1,a\n", r"d\.csv: no column 'text'; there are: id, body.*--text_column"),
         ("d.txt", b"caf\xe9", r"d\.txt: not text in UTF-8; convert it.*\niconv -f LATIN1 -t UTF-8 .*d\.txt > NEW\.txt"),
+        ("d.txt", "café".encode("utf-16"), r"convert it, from UTF-16, .*\niconv -f UTF-16 -t UTF-8 .*d\.txt > NEW"),
         ("d.txt", "plain".encode("utf-16-le"), r"d\.txt: not text in UTF-8"),
         ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl: not text in UTF-8"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),

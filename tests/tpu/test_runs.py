@@ -69,7 +69,7 @@ def test_checkpoints_move_to_ddp_and_back(shards, tmp_path):
         for step in steps:
             shutil.rmtree(moved / f"step_{step:08d}")
         if moved == there:
-            env = {"TPU_CHIPS": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # the second: without torch_tpu, which is slow
+            env = {"TPU_CHIPS": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # the second: torch_tpu is slow to import
             result = launch("ddp", 2, "recipe/train.py", *settings(shards, moved, **fields), env=env)
             assert "from step 5" in result.stdout, result.stdout + result.stderr
         else:
