@@ -434,11 +434,12 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
     fields |= {name: (asked.flat()[name], "as given") for name in given}
     fields["run_name"] = asked.run.run_name, "where it is"
-    if processes.is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error:.0%}"
-        head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
-        replace_file(path, ("# " + head.replace("\n", "\n# ") + "\n" + yaml_of(fields)).encode())
+    head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error:.0%}"
+    head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
+    with processes.shared_error("the recipe cannot be written"):  # nor read before it is
+        if processes.is_main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, ("# " + head.replace("\n", "\n# ") + "\n" + yaml_of(fields)).encode())
     logger.info("recipe     %s", path)
 
 
@@ -497,13 +498,15 @@ def main(argv: list[str] | None = None) -> int:
         strategy = open_strategy(asked.run.precision, request.device, deterministic=asked.run.deterministic)
         set_up_logging(main=strategy.runtime.processes.is_main)
         path = Path(asked.run.output_dir) / "recipe.yaml"
-        with strategy.runtime.processes.shared_error("there is another recipe"):
-            if asked.run.fresh and strategy.runtime.processes.is_main:
+        processes = strategy.runtime.processes
+        with processes.shared_error("the earlier run cannot be moved"):
+            if asked.run.fresh and processes.is_main:
                 with run_directory(path.parent, fresh=True):
                     pass
-            known = strategy.runtime.processes.broadcast_object(path.exists())
+        with processes.shared_error("there is another recipe"):
+            known = path.exists()
             if known and request.asked not in path.read_text():
-                raise UserError(f"{path} is for something else; give another --run_name, or delete {path.parent}")
+                raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
         if known:
             logger.info("recipe     %s is there: its run goes on", path)
         else:
