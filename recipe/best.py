@@ -388,6 +388,9 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     """Finds the run for what was asked, logs what to expect of it, and writes its recipe. A collective call. Raises
     UserError, and KeyboardInterrupt where it was stopped."""
     processes, started = strategy.runtime.processes, psutil.Process().create_time()
+    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
+    for name in given & {"max_steps", "num_train_epochs", "train_hours"}:
+        raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
     with processes.shared_error("the text cannot be opened"):
         if not asked.data.train_text:
             raise unknown_data(request.text, "--text")
@@ -431,7 +434,6 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
     fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
-    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
     fields |= {name: (asked.flat()[name], "as given") for name in given}
     fields["run_name"] = asked.run.run_name, "where it is"
     head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error:.0%}"

@@ -129,6 +129,7 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
         (["--dollars", "20"], "--dollars needs --price_per_hour"),
         (["--dollars", "20", "--price_per_hour", "-1"], "--dollars needs --price_per_hour"),
         (["--text", "empty.txt"], "--text empty.txt holds no text"),
+        (["--max_steps", "500"], "--max_steps is for a recipe that is there; for a new one give --hours, --tokens or"),
         (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
         (["--device", "abacus"], "no such device is known; there are "),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
