@@ -3,9 +3,9 @@
     python -m benchmarks scaling --texts books.jsonl code.jsonl recipe/data/tiny_shakespeare.txt
 
 Trains sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these and to all runs that
-recipe/scaling.json has (of two texts they are those of recipe/best.py and its neighbors), each text with a line of its
-own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss of a longer
-one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
+recipe/scaling.json has (of three texts they are those of recipe/best.py and its neighbors), each text with a line of
+its own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss of a
+longer one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
 """
 
 from __future__ import annotations
