@@ -123,7 +123,8 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
         axes.set_title(title)
         axes.set_ylim(bottom=0)
     _legend(by_time)
-    caption = "The time is that of training, without validation and saving; with dots: the validation loss."
+    caption = "The time is that of training, without validation and saving; with dots: the validation loss. (a) shows "
+    caption += "the losses after a twentieth of the time."
     return "Loss by time, speed, learning rate and gradient norm", caption
 
 

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
 
-Looks at the text, trains two or three times, together for a seventh of the time, to see how fast this machine is and
+Looks at the text, trains two or three times, a sixth of the time at most, to see how fast this machine is and
 how hard the text, and chooses the size whose loss will be the lowest when the time is over, by a law fitted to small
 runs (recipe/scaling.json, from `python -m benchmarks scaling`). The result is runs/NAME/recipe.yaml, a recipe like any
 other, which is then trained. Any field of a recipe may follow (--precision fp32), and is taken as it is.
