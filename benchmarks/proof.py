@@ -106,14 +106,16 @@ def run(step: Step, place: Path, limit: float) -> dict:
     """Runs a step; returns its command, rc, seconds and result."""
     place.mkdir(parents=True, exist_ok=True)
     begun, clock, command = time.time(), time.monotonic(), [sys.executable, *step.words]
-    path = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Unbuffered: what a step prints stands before its error, and is there of one that is killed.
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(place / "output", "w") as output:
         process = psutil.Popen(
             command,
             stdout=output,
             stderr=output,
             cwd=place,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | variables,
             start_new_session=True,
         )
         try:
