@@ -3,8 +3,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipe/preflight.py --config gpt2
 
 Prints a line for each check, "ok" or what is wrong and what to do, and writes runs/preflight.json. Exits with 0 if all
-is well, else with 1. Each process of the launch starts the same programs one after the other, mostly recipe/train.py
-itself, so that whatever fails or hangs in one of them is named and the next one is started.
+is well, else with 1. A check that hangs, or that ends with an error, is the last one.
 """
 
 from __future__ import annotations
@@ -14,23 +13,26 @@ import math
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main listens; the imports take seconds
 if __package__ in (None, ""):  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +43,7 @@ from recipe.checkpoint.provenance import versions
 from recipe.config import AUTO, ROOT, BatchPlan, Config, parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
-from recipe.engine.launch import fail
+from recipe.engine.launch import EXIT_GRACE_S, fail
 from recipe.engine.strategy import Strategy
 from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import checkpoint_bytes, step_memory
@@ -50,12 +52,13 @@ from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
 from recipe.monitor.metrics import read_metrics
 from recipe.optim.muon import orthogonalize
+from recipe.train import run as train
 from recipe.utils.errors import UserError
+from recipe.utils.log import set_up_logging
 from recipe.utils.units import duration, gb, si
 
-IS_MAIN = os.environ.get("RANK", "0") == "0"
 RESULT = Path("runs/preflight.json")
-LIMIT_S = 180  # of one program: what takes longer hangs
+LIMIT_S = 180  # of one check: what takes longer hangs
 # The fields of twenty steps of a tiny model on the text that ships (48 sequences divide by most numbers of processes),
 # and its losses on a CPU in fp32, by optimizer; tests/test_train.py holds every change to them.
 GOLDEN = json.loads((ROOT / "recipe" / "golden.json").read_text())
@@ -65,159 +68,226 @@ NATS = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
 RELATIVE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 SLOW = 0.8  # of the median process's speed, for one whose GPU is too hot or has other work
 LINKS = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}  # NVLink one way, B/s: Nvidia's data sheets
-Line = tuple[str, str, str]  # a check, what it found, and what is wrong: empty where all is well
+Found = tuple[str, str]  # what a check found, and what is wrong: empty where all is well
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all checks and returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, launched = sys.argv[1:] if argv is None else argv, dict(os.environ)
     try:
-        if argv[:1] == ["--machine"]:
-            return machine(parse_config(argv[2:]), Path(argv[1]))
         config = parse_config(argv)
+        strategy = open_strategy(config.run.precision)
     except UserError as error:
         return fail(error)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # which ends the program that runs, too
-    programs = Programs()
-    if not IS_MAIN:  # these only take part: the first process that ends with an error would end the main one
-        list(checks(programs, config, argv, {}))
-        return 0
-    begun, facts, lines = time.monotonic(), {"date": date.today().isoformat(), "config": config.run.config}, []
+    warnings.simplefilter("ignore")
+    set_up_logging(main=False)
+    report = Report(config, strategy, launched)
     try:
-        for name, found, wrong in checks(programs, config, argv, facts):
-            print(f"{'WRONG' if wrong else 'ok':<6} {name:<10} {'; '.join(filter(None, (found, wrong)))}", flush=True)
-            lines.append({"check": name, "found": found, "wrong": wrong})
+        for check in (devices, sum_, products, attention, loss, muon, disk):
+            right = report.check(check.__name__.rstrip("_"), partial(check, config, strategy))
+            if check is sum_ and not right:  # processes that disagree wait for each other for ever
+                return report.close()
+        chosen, place, kept = strategy.device.precision, report.place, {}
+        for precision in dict.fromkeys(("fp32", chosen)):
+            for optim in strategy.runtime.optimizers or ("adamw", "muon"):
+                directory = place / f"{optim}-{precision}"
+                run_ = partial(follows_golden, directory, optim, report.opened(precision), kept)
+                report.check(f"{optim} {precision}", run_)
+        report.check("resume", partial(resumes, place / f"adamw-{chosen}", report.opened(chosen), kept))
+        report.check("trial", partial(trial, config, argv, place, report.opened(chosen)))
+        return report.close()
     finally:
-        shutil.rmtree(programs.place, ignore_errors=True)
-    passed = not any(line["wrong"] for line in lines)
-    RESULT.write_text(json.dumps({"passed": passed, **facts, "checks": lines}, indent=1) + "\n")
-    verdict = "passed" if passed else "FAILED"
-    print(f"\npreflight {verdict} in {duration(time.monotonic() - begun)}; {RESULT} has what was found")
-    return 0 if passed else 1
+        report.clean_up()
 
 
-def checks(programs: Programs, config: Config, argv: list[str], facts: dict) -> Iterator[Line]:
-    """All lines in turn, which only the main process's are to be read; `facts` of the machine are added as they
-    become known. A collective call."""
-    with tempfile.TemporaryDirectory() as directory:
-        error = programs.run("preflight.py", "--machine", directory, *argv)
-        file = lines_of(directory)
-        written = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    lines = [line for line in written if isinstance(line, list)]
-    yield from ((name, found, wrong) for name, found, wrong in lines if found)
-    if error:
-        yield lines[-1][0] if lines else "start", "not finished", error
-    for known in written:
-        facts |= known if isinstance(known, dict) else {}
-    if "device" not in facts or any(name == "sum" and wrong for name, _, wrong in lines):
-        return  # processes that disagree wait for each other for ever
-    yield "disk", *disk(config)
-    share, devices = 48 // facts["processes"], facts["devices"]
-    if share * facts["processes"] != 48 or share % devices:
-        yield "training", "not tried", f"48 sequences do not divide by {facts['processes']} processes x {devices}"
-        return
-    place, golden = programs.place, GOLDEN["fields"] | {"micro_batch_size": share // devices // 2 or 1}
-    golden["dataset_name"] = place / "data"
-    for precision in dict.fromkeys(("fp32", facts["precision"])):
-        for optim in facts["optimizers"]:
-            run = place / f"{optim}-{precision}"
-            error = programs.train(golden, precision=precision, optim=optim, output_dir=run)
-            yield f"{optim} {precision}", *(follows_golden(run, optim, precision) if not error else ("", error))
-    run = place / "adamw-fp32"
-    if IS_MAIN and checkpoint_path(run, 20).exists():  # each is a process's own life: it finds what was saved
-        shutil.copytree(checkpoint_path(run, 10), checkpoint_path(place / "resumed", 10))
-    error = programs.train(golden, optim="adamw", output_dir=place / "resumed")
-    yield "resume", *(resumes(run, place / "resumed") if not error else ("", error))
-    yield "trial", *trial(programs, config, argv, facts)
+class Report:
+    """Lines and runs/preflight.json, by the main process, and `place`, a directory that is gone whatever happens."""
+
+    def __init__(self, config: Config, strategy: Strategy, launched: dict[str, str]):
+        """`launched` is the environment before the strategy was opened."""
+        self._launched = launched
+        device, self._processes, self._begun = strategy.device, strategy.runtime.processes, time.monotonic()
+        self._facts = {
+            "date": date.today().isoformat(),
+            "config": config.run.config,
+            "device": device.chip,
+            "precision": device.precision,
+            "processes": self._processes.world_size,
+            "engine": str(strategy),
+            "versions": versions(),
+        }
+        self._lines: list[dict[str, str]] = []
+        place = ""
+        if self._processes.is_main:
+            RESULT.parent.mkdir(exist_ok=True)
+            place = tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)
+        self.place = Path(self._processes.broadcast_object(place))
+        self._listen()
+
+    def opened(self, precision: str) -> Strategy:
+        """A strategy in this precision, as if the process had been launched only now. A collective call."""
+        for name in os.environ.keys() | self._launched.keys():
+            if name not in self._launched:
+                del os.environ[name]
+            elif os.environ.get(name) != self._launched[name]:  # the rest stays where a library may have found it
+                os.environ[name] = self._launched[name]
+        strategy = open_strategy(precision)
+        self._listen()
+        return strategy
+
+    def _listen(self) -> None:
+        """From now on a signal ends this process."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: self._exit(128 + number))
+
+    def check(self, name: str, function: Callable[[], Found | None]) -> bool:
+        """Prints what it finds, and returns whether that is right. A collective call."""
+        timer = threading.Timer(LIMIT_S, self._end, (name, f"it hangs: not finished after {LIMIT_S} s"))
+        timer.daemon = True
+        timer.start()
+        try:
+            found = function()
+        except Exception as error:  # perhaps of this process only: the others may wait for it for ever
+            self._end(name, str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+        timer.cancel()
+        if found and self._processes.is_main:
+            self._print(name, *found)
+        return not (found and found[1])
+
+    def _print(self, name: str, found: str, wrong: str) -> None:
+        print(f"{'WRONG' if wrong else 'ok':<6} {name:<11} {'; '.join(filter(None, (found, wrong)))}", flush=True)
+        self._lines.append({"check": name, "found": found, "wrong": wrong})
+
+    def _end(self, name: str, wrong: str) -> NoReturn:
+        """Ends all processes: the launcher does, as soon as one has ended."""
+        if self._processes.is_main:
+            self._print(name, "", wrong)
+            self.close()
+        else:
+            time.sleep(EXIT_GRACE_S)  # in which the main process has ended this one, if it has failed too
+            print(f"process {self._processes.rank}: {wrong}", flush=True)
+        self._exit(1)
+
+    def _exit(self, code: int) -> NoReturn:
+        self.clean_up()
+        os._exit(code)  # a normal exit may wait for other processes
+
+    def close(self) -> int:
+        """Prints the verdict and writes the file. Returns the exit code."""
+        if not self._processes.is_main:  # the first process that ends with an error would end the main one
+            return 0
+        passed = not any(line["wrong"] for line in self._lines)
+        RESULT.write_text(json.dumps({"passed": passed, **self._facts, "checks": self._lines}, indent=1) + "\n")
+        took = duration(time.monotonic() - self._begun)
+        print(f"\npreflight {'passed' if passed else 'FAILED'} in {took}; {RESULT} has what was found", flush=True)
+        return 0 if passed else 1
+
+    def clean_up(self) -> None:
+        """Removes `place`."""
+        if self._processes.is_main:
+            shutil.rmtree(self.place, ignore_errors=True)
 
 
-class Programs:
-    """The programs that each process of the launch starts in turn, with its own environment."""
-
-    def __init__(self):
-        self._started, self._store = 0, None
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # torchrun's store, or one of our own
-            hosts_it = IS_MAIN and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = torch.distributed.TCPStore(*address, is_master=hosts_it, wait_for_workers=False)
-
-        RESULT.parent.mkdir(exist_ok=True)
-        self.place = Path(self._agreed("place", lambda: tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)))
-
-    def _agreed(self, name: str, make: Callable[[], str]) -> str:
-        """What the main process makes, in every process."""
-        if self._store is None:
-            return make()
-        if IS_MAIN:
-            self._store.set(f"preflight/{name}", make())
-        return self._store.get(f"preflight/{name}").decode()
-
-    def _meeting_point(self) -> dict[str, str]:
-        """Variables of a program: where it meets those of the other processes, at a port of its own."""
-        self._started += 1
-        if self._store is None:
-            return {}
-        return {"MASTER_PORT": self._agreed(str(self._started), free_port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-
-    def run(self, program: str, *words: str) -> str:
-        """What went wrong, in a line, or empty."""
-        environment = os.environ | self._meeting_point()
-        with tempfile.TemporaryFile("w+") as output:
-            child = subprocess.Popen(
-                [sys.executable, ROOT / "recipe" / program, *words], env=environment, stdout=output, stderr=output
-            )
-            try:
-                code = child.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                code = f"it hangs: killed after {LIMIT_S} s"
-            finally:
-                child.kill()
-                child.wait()
-            output.seek(0)
-            printed = [line.strip() for line in output if line.strip()]
-        if not code:
-            return ""
-        said = next((line for line in reversed(printed) if "rror" in line), printed[-1] if printed else "no output")
-        return f"{said.removeprefix('error: ')} ({f'exit code {code}' if isinstance(code, int) else code})"
-
-    def train(self, fields: dict, *words: str, **more) -> str:
-        """The same for a training run with the flags `words`, and then the fields."""
-        return self.run("train.py", *words, *(f"--{name}={value}" for name, value in (fields | more).items()))
+# Training runs.
 
 
-def free_port() -> str:
-    """A port that no program uses."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return str(free.getsockname()[1])
+def run(fields: dict, strategy: Strategy, argv: list[str] | None = None) -> list[dict]:
+    """Trains with these fields, beside the flags `argv`, of which they override the same ones, and returns the lines
+    of metrics.jsonl. A collective call."""
+    torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
+    train(parse_config([*(argv or []), *(f"--{name}={value}" for name, value in fields.items())]), strategy)
+    processes, written = strategy.runtime.processes, fields["output_dir"] / "metrics.jsonl"
+    return processes.broadcast_object(read_metrics(written) if processes.is_main else [])
 
 
-def follows_golden(run: Path, optim: str, precision: str) -> tuple[str, str]:
-    """A golden run beside the CPU's."""
-    if not IS_MAIN:
-        return "", ""
-    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["step"]]
-    apart = [math.inf if a is None else abs(a - b) for a, b in zip(losses, GOLDEN[optim]["loss"], strict=True)]
-    allowed = NATS[precision]
-    first = next((step for step, nats in enumerate(apart, 1) if nats > allowed), None)
+def golden_run(directory: Path, optim: str, strategy: Strategy) -> list[float | None]:
+    """The losses of its 20 steps; None, which NaN is too, of one that was not taken. Raises UserError where the
+    processes cannot share its sequences."""
+    processes, devices = strategy.runtime.processes.world_size, strategy.device.count
+    if 48 % (processes * devices):
+        raise UserError(f"not tried: 48 sequences do not divide by {processes} processes x {devices}")
+    fields = GOLDEN["fields"] | {"micro_batch_size": 48 // processes // devices // 2 or 1, "optim": optim}
+    fields |= {"precision": strategy.device.precision, "dataset_name": directory.with_name("data")}
+    losses = {line["step"]: line["loss"] for line in run(fields | {"output_dir": directory}, strategy)}
+    return [losses.get(step) for step in range(1, 21)]
+
+
+def apart(losses: list[float | None], expected: list[float | None]) -> list[float]:
+    """In nats, step by step."""
+    return [math.inf if a is None or b is None else abs(a - b) for a, b in zip(losses, expected, strict=True)]
+
+
+def follows_golden(directory: Path, optim: str, strategy: Strategy, kept: dict[Path, list]) -> Found:
+    """A golden run beside the CPU's; its losses are `kept`."""
+    kept[directory] = golden_run(directory, optim, strategy)
+    nats, allowed = apart(kept[directory], GOLDEN[optim]["loss"]), NATS[strategy.device.precision]
+    first = next((step for step, one in enumerate(nats, 1) if one > allowed), None)
     wrong = f"they part at step {first}: see the lines above, or NaN in docs/troubleshooting.md" if first else ""
-    return f"20 steps, losses within {max(apart):.1e} of a CPU's in fp32 ({allowed:g} allowed)", wrong
+    return f"20 steps, losses within {max(nats):.1e} of a CPU's in fp32 ({allowed:g} allowed)", wrong
 
 
-def resumes(run: Path, resumed: Path) -> tuple[str, str]:
-    """A run that was resumed halfway beside the one that never stopped."""
-    worst = 0.0
-    for file in ("model.safetensors", "optimizer.safetensors") if IS_MAIN else ():
-        expected, found = (load_file(checkpoint_path(one, 20) / file) for one in (run, resumed))
-        worst = max(worst, *(relative(found[name], tensor) for name, tensor in expected.items()))
-    same = f"within {worst:.1e}" if worst else "equal to the bit"
-    wrong = "" if worst <= RELATIVE["fp32"] else "what is read is not what was saved, or two runs differ"
-    return f"saved at step 10, resumed to 20: weights and optimizer state {same}", wrong
+def resumes(directory: Path, strategy: Strategy, kept: dict[Path, list]) -> Found:
+    """A golden run that begins with the checkpoint of another one's middle, that in `directory`, beside that one."""
+    resumed, main = directory.with_name("resumed"), strategy.runtime.processes.is_main
+    if main:
+        shutil.copytree(checkpoint_path(directory, 10), checkpoint_path(resumed, 10))
+    losses, allowed = golden_run(resumed, "adamw", strategy), NATS[strategy.device.precision]
+    nats = max(apart(losses[10:], kept[directory][10:]))
+    same = main and all(
+        torch.equal(tensor, load_file(checkpoint_path(resumed, 20) / file)[name])
+        for file in ("model.safetensors", "optimizer.safetensors")
+        for name, tensor in load_file(checkpoint_path(directory, 20) / file).items()
+    )
+    found = (
+        "weights and optimizer state equal to the bit" if same else f"losses within {nats:.1e} ({allowed:g} allowed)"
+    )
+    wrong = "" if nats <= allowed else "what is read is not what was saved, or two runs differ"
+    return f"saved at step 10, resumed to 20: {found}", wrong
 
 
-def disk(config: Config) -> tuple[str, str]:
+def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> Found:
+    """Some steps of the recipe itself, on its own data where they are here, saved at the end."""
+    data, opt, there = config.data, config.optimizer, Path(config.data.dataset_name)
+    device, processes = strategy.device, strategy.runtime.processes
+    most = 8 if device.type == "cpu" else 32  # sequences: a GPU is busy with them
+    micro = most if opt.micro_batch_size == AUTO else opt.micro_batch_size
+    tokens = processes.world_size * device.count * micro * max(1, most // micro) * data.sequence_length
+    fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
+    fields |= {"total_batch_tokens": min(tokens, opt.total_batch_tokens), "eval_tokens": tokens, "max_hours": 0.01}
+    fields |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
+    fields["output_dir"], note = place / "trial", ""
+    if not (data.streaming or data.mixture or there.exists()):
+        fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
+        fields |= {"dataset_name": place / "data", "tokenizer": "gpt2"}
+        note = f"; on the text that ships, since {there} is not prepared yet"
+    lines = [line for line in run(fields, strategy, argv) if line["tokens_per_second"]]
+    if len(lines) < 2:
+        return "", "not two steps in half a minute: this device is too slow for the recipe"
+    if not processes.is_main:
+        return "", ""
+    later = lines[1:]  # the first step compiles
+    middle = {name: statistics.median(line[name] or 0 for line in later) for name in ("tokens_per_second", "data_wait")}
+    mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
+    settled = state_of(checkpoints(fields["output_dir"])[-1])["config"]  # which has what stood on auto
+    ours = {name: settled[name] for name in ("gradient_checkpointing", "fused_loss")}
+    config = replace(config, run=replace(config.run, **ours))
+    sequences = tokens // data.sequence_length
+    batch = BatchPlan(sequences, processes.world_size, micro * device.count, 1, device.count)
+    plan = step_memory(config, batch, **memory_kind(config, strategy)).peak
+    found = f"{len(lines)} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
+    found += f", MFU {100 * mfu:.0f} %" if mfu else ""
+    found += f", {gb(memory)} (the plan: {gb(plan)})" if memory else ""
+    wrong = f"{100 * wait:.0f} % of the time it waits for data: a faster disk or network" if wait > 0.05 else ""
+    return found + note, wrong
+
+
+# What is not a training run.
+
+
+def disk(config: Config, strategy: Strategy) -> Found:
     """Room and speed where checkpoints go."""
+    if not strategy.runtime.processes.is_main:
+        return "", ""
     directory = Path(config.run.output_dir).absolute()
     there = next(path for path in (directory, *directory.parents) if path.is_dir())
     block = os.urandom(2**24)
@@ -233,73 +303,7 @@ def disk(config: Config) -> tuple[str, str]:
     return found, "" if free > needed else f"the run needs {gb(needed)} in {there}; choose another --output_dir"
 
 
-def trial(programs: Programs, config: Config, argv: list[str], facts: dict) -> tuple[str, str]:
-    """Some steps of the recipe itself, on its own data where they are here, saved at the end. A collective call."""
-    data, opt, there = config.data, config.optimizer, Path(config.data.dataset_name)
-    most = 8 if facts["type"] == "cpu" else 32  # sequences: a GPU is busy with them
-    micro = most if opt.micro_batch_size == AUTO else opt.micro_batch_size
-    tokens = facts["processes"] * facts["devices"] * micro * max(1, most // micro) * data.sequence_length
-    run: dict = {
-        "output_dir": programs.place / "trial",
-        "max_steps": 8,
-        "total_batch_tokens": min(tokens, opt.total_batch_tokens),
-    }
-    run |= {"warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "eval_tokens": tokens, "save_steps": "end"}
-    run |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False, "max_hours": 0.01}
-    note = ""
-    if not (data.streaming or data.mixture or there.exists()):
-        run |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
-        run |= {"dataset_name": programs.place / "data", "tokenizer": "gpt2"}
-        note = f"; on the text that ships, since {there} is not prepared yet"
-    error = programs.train(run, *argv)  # of fields given twice the last counts
-    lines = read_metrics(run["output_dir"] / "metrics.jsonl") if IS_MAIN else []
-    lines = [line for line in lines if line["tokens_per_second"]][1:]  # the first step compiles
-    if not lines:
-        return "", error or "not two steps in half a minute: this device is too slow for the recipe"
-    middle = {name: statistics.median(line[name] or 0 for line in lines) for name in ("tokens_per_second", "data_wait")}
-    mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
-    batch = BatchPlan(tokens // data.sequence_length, facts["processes"], micro * facts["devices"], 1, facts["devices"])
-    if saved := checkpoints(run["output_dir"]):  # which has what stood on auto
-        settled = state_of(saved[-1])["config"]
-        ours = {name: settled[name] for name in ("gradient_checkpointing", "fused_loss")}
-        config = replace(config, run=replace(config.run, **ours))
-    plan = step_memory(config, batch, **facts["memory_kind"]).peak
-    found = f"{len(lines) + 1} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
-    found += f", MFU {100 * (mfu or 0):.0f} %" * bool(mfu) + f", {gb(memory or 0)} (the plan: {gb(plan)})" * bool(
-        memory
-    )
-    wrong = f"{100 * wait:.0f} % of the time it waits for data: a faster disk or network" if wait > 0.05 else ""
-    return found + note, wrong
-
-
-# What one program finds out on the devices themselves.
-
-
-def lines_of(directory: Path | str) -> Path:
-    """Where this process writes, or reads, what was found. On a TPU one preflight starts the processes of all chips."""
-    return Path(directory) / f"{os.environ.get('RANK', '0')}.jsonl"
-
-
-def machine(config: Config, directory: Path) -> int:
-    """Writes what it finds to `lines_of(directory)`: {facts}, and for each check [name, "", ""] before it and its line
-    after it. A collective call."""
-    strategy = open_strategy(config.run.precision)
-    device, runtime = strategy.device, strategy.runtime
-    facts: dict = {"device": device.chip, "type": device.type, "precision": device.precision, "devices": device.count}
-    facts |= {"processes": runtime.processes.world_size, "engine": str(strategy), "versions": versions()}
-    facts |= {"optimizers": runtime.optimizers or ["adamw", "muon"], "memory_kind": memory_kind(config, strategy)}
-    with lines_of(directory).open("w") as out:
-        print(json.dumps(facts), file=out)
-        for check in (devices, sum_, products, attention, loss, muon):
-            name = check.__name__.rstrip("_")
-            print(json.dumps([name, "", ""]), file=out, flush=True)
-            if found := check(config, strategy):
-                print(json.dumps([name, *found]), file=out, flush=True)
-    runtime.close()
-    return 0
-
-
-def devices(config: Config, strategy: Strategy) -> tuple[str, str]:
+def devices(config: Config, strategy: Strategy) -> Found:
     """What there is."""
     device, driver = strategy.device, ""
     if device.type == "cuda":
@@ -311,7 +315,7 @@ def devices(config: Config, strategy: Strategy) -> tuple[str, str]:
     return f"{strategy}{memory}, {device.precision}, torch {torch.__version__}{driver}", ""
 
 
-def sum_(config: Config, strategy: Strategy) -> tuple[str, str] | None:
+def sum_(config: Config, strategy: Strategy) -> Found | None:
     """Whether all processes get the right sum, and how fast: an all-reduce of 64 MB."""
     processes, n = strategy.runtime.processes, strategy.runtime.processes.world_size
     if n == 1:
@@ -327,7 +331,7 @@ def sum_(config: Config, strategy: Strategy) -> tuple[str, str] | None:
     return found, f"wrong on process {who}: its link or its memory is broken" if who else ""
 
 
-def products(config: Config, strategy: Strategy) -> tuple[str, str]:
+def products(config: Config, strategy: Strategy) -> Found:
     """The speed of each process's device at what it does most."""
     device, dtype = strategy.device, dtype_of(strategy)
     size = 8192 if device.memory else 1024
@@ -341,7 +345,7 @@ def products(config: Config, strategy: Strategy) -> tuple[str, str]:
     return f"{si(least)}{most}FLOP/s a process{peak}", wrong if slow else ""
 
 
-def attention(config: Config, strategy: Strategy) -> tuple[str, str]:
+def attention(config: Config, strategy: Strategy) -> Found:
     """The run's attention."""
     model, attend = config.model, strategy.device.attention or causal_attention
     shape = 2, model.n_head, config.data.sequence_length, model.n_embd // model.n_head
@@ -349,7 +353,7 @@ def attention(config: Config, strategy: Strategy) -> tuple[str, str]:
     return beside_fp64(strategy, partial(attend, dropout=0.0), partial(causal_attention, dropout=0.0), inputs)
 
 
-def loss(config: Config, strategy: Strategy) -> tuple[str, str]:
+def loss(config: Config, strategy: Strategy) -> Found:
     """The run's loss."""
     config, chosen = fused_loss(replace(config, run=replace(config.run, fresh=True)), strategy)  # which tries it
     run, D, V = config.run, config.model.n_embd, config.model.vocab_size
@@ -368,7 +372,7 @@ def loss(config: Config, strategy: Strategy) -> tuple[str, str]:
     return "; ".join(filter(None, (found, chosen.removeprefix("loss").strip()))), wrong
 
 
-def muon(config: Config, strategy: Strategy) -> tuple[str, str]:
+def muon(config: Config, strategy: Strategy) -> Found:
     """Muon's orthogonalization, whose gradient nobody needs. Its five steps amplify rounding: on a CPU to 2.4e-2 in
     bf16 for matrices 384 wide, and to 4.4e-5 in fp32 for 768."""
     dtype = strategy.device.optimizer_options(strategy.runtime.processes)["muon"]["dtype"]
@@ -378,7 +382,7 @@ def muon(config: Config, strategy: Strategy) -> tuple[str, str]:
 
 def beside_fp64(
     strategy: Strategy, ours: Callable, plain: Callable, inputs: list, *, backward: bool = True, amplified: int = 1
-) -> tuple[str, str]:
+) -> Found:
     """`ours` on the device, forward and backward, beside `plain` in fp64 on the CPU; `amplified`: how much more than a
     kernel's rounding is allowed. A collective call."""
     results = []

@@ -13,7 +13,7 @@ from tests.conftest import ROOT, environment, launch
 def said(output: str) -> dict[str, str]:
     """The lines by check."""
     lines = [line for line in output.splitlines() if line.startswith(("ok ", "WRONG "))]
-    return {line[7:17].strip(): line for line in lines}
+    return {line[7:18].strip(): line for line in lines}
 
 
 def test_a_sound_machine_passes(tmp_path):

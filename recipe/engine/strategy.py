@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -182,6 +183,7 @@ def start_accelerator(
 ) -> Accelerator:
     """Accelerate, which has started the process group and chosen the device. `mixed_precision` is what it is told of
     the recipe's precision. Raises UserError unless it is one of `kinds`, as launched."""
+    AcceleratorState._reset_state()  # an earlier strategy of this process may have had another precision
     accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
     accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment
     check_accelerator(accelerator, kinds, precision)

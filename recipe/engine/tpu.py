@@ -66,7 +66,7 @@ class TpuStrategy(Strategy):
         if wants_fsdp():
             take_settings(precision)
             cls, sharding = TpuFsdpStrategy, "fsdp"
-        if world_size > 1:
+        if world_size > 1 and not torch.distributed.is_initialized():
             torch.distributed.init_process_group(_BACKENDS, timeout=TIMEOUT)
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the nearest that Accelerate knows: it moves nothing to its device
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,8 +88,7 @@ class XlaStrategy(Strategy):
         xr.use_spmd()  # before anything is on the device
         generation = tpu_generation()
         if xr.device_type() == "TPU":  # the CPU client cannot read its programs back (torch_xla 2.9)
-            cache = os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla")
-            xr.initialize_cache(str(Path(cache).expanduser()))
+            keep_programs(os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla"))
         precision = hardware.supported_precision(precision, "a TPU", gpu=False, bf16=bool(generation))
         # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.
         # XLA is also what it makes of 'NO' where torch_xla is installed.
@@ -170,6 +169,12 @@ class XlaStrategy(Strategy):
         super().scatter(model, optimizer, tensors, steps)
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
         self.device.flush()
+
+
+@cache
+def keep_programs(directory: str) -> None:
+    """Keeps compiled programs there, for later processes; in one of them torch_xla wants to hear of it once."""
+    xr.initialize_cache(str(Path(directory).expanduser()))
 
 
 def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:

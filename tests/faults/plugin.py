@@ -20,7 +20,7 @@ unlink, mkdir, fsync. And those that any implementation passes:
     step.loss, step.gradient    values: a micro-step's loss; a gradient before it is averaged across processes
     evaluate.validation, evaluate.hellaswag     before each batch of such an evaluation
 The action wrong breaks a machine for preflight.py, in one or several places, joined by dots: kernel (attention on a CPU
-in bf16), sum (over processes, on rank 1), saved (a checkpoint's weights between two programs).
+in bf16), sum (over processes, on rank 1), saved (a checkpoint's weights, as they are copied).
 """
 
 import ctypes
@@ -84,10 +84,10 @@ def _arm_shim(fault: _Fault) -> None:
 
 def _break_machine(places: list[str]) -> None:
     if "kernel" in places:
-        from recipe.model import attention
+        from recipe.engine import device
 
-        right = attention.block_attention
-        attention.block_attention = lambda *arguments, **named: right(*arguments, **named) * 1.1
+        right = device.block_attention
+        device.block_attention = lambda *arguments, **named: right(*arguments, **named) * 1.1
     if "sum" in places and os.environ.get("RANK") == "1":
         import torch.distributed as dist
 
