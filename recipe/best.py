@@ -255,7 +255,7 @@ def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
         "decay_fraction": (0.6, "as tuned, docs/log.md"),
         "eval_steps": (max(1, int(0.36 * steps)), "two on the way, and the end"),
         "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 30))), "a thirtieth of the run, three times"),
-        "save_steps": (-(-steps // 4), "what a crash may cost"),
+        "save_steps": (max(1, int(0.26 * steps)), "what a crash may cost; also at the end"),
         "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
     }
     if text.tokens == math.inf:
