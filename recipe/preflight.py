@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
                 report.check(f"{optim} {precision}", run_)
         report.check("resume", partial(resumes, place / f"adamw-{chosen}", report.opened(chosen), kept))
         report.check("trial", partial(trial, config, argv, place, report.opened(chosen)))
+        strategy.runtime.close()
         return report.close()
     finally:
         report.clean_up()
@@ -276,7 +277,8 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
     plan = step_memory(config, batch, **memory_kind(config, strategy)).peak
     found = f"{len(lines)} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
     found += f", MFU {100 * mfu:.0f} %" if mfu else ""
-    found += f", {gb(memory)} (the plan: {gb(plan)})" if memory else ""
+    if memory and device.memory:  # on a CPU it is all that this process has ever held
+        found += f", {gb(memory)} (the plan: {gb(plan)})"
     wrong = f"{100 * wait:.0f} % of the time it waits for data: a faster disk or network" if wait > 0.05 else ""
     return found + note, wrong
 
