@@ -11,6 +11,7 @@ longer one of another size. Each run is recipe/train.py itself. None is repeated
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -22,7 +23,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks import report
-from recipe.best import SCALING, Text, law, line_through, recipe, survey
+from recipe.best import SCALING, Text, error_of, law, line_through, recipe, survey
 from recipe.config import ROOT, parse_config
 from recipe.data.producer import open_text
 from recipe.utils.checkpoints import read_metrics
@@ -31,6 +32,7 @@ from recipe.utils.errors import UserError
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
 TRIALS, RUN = ((0, 1), (1, 2)), 3  # of a text's runs, pairs that predict, and what they predict
+APART = 0.5  # nats by the law, of the two trials of recipe/best.py at least
 
 
 def train(text: Text, layers: int, width: int, tokens: int) -> float:
@@ -76,6 +78,17 @@ def predicted(runs: list[dict]) -> list[float]:
     return [round(line_through([points[i], points[j]])(value) / loss - 1, 3) for i, j in TRIALS]
 
 
+def as_said(runs: list[dict]) -> list[bool]:
+    """Whether each run's loss is within what recipe/best.py would say, having tried two that are higher and apart."""
+    points = [(law(tuple(run["size"]), run["tokens"], run["unique"]), run["loss"]) for run in runs]
+    found = []
+    for first, second, (value, loss) in itertools.combinations(sorted(points, reverse=True), 3):
+        if first[0] - second[0] > APART and second[0] > value:
+            error = line_through([first, second])(value) / loss - 1
+            found.append(abs(error) <= error_of(second[0] - value))
+    return found
+
+
 def main(argv: list[str]) -> int:
     """Trains what is missing, fits and writes recipe/scaling.json; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
@@ -100,4 +113,6 @@ def main(argv: list[str]) -> int:
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"law: {SCALING['law']}, within {residual:.2%}")
     print(f"errors of a prediction by two short runs, and by two longer ones: {errors}")
+    said = [right for runs in by_text for right in as_said(runs)]
+    print(f"of {len(said)} forecasts by any two runs, {sum(said)} lie within what recipe/best.py says of them")
     return 0

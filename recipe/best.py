@@ -75,7 +75,7 @@ LEAST_APART = 0.2  # nats a token by the law between two trials, or they do not 
 MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
 MOST_EPOCHS = 4  # by the law further ones together are worth less than a tenth of one of new text
 SHORTEST_S = 90  # of the time given
-ERROR = 0.08  # of a loss to expect: the largest that was seen, docs/recipes.md
+ERROR = 0.03, 0.06  # of a loss to expect, and for each nat by the law that it lies below the last trial's: docs/log.md
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
 UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
 LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, where that is at most a tenth
@@ -147,6 +147,11 @@ def line_through(points: list[tuple[float, float]]) -> Callable[[float], float]:
     return lambda value: y + slope * (value - x)
 
 
+def error_of(beyond: float) -> float:
+    """That of a loss at a point of such a line, so many nats beyond the lowest that is known."""
+    return ERROR[0] + ERROR[1] * max(0.0, beyond)
+
+
 def model_of(size: Size, vocabulary: int = 0) -> ModelConfig:
     """The architecture; heads are 32 wide, from a width of 384 on 64, and sequences grow with the model."""
     layers, width = size
@@ -172,10 +177,11 @@ class Outlook:
         self.rates: dict[int, float] = {}
         self.losses: list[tuple[float, float]] = []
 
-    @property
-    def error(self) -> float:
-        """Of losses, as measured."""
-        return ERROR if self.losses else UNTRIED_ERROR
+    def error(self, choice: Choice) -> float:
+        """How far its loss may be from the one to expect, relative to it."""
+        if not self.losses:
+            return UNTRIED_ERROR
+        return error_of(min(self.losses)[0] - self.law(choice.size, choice.tokens, self.text.tokens))
 
     def flops(self, size: Size) -> int:
         """FLOPs a token."""
@@ -429,14 +435,14 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     fields = recipe(best.size, text, best.tokens, processes.world_size)
     batch = batch_tokens(best.tokens, model_of(best.size).n_positions * processes.world_size)
     steps = max(1, round(best.tokens / batch))
-    if request.tokens or best.limit == "text":
+    if request.tokens or best.epochs >= MOST_EPOCHS:
         fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
     fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
     fields |= {name: (asked.flat()[name], "as given") for name in given}
     fields["run_name"] = asked.run.run_name, "where it is"
-    head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error:.0%}"
+    head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error(best):.0%}"
     head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
     with processes.shared_error("the recipe cannot be written"):  # nor read before it is
         if processes.is_main:
@@ -459,7 +465,7 @@ def announce(outlook: Outlook, choices: list[Choice], best: Choice) -> None:
         "text": f"the text, for a larger model and for more than {MOST_EPOCHS} epochs",
         "memory": "the memory; a larger model does not fit",
     }
-    logger.info("limit      %s. Losses are give or take %s", why[best.limit], f"{outlook.error:.0%}")
+    logger.info("limit      %s. Losses are give or take %s", why[best.limit], f"{outlook.error(best):.0%}")
 
 
 def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
