@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import sysconfig
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -76,14 +78,18 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
 
 @pytest.mark.slow
 def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
+    """On Python's library, more text than a processor reads four times in the time."""
+    (tmp_path / "library").mkdir()
+    for file in Path(sysconfig.get_path("stdlib")).glob("*.py"):
+        (tmp_path / "library" / f"{file.stem}.txt").write_bytes(file.read_bytes())
     begun = time.monotonic()
-    done = call(tmp_path, "--text", SHAKESPEARE, "--hours", "0.05")
+    done = call(tmp_path, "--text", "library/*.txt", "--hours", "0.05", "--run_name", "timed")
     seconds = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
     assert 0.9 * 180 < seconds < 1.1 * 180, "with other tests beside it; 1.03 alone"
-    run = tmp_path / "runs/tiny_shakespeare-0.05h"
-    expected = float(re.search(r"loss to expect: (\d\.\d+)", (run / "recipe.yaml").read_text())[1])
-    assert metrics(run)[-1]["val_loss"] == pytest.approx(expected, rel=2 * best.ERROR)
+    head = (tmp_path / "runs/timed/recipe.yaml").read_text()
+    expected, percent = re.search(r"loss to expect: (\d\.\d+), give or take (\d+)%", head).groups()
+    assert metrics(tmp_path / "runs/timed")[-1]["val_loss"] == pytest.approx(float(expected), rel=0.02 * int(percent))
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
