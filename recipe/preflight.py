@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     argv, launched = sys.argv[1:] if argv is None else argv, dict(os.environ)
     try:
         config = parse_config(argv)
-        strategy = open_strategy(config.run.precision)
+        strategy = open_strategy(config.run.precision, deterministic=config.run.deterministic)
     except UserError as error:
         return fail(error)
     warnings.simplefilter("ignore")
@@ -106,7 +106,7 @@ class Report:
 
     def __init__(self, config: Config, strategy: Strategy, launched: dict[str, str]):
         """`launched` is the environment before the strategy was opened."""
-        self._launched = launched
+        self._launched, self._deterministic = launched, config.run.deterministic
         device, self._processes, self._begun = strategy.device, strategy.runtime.processes, time.monotonic()
         self._facts = {
             "date": date.today().isoformat(),
@@ -132,7 +132,7 @@ class Report:
                 del os.environ[name]
             elif os.environ.get(name) != self._launched[name]:  # the rest stays where a library may have found it
                 os.environ[name] = self._launched[name]
-        strategy = open_strategy(precision)
+        strategy = open_strategy(precision, deterministic=self._deterministic)
         self._listen()
         return strategy
 
