@@ -55,6 +55,9 @@ def test_what_is_broken_is_named(tmp_path):
     # Twenty steps from random weights hardly need attention: it depends on the processor whether their losses show it.
     assert wrong <= {"attention", "resume", "adamw bf16", "muon bf16"}
     assert "model.safetensors" in lines["resume"]
+    assert [*lines][-1] == "resume", "what ends with an error is the last"
+    assert json.loads((tmp_path / "runs/preflight.json").read_text())["passed"] is False
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["preflight.json"]
 
 
 def test_a_process_whose_sums_are_wrong_is_named():
