@@ -76,6 +76,36 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     assert (other.returncode, "is for something else; give another --run_name" in other.stderr) == (2, True)
 
 
+TRIED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from recipe import best
+
+def trial(outlook, choice, seconds, words):
+    outlook.rates[outlook.flops((4, 128))] = speed
+    outlook.losses.append(2 * (best.law(choice.size, speed * seconds),))  # a text for which the law is right
+    return 0.0
+
+speed, best.trial = float(sys.argv[1]), trial
+sys.exit(best.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("speed", "length"), [(6_000, "train_hours"), (100_000, "max_steps")])
+def test_only_a_text_that_was_read_four_times_ends_a_run(speed, length, tmp_path):
+    """At both speeds the text forbids a larger model; the slower one has no time to read it so often."""
+    words = ["--text", SHAKESPEARE, "--hours", "0.05", "--run_name", "read", "--dry_run"]
+    done = call(tmp_path, *words, command=(sys.executable, "-c", TRIED, str(speed)))
+    assert done.returncode == 0, done.stderr
+    values = yaml.safe_load((tmp_path / "runs/read/recipe.yaml").read_text())
+    assert values["n_embd"] == 128
+    assert {"train_hours", "max_steps"} & values.keys() == {length}
+    if length == "max_steps":  # the search counts a text's tokens by its sample
+        assert values["max_steps"] < 3.9 * values["save_steps"] < 1.1 * values["max_steps"], (
+            "no two checkpoints together"
+        )
+
+
 @pytest.mark.slow
 def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
     """On Python's library, more text than a processor reads four times in the time."""
