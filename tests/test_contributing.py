@@ -22,7 +22,7 @@ SECTIONS = {
 def copy(tmp_path_factory):
     """The project with all diffs of the guide applied, file by file."""
     root = tmp_path_factory.mktemp("copy")
-    for name in ("recipe", "accelerate_configs"):
+    for name in ("recipe", "eval", "accelerate_configs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}  # or paths are of the repository around
     for diff in (diff for diffs, _ in SECTIONS.values() for diff in diffs):
