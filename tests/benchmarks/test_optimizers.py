@@ -9,7 +9,7 @@ import pytest
 from benchmarks import optimizers
 from recipe.utils.errors import ExitCode
 from tests import processes as programs
-from tests.conftest import SHAKESPEARE, TINY, environment
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment
 
 
 def test_tuning_ends_where_no_neighbor_is_better():
@@ -28,6 +28,27 @@ def test_the_share_of_tokens_lies_between_two_lengths():
     assert optimizers.share_of_tokens(ends, 5.0) == pytest.approx(0.25 * 2**0.5)
     assert optimizers.share_of_tokens(ends, 6.0) is None
     assert optimizers.share_of_tokens(ends, 3.9) is None
+
+
+def test_the_shares_in_the_documentation_are_those_of_the_runs():
+    runs = json.loads((ROOT / "docs/results/cpu-optimizers-own-rate.json").read_text())["runs"]
+
+    def loss(begin: str, steps: int) -> float:
+        ends = [curve[-1][1] for name, curve in runs.items() if name.startswith(begin) and name.endswith(f"={steps}")]
+        return mean(ends)
+
+    muon = "{}-muon-muon_learning_rate=0.02-learning_rate=0.012-adam_beta1=0.8-adam_beta2=0.99-warmup=0.05-seed"
+    best = {
+        "4x128": "learning_rate=0.024-matrix_learning_rate=0.0015",
+        "6x192": "learning_rate=0.012-matrix_learning_rate=0.00075",
+    }
+    shares = []
+    for size, lengths in ("4x128", (500, 600)), ("6x192", (400, 500)):
+        ends = {steps / 1000: loss(muon.format(size), steps) for steps in lengths}
+        adamw = loss(f"{size}-adamw-{best[size]}-warmup=0.4-adam_beta2=0.99-weight_decay=0.1-seed", 1000)
+        shares.append(f"{optimizers.share_of_tokens(ends, adamw):.2f}")
+    assert f"| **{shares[0]}** | **{shares[1]}** |" in (ROOT / "docs/results.md").read_text()
+    assert f"with {shares[0]} and {shares[1]} of the tokens" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
