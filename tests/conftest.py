@@ -132,7 +132,13 @@ LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def launch(
-    config: str | Path, processes: int, *command, env: dict | None = None, timeout: int = 600, real: bool = False
+    config: str | Path,
+    processes: int,
+    *command,
+    env: dict | None = None,
+    cwd: Path = ROOT,
+    timeout: int = 600,
+    real: bool = False,
 ) -> subprocess.CompletedProcess:
     """A script under a file of accelerate_configs/ (or another), in `processes` processes; `real`: through the launcher
     itself."""
@@ -143,7 +149,7 @@ def launch(
     if real or path is config:
         options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
         words = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
-        return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout)
     if path.stem.startswith("zero"):
         variables |= {
             "ACCELERATE_USE_DEEPSPEED": "true",
@@ -154,7 +160,7 @@ def launch(
     if path.stem == "fsdp":
         asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
         variables = asked | variables
-    return programs.run(*command, env=LAUNCHED | variables, processes=processes, timeout=timeout)
+    return programs.run(*command, env=LAUNCHED | variables, cwd=cwd, processes=processes, timeout=timeout)
 
 
 def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

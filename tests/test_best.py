@@ -1,8 +1,6 @@
 """recipe/best.py: text and time in, a recipe and its run out."""
 
 import re
-import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -13,11 +11,12 @@ import yaml
 from recipe import best
 from recipe.config import parse_config
 from recipe.config.fields import FIELDS
-from tests.conftest import ROOT, SHAKESPEARE, environment, metrics
+from tests import processes as programs
+from tests.conftest import ROOT, SHAKESPEARE, environment, launch, metrics, ok
 
 
-def call(at, *words, command=(sys.executable, ROOT / "recipe/best.py")):
-    return subprocess.run([*command, *words], cwd=at, env=environment(), capture_output=True, text=True, timeout=600)
+def call(at, *words, script=ROOT / "recipe/best.py"):
+    return programs.run(script, *words, cwd=at, env=environment())
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +59,8 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     recipe = at / "runs/my-0.03h/recipe.yaml"
     monkeypatch.chdir(at)
     config = parse_config(["--config", str(recipe)])
-    short = [sys.executable, ROOT / "recipe/train.py", "--config", recipe, "--max_steps", "20"]
-    done = subprocess.run(
-        [*short, "--warmup_steps", "2"], cwd=at, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    short = ["--config", recipe, "--max_steps", "20", "--warmup_steps", "2"]
+    done = call(at, *short, script=ROOT / "recipe/train.py")
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(at / "runs/my-0.03h/step_00000020")
     assert (model.config.n_layer, model.config.n_embd) == (config.model.n_layer, config.model.n_embd)
@@ -76,9 +73,8 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     assert (other.returncode, "is for something else; give another --run_name" in other.stderr) == (2, True)
 
 
-TRIED = f"""
+TRIED = """
 import sys
-sys.path.insert(0, {str(ROOT)!r})
 from recipe import best
 
 def trial(outlook, choice, seconds, words):
@@ -95,7 +91,8 @@ sys.exit(best.main(sys.argv[2:]))
 def test_only_a_text_that_was_read_four_times_ends_a_run(speed, length, tmp_path):
     """At both speeds the text forbids a larger model; the slower one has no time to read it so often."""
     words = ["--text", SHAKESPEARE, "--hours", "0.05", "--run_name", "read", "--dry_run"]
-    done = call(tmp_path, *words, command=(sys.executable, "-c", TRIED, str(speed)))
+    (tmp_path / "tried.py").write_text(TRIED)
+    done = call(tmp_path, speed, *words, script=tmp_path / "tried.py")
     assert done.returncode == 0, done.stderr
     values = yaml.safe_load((tmp_path / "runs/read/recipe.yaml").read_text())
     assert values["n_embd"] == 128
@@ -124,11 +121,8 @@ def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_several_processes_search_together(engine, tmp_path):
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--main_process_port", "0"]
-    hardware = ["--num_processes", "2", "--config_file", ROOT / f"accelerate_configs/{engine}.yaml"]
     words = ["--text", SHAKESPEARE, "--hours", "0.026", "--dry_run"]
-    done = call(tmp_path, *words, command=[*launcher, *hardware, ROOT / "recipe/best.py"])
-    assert done.returncode == 0, done.stderr
+    done = ok(launch(engine, 2, ROOT / "recipe/best.py", *words, cwd=tmp_path))
     assert len(re.findall(r"^best  ", done.stdout, re.MULTILINE)) == 1
     assert (tmp_path / "runs/tiny_shakespeare-0.026h/recipe.yaml").exists()
 

@@ -9,7 +9,7 @@ from recipe import audit
 from recipe.checkpoint.format import checkpoints
 from tests.conftest import TINY, assert_equal_tensors, by_step, flags, ok, run_train
 
-SECONDS = 12
+SECONDS = 8
 FIELDS = {name: value for name, value in TINY.items() if name != "max_steps"}
 FIELDS |= {"train_hours": SECONDS / 3600, "lr_scheduler_type": "wsd", "decay_fraction": 0.5, "save_steps": "end"}
 FIELDS |= {"logging_steps": 10, "eval_steps": 400}
