@@ -12,7 +12,8 @@ from recipe.config import FIELDS, BatchPlan, batch_arithmetic, due_at, parse_con
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
-from tests.conftest import ROOT
+from tests import processes as programs
+from tests.conftest import ROOT, environment, ok
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
 
@@ -90,6 +91,24 @@ def test_help_has_every_field_with_the_recipes_value(capsys):
     assert "transformer blocks (default: 12)" in shown
     assert "peak learning rate of AdamW (default: 0.0006)" in shown
     assert "(default: )" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "usage", "does"),
+    [
+        (["recipe/train.py"], "recipe/train.py", "Trains GPT-2"),
+        (["recipe/preflight.py"], "recipe/preflight.py", "proves a machine in two minutes"),
+        (
+            ["-m", "recipe.data.prepare"],
+            "python -m recipe.data.prepare",
+            "text files or a Hub data set ->",
+        ),
+    ],
+)
+def test_help_says_what_each_command_does(command, usage, does):
+    printed = ok(programs.run(*command, "--help", env=environment())).stdout
+    assert printed.startswith(f"usage: {usage} [--config RECIPE]")
+    assert does in printed.partition("Model:")[0]
 
 
 def test_each_limit_is_of_a_field_and_kept():

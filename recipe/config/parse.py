@@ -99,9 +99,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(shown: dict) -> argparse.ArgumentParser:
-    """A flag for each field; --help shows the values `shown`."""
+    """A flag for each field; --help shows the values `shown`, and says what the command is that has been started."""
+    command = sys.modules["__main__"]
+    module = command.__spec__.name.removesuffix(".__main__") if command.__spec__ else ""
     parser = _Parser(
-        description="Train GPT-2.",
+        prog=f"python -m {module}" if module else sys.argv[0],
+        description=(command.__doc__ or "").partition("\n\n")[0],
         usage="%(prog)s [--config RECIPE] [--FIELD VALUE ...]",
         allow_abbrev=False,
         add_help=False,
