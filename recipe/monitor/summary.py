@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
+from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, OptimizerConfig, data_sets
 from recipe.engine import hardware
 from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
@@ -36,33 +36,63 @@ def announce(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
 
 def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequence[str] = ()) -> Iterator[str]:
     """The lines of the opening panel on these devices; `found` as for `announce`."""
-    model, opt, run, sets = config.model, config.optimizer, config.run, data_sets(config.data)
-    yield f"run        {run.run_name} ({run.config})"
-    if len(sets) > 1:
+    yield f"run        {config.run.run_name} ({config.run.config})"
+    yield from _mixture(config)
+    yield _model(config)
+    yield _device(config, strategy)
+    yield _engine(strategy)
+    yield _batch(config, batch)
+    yield from filter(None, found)
+    yield _length(config)
+    yield _optimizer(config.optimizer, decided=not config.undecided)
+    yield from _memory(config, batch, strategy)
+    yield _disk(config)
+    if not config.undecided:
+        yield _forecast(config, batch, strategy)
+    yield from (f"note       {note}" for note in _notes(config, strategy))
+
+
+def _mixture(config: Config) -> Iterator[str]:
+    if len(sets := data_sets(config.data)) > 1:
         shares = ", ".join(f"{100 * one.share:g} % {one.name}" for one in sets)
         yield f"mixture    {shares}, exact in every {MIXTURE_PERIOD:,} sequences"
+
+
+def _model(config: Config) -> str:
+    model = config.model
+    size = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide"
     flops = flops_per_token(model, config.data.sequence_length)
-    yield (
-        f"model      {parameter_count(model):,} parameters: {model.n_layer} layers, {model.n_head} heads, "
-        f"{model.n_embd} wide, {flops / 1e6:,.1f} MFLOP a token"
-    )
-    device, runtime = strategy.device, strategy.runtime
-    kind = memory_kind(config, strategy)
+    return f"model      {parameter_count(model):,} parameters: {size}, {flops / 1e6:,.1f} MFLOP a token"
+
+
+def _device(config: Config, strategy: Strategy) -> str:
+    run, device = config.run, strategy.device
     compiled = f", compiled ({run.torch_compile_mode})" if run.torch_compile and not device.no_compile else ""
-    yield f"device     {device.name}, {device.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
-    where = f" on {plural(runtime.processes.nodes, 'node')}" if batch.world_size > 1 else ""
-    yield f"engine     {runtime.how or 'one device'}{where}"
-    devices = f"{plural(batch.devices, 'device')} x " if batch.devices > 1 else ""
-    yield (
-        f"batch      {opt.total_batch_tokens:,} tokens = {plural(batch.world_size, 'process', 'es')} x "
-        f"{plural(batch.accumulation, 'micro-step')} x {devices}{plural(batch.micro // batch.devices, 'sequence')} x "
-        f"{config.data.sequence_length}"
-    )
-    yield from filter(None, found)
-    decided = not config.undecided
-    length = [f"{opt.max_steps:,} steps, {si(opt.max_steps * opt.total_batch_tokens, 'B')} tokens"] * decided
-    in_all = [f"{duration(3600 * run.train_hours)} in all (train_hours)"] * bool(run.train_hours)
-    yield f"length     {': '.join(in_all + length)}"
+    return f"device     {device.name}, {device.precision}{' (auto)' if run.precision == 'auto' else ''}{compiled}"
+
+
+def _engine(strategy: Strategy) -> str:
+    processes = strategy.runtime.processes
+    where = f" on {plural(processes.nodes, 'node')}" if processes.world_size > 1 else ""
+    return f"engine     {strategy.runtime.how or 'one device'}{where}"
+
+
+def _batch(config: Config, batch: BatchPlan) -> str:
+    factors = [plural(batch.world_size, "process", "es"), plural(batch.accumulation, "micro-step")]
+    factors += [plural(batch.devices, "device")] * (batch.devices > 1)
+    factors += [plural(batch.micro // batch.devices, "sequence"), str(config.data.sequence_length)]
+    return f"batch      {config.optimizer.total_batch_tokens:,} tokens = {' x '.join(factors)}"
+
+
+def _length(config: Config) -> str:
+    steps, hours = config.optimizer.max_steps, config.run.train_hours
+    in_all = [f"{duration(3600 * hours)} in all (train_hours)"] if hours else []
+    if not config.undecided:
+        in_all.append(f"{steps:,} steps, {si(steps * config.optimizer.total_batch_tokens, 'B')} tokens")
+    return f"length     {': '.join(in_all)}"
+
+
+def _optimizer(opt: OptimizerConfig, *, decided: bool) -> str:
     muon = f"Muon {opt.muon_learning_rate:g} and " if opt.optim == "muon" else ""
     apart = f" (matrices {opt.matrix_learning_rate:g})" if opt.matrix_learning_rate else ""
     shape = opt.lr_scheduler_type
@@ -70,31 +100,41 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
         start = f"from step {opt.decay_start:,}" if decided else f"over the last {100 * opt.decay_fraction:g} %"
         shape = f"{shape}, decaying {start}"
     warmup = f"after {plural(opt.warmup_steps, 'step')} of warm-up"
-    yield f"optimizer  {muon}AdamW {opt.learning_rate:g}{apart} {warmup}; {shape}"
-    memory, there_is = step_memory(config, batch, **kind), device.memory
+    return f"optimizer  {muon}AdamW {opt.learning_rate:g}{apart} {warmup}; {shape}"
+
+
+def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[str]:
+    memory, there_is = step_memory(config, batch, **memory_kind(config, strategy)), strategy.device.memory
     needed, parts = memory.peak, ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}: {parts}"
     if there_is and needed > (limit := HEADROOM * there_is):
         verdict = "is tight and may fit" if needed <= TIGHT * limit else "does not fit"
         helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"
         yield f"           which {verdict}: {gb(limit)} are for tensors. {helps}"
+
+
+def _disk(config: Config) -> str:
+    run, opt, decided = config.run, config.optimizer, not config.undecided
     milestones = opt.max_steps // run.milestone_steps if run.milestone_steps and decided else 0
     # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
     most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
     many = f"{most}" if decided or not run.milestone_steps else f"{most} and the milestones"
-    yield f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {many} at once, in {run.output_dir}"
-    if decided:
-        yield _forecast(config, batch, strategy)
+    return f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {many} at once, in {run.output_dir}"
+
+
+def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
+    """What of this machine the run does not use."""
+    device = strategy.device
     if device.idle_gpus:
-        yield f"note       {device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
+        yield f"{device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
-        yield f"note       other programs use {busy:.1f} of {os.cpu_count()} cores: this run and they share them"
+        yield f"other programs use {busy:.1f} of {os.cpu_count()} cores: this run and they share them"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
-        yield "note       this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
-    if run.torch_compile and device.no_compile:
-        yield f"note       not compiled: {device.no_compile}"
+        yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
+    if config.run.torch_compile and device.no_compile:
+        yield f"not compiled: {device.no_compile}"
     if device.note:
-        yield f"note       {device.note}"
+        yield device.note
 
 
 def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
