@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import Checkpoint, checkpoints, load_checkpoint, state_of
+from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, state_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, RunConfig, data_sets
@@ -250,17 +250,12 @@ def with_steps(config: Config, processes: Processes) -> Config:
 def _decided(config: Config) -> int:
     """The max_steps of a run of train_hours: UNDECIDED until the newest checkpoint was saved when it was time to decay,
     or after that. Which checkpoint that is does not matter: all after the decision have the same."""
-    committed = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
-    for path in reversed(committed):
-        with suppress(UserError):  # damaged ones are named where the run continues
-            state = state_of(path)
-            if state["config"].get("train_hours") != config.run.train_hours:
-                return UNDECIDED
-            if (steps := state["config"]["max_steps"]) != UNDECIDED:
-                return steps
-            due = time_to_decay(state["metrics"], config)
-            return config.optimizer.ending_after(state["step"]) if due else UNDECIDED
-    return UNDECIDED
+    state = newest_state(config.run)
+    if not state or state["config"].get("train_hours") != config.run.train_hours:
+        return UNDECIDED
+    if (steps := state["config"]["max_steps"]) != UNDECIDED:
+        return steps
+    return config.optimizer.ending_after(state["step"]) if time_to_decay(state["metrics"], config) else UNDECIDED
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:

@@ -339,9 +339,9 @@ def sum_(config: Config, strategy: Strategy) -> Found | None:
 
 def products(config: Config, strategy: Strategy) -> Found:
     """The speed of each process's device at what it does most."""
-    device, dtype = strategy.device, dtype_of(strategy)
+    device = strategy.device
     size = 8192 if device.memory else 1024
-    a, b = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device.torch_device).to(device.dtype) for _ in range(2))
     rates = gathered(strategy, 2 * size**3 / hardware.seconds_of(partial(torch.matmul, a, b)))
     least, median = min(rates), statistics.median(rates)
     peak = f", {100 * least * device.count / device.peak_flops:.0f} % of the peak" if device.peak_flops else ""
@@ -355,7 +355,7 @@ def attention(config: Config, strategy: Strategy) -> Found:
     """The run's attention."""
     model, attend = config.model, strategy.device.attention or causal_attention
     shape = 2, model.n_head, config.data.sequence_length, model.n_embd // model.n_head
-    inputs = [torch.randn(shape).to(dtype_of(strategy)) for _ in "qkv"]
+    inputs = [torch.randn(shape).to(strategy.device.dtype) for _ in "qkv"]
     return beside_fp64(strategy, partial(attend, dropout=0.0), partial(causal_attention, dropout=0.0), inputs)
 
 
@@ -407,11 +407,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest number; infinite if any is NaN."""
     apart = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
     return math.inf if math.isnan(apart) else apart
-
-
-def dtype_of(strategy: Strategy) -> torch.dtype:
-    """What products are computed in."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(strategy.device.precision, torch.float32)
 
 
 def gathered(strategy: Strategy, value) -> list:

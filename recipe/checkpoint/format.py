@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from recipe.config import FIELDS, Config, counts_in
+from recipe.config import FIELDS, Config, RunConfig, counts_in
 from recipe.config.values import converted
 from recipe.data.shards import Manifest
 from recipe.utils.checkpoints import checkpoints, manifest_of, problem_of, step_of
@@ -186,6 +187,15 @@ def state_of(checkpoint: Path) -> dict:
                 Manifest(**manifest)
         values = {name: config[name] for name in FIELDS if name in config and name not in _PATHS}
         return state | {"config": config | converted(values, FIELDS, f"{path}: config: ")}
+
+
+def newest_state(run: RunConfig) -> dict:
+    """The trainer_state.json of a run's newest checkpoint that has a readable one; {} where there is none, or where the
+    run starts over."""
+    for path in [] if run.fresh else reversed(checkpoints(Path(run.output_dir))):
+        with suppress(UserError):  # damaged ones are named where the run continues
+            return state_of(path)
+    return {}
 
 
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:

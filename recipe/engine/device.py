@@ -50,10 +50,15 @@ class Device:
         muon = {"dtype": torch.bfloat16 if half else torch.float32, "rank": processes.rank}
         return {"muon": muon | {"world_size": processes.world_size}, self.adamw: True}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of products."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+
     def autocast(self) -> torch.autocast:
         """Context: the run's precision, for parts of the model that are called by themselves."""
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        return torch.autocast(self.type, half or torch.bfloat16, enabled=half is not None)
+        half = self.dtype != torch.float32
+        return torch.autocast(self.type, self.dtype if half else torch.bfloat16, enabled=half)
 
     def put(self, rows: torch.Tensor) -> torch.Tensor:
         """A micro-batch (micro, ...) on the device, or its rows divided over those of this process."""

@@ -5,13 +5,11 @@ effects: its random numbers are its own, and its memory is freed.
 """
 
 import dataclasses
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import checkpoints, state_of
+from recipe.checkpoint.format import newest_state
 from recipe.config import AUTO, Config
 from recipe.engine import hardware
 from recipe.engine.device import Device
@@ -20,7 +18,6 @@ from recipe.model.loss import IGNORE_INDEX, can_fuse, plain_loss_sum
 from recipe.utils.errors import first_line
 
 ROWS = 4096  # of 50,304 logits: enough to fill any GPU; of fp32 PyTorch's own loss takes 5 GB
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of the logits; fp32 otherwise
 # Allowed of the loss, relative, and of its gradient by the norm. Both sides compute in fp32 and round once: by Triton's
 # interpreter they are within 1e-7, and 1e-6 in fp32 and 5e-7 in fp16. Counting the padding would be 5e-5 of the loss.
 LOSS, GRADIENT = 1e-5, {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
@@ -56,16 +53,13 @@ def _with(config: Config, fused: bool) -> Config:
 
 def _of_checkpoint(config: Config, chip: str) -> bool | None:
     """What the newest checkpoint of this run has, if it was saved on the same kind of device."""
-    saved = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
-    with suppress(IndexError, OSError, ValueError, KeyError):  # there is none, or it is damaged
-        state = state_of(saved[-1])
-        return state["config"]["fused_loss"] if state["about"][-1]["device"] == chip else None
-    return None
+    state = newest_state(config.run)
+    return state["config"].get("fused_loss") if state and state["about"][-1]["device"] == chip else None
 
 
 def _tried(config: Config, device: Device) -> tuple[str, str]:
     """What the kernel does on this process's device, and why it is not to be used, empty where it is."""
-    vocab_size, dtype = config.model.vocab_size, DTYPES.get(device.precision, torch.float32)
+    vocab_size, dtype = config.model.vocab_size, device.dtype
     shape = ROWS, vocab_size + -vocab_size % device.pad_vocab_to
     compiled = config.run.torch_compile and not device.no_compile
     try:

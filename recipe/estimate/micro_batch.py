@@ -10,11 +10,10 @@ import dataclasses
 import gc
 import logging
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from recipe.checkpoint.format import checkpoints, state_of
+from recipe.checkpoint.format import newest_state
 from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import hardware
 from recipe.engine.strategy import Strategy
@@ -165,12 +164,9 @@ class _Search:
 
 def _of_checkpoint(config: Config, strategy: Strategy) -> tuple[int, bool] | None:
     """Micro-batch and gradient checkpointing in this run's newest checkpoint, if strategy and model are the same."""
-    now = config.flat()
-    committed = [] if config.run.fresh else checkpoints(Path(config.run.output_dir))
-    try:
-        state = state_of(committed[-1])
-        before = state["config"]
-        same = state["engine"] == str(strategy) and all(now[k] in (before[k], "auto") for k in _SAME)
-        return (int(before["micro_batch_size"]), before["gradient_checkpointing"]) if same else None
-    except (IndexError, OSError, ValueError, KeyError, TypeError):
-        return None  # there is none, or it is damaged: which of them is intact is decided later
+    state, now = newest_state(config.run), config.flat()
+    if not state or state["engine"] != str(strategy):
+        return None
+    before = state["config"]
+    same = all(now[name] in (before.get(name), AUTO) for name in _SAME)
+    return (before["micro_batch_size"], before["gradient_checkpointing"]) if same else None
