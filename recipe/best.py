@@ -371,6 +371,19 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
     return time.monotonic() - begun - end["seconds"]
 
 
+def try_sizes(outlook: Outlook, seconds: float, words: list[str]) -> float:
+    """Tries the best size for so many seconds, as far as `outlook` knows by then, until it is the same again or the
+    third; the last trial is longer. Returns what that returns. A collective call."""
+    tried: list[Size] = []
+    while True:
+        choice = outlook.best(seconds)
+        is_last = choice.size in tried or len(tried) == 2
+        tried.append(choice.size)
+        besides = trial(outlook, choice, min(LONGEST_TRIAL_S, TRIALS[is_last] * seconds), words)
+        if is_last:
+            return besides
+
+
 def config_of(fields: Fields, *words: str) -> Config:
     """The configuration of a recipe with these fields, and the words of a command line."""
     with tempfile.TemporaryDirectory() as directory:
@@ -418,14 +431,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     logger.info("text       %s: %s, %.1f bytes each, by %s", request.text, length, text.token_bytes, made_by)
     its_law = law if flops < FITTED_BELOW else published_law
     outlook = Outlook(strategy, text, open_tokenizer(text.tokenizer).vocab_size, its_law)
-    besides = 0.0
-    tried: list[Size] = []
-    longer = bool(request.device)  # the last trial is
-    while not longer:
-        choice = outlook.best(seconds)
-        longer = choice.size in tried or len(tried) == 2
-        tried.append(choice.size)
-        besides = trial(outlook, choice, min(LONGEST_TRIAL_S, TRIALS[longer] * seconds), words)
+    besides = 0.0 if request.device else try_sizes(outlook, seconds, words)
     if request.tokens:
         seconds = outlook.seconds_for(request.tokens)
     else:
