@@ -1,5 +1,7 @@
 """Copies of what is on a device in the CPU's memory, for a checkpoint."""
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -21,9 +23,8 @@ class HostCopies:
         """A copy, to be read after `complete`; those after `complete` overwrite it."""
         if self._buffer is None:
             self._buffer = torch.empty(self._numbers)
-            if self._on_cuda:  # not pin_memory, which rounds up to a power of two: 32 GB for XL's 18.7
-                cudart = torch.cuda.cudart()
-                torch.cuda.check_error(cudart.cudaHostRegister(self._buffer.data_ptr(), self._buffer.nbytes, 0))
+            if self._on_cuda:
+                _lock_pages(self._buffer)
         copy = self._buffer[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
         return copy.copy_(tensor, non_blocking=self._on_cuda)
@@ -33,3 +34,12 @@ class HostCopies:
         self._used = 0
         if self._on_cuda:
             torch.cuda.current_stream().synchronize()
+
+
+def _lock_pages(buffer: Tensor) -> None:
+    """Page-locks the memory of a tensor for as long as that lives. (pin_memory would round up to a power of two: 32 GB
+    for XL's 18.7.)"""
+    cudart, pointer = torch.cuda.cudart(), buffer.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(pointer, buffer.nbytes, 0))
+    # Before the memory is freed, or CUDA refuses the next buffer at this address. Views of it keep the tensor alive.
+    weakref.finalize(buffer, cudart.cudaHostUnregister, pointer).atexit = False
