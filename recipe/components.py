@@ -230,11 +230,12 @@ def with_vocabulary(config: Config, processes: Processes) -> Config:
     return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
 
 
-def with_steps(config: Config, processes: Processes) -> Config:
+def with_steps(config: Config, processes: Processes, *, due: bool = False) -> Config:
     """The configuration with the max_steps that make `num_train_epochs` of the data, which are prepared for that, or
-    `train_hours`. A collective call. Raises UserError, on all processes."""
+    `train_hours`; `due`: of these so many are over that the decay begins. A collective call. Raises UserError, on all
+    processes."""
     if config.run.train_hours:
-        steps = processes.broadcast_object(_decided(config) if processes.is_main else None)
+        steps = processes.broadcast_object(_decided(config, due) if processes.is_main else None)
         return replace(config, optimizer=replace(config.optimizer, max_steps=steps))
     if not (epochs := config.run.num_train_epochs):
         return config
@@ -247,15 +248,17 @@ def with_steps(config: Config, processes: Processes) -> Config:
     return config
 
 
-def _decided(config: Config) -> int:
+def _decided(config: Config, due: bool) -> int:
     """The max_steps of a run of train_hours: UNDECIDED until the newest checkpoint was saved when it was time to decay,
-    or after that. Which checkpoint that is does not matter: all after the decision have the same."""
+    or after that, or the decay is `due`: in an evaluation after that save. Which checkpoint it is does not matter: all
+    after the decision have the same."""
     state = newest_state(config.run)
     if not state or state["config"].get("train_hours") != config.run.train_hours:
         return UNDECIDED
     if (steps := state["config"]["max_steps"]) != UNDECIDED:
         return steps
-    return config.optimizer.ending_after(state["step"]) if time_to_decay(state["metrics"], config) else UNDECIDED
+    due = due or time_to_decay(state["metrics"], config)
+    return config.optimizer.ending_after(state["step"]) if due else UNDECIDED
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:

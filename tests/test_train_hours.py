@@ -61,6 +61,15 @@ def test_a_run_that_was_stopped_counts_only_the_time_that_it_ran(shards, tmp_pat
     assert 0.5 * SECONDS < plan(tmp_path / "run")["seconds"] < 2 * SECONDS
 
 
+def test_the_time_may_come_in_an_evaluation_after_the_save(shards, tmp_path):
+    """Of a step whose checkpoint has an earlier clock."""
+    long = {"eval_steps": 1, "save_steps": 1, "eval_tokens": 8_000, "val_data": f"{shards}/train_000000.bin"}
+    shorter = {"dataset_name": f"{shards}/val_000000.bin", "sequence_length": 16, "total_batch_tokens": 64}
+    result = ok(run_train(*flags(**FIELDS | long | shorter, output_dir=tmp_path / "run"), timeout=90))
+    assert result.stdout.count("decay      begins after step") == 1
+    assert plan(tmp_path / "run")["step"] == plan(tmp_path / "run")["config"]["max_steps"]
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
