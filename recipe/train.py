@@ -126,7 +126,7 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
         # once in a while: read what the device has gathered, which waits for it
         record = metrics.record(step, read=due.log or due.eval)
         due = due.without(record)  # a resumed run measures nothing twice
-        # once in a while: a checkpoint. Not while steps are skipped: the weights are those of a spike.
+        # once in a while: a checkpoint. Not while step after step is skipped: the weights are those of a spike.
         if due.last or (due.save and not strategy.spike_filter.skipping):
             parts.checkpoints.save(step, record)
 

@@ -8,6 +8,7 @@ from recipe.config import OptimizerConfig
 from recipe.utils.errors import UserError
 
 MAX_SKIPPED_STEPS = 20  # in a row, until the run ends
+_MANY = 3  # in a row: more than one batch, or one gradient that fp16 could not hold
 _WINDOW = 128  # values that a z-score is computed from, as in llm.c (llmc/outlier_detector.h)
 WAY_OUT = (
     "Lower learning_rate or lengthen warmup_steps, and continue from an earlier checkpoint: "
@@ -71,8 +72,9 @@ class SpikeFilter:
 
     @property
     def skipping(self) -> bool:
-        """Whether the last step was skipped; waits for the device."""
-        return self._counts.tolist()[1] > 0
+        """Whether so many steps in a row were skipped up to now that the weights may be those of a spike; waits for the
+        device."""
+        return self._counts.tolist()[1] >= _MANY
 
     def state_dict(self) -> dict:
         """The state for the checkpoint, as JSON; waits for the device."""

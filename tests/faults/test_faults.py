@@ -166,3 +166,11 @@ def test_non_finite(lab, tmp_path, processes, fault):
     before, end = tensors(saved[4]), tensors(saved[6])
     assert all(t.isfinite().all() for t in end.values())
     assert any(not torch.equal(before[k], end[k]) for k in before)
+
+
+def test_a_step_that_is_skipped_costs_no_checkpoint(lab, tmp_path):
+    """Perhaps a milestone, or the one before the decay."""
+    steps = {"max_steps": 4, "save_steps": 1, "save_total_limit": 10, "eval_steps": "end", "hellaswag_steps": 0}
+    lab.start(tmp_path, 1, "nan@step.loss:12", **steps).end(0)
+    saved = [tmp_path / "run" / f"step_{step:08d}" for step in range(5)]
+    assert_equal_tensors(saved[3], saved[2])
