@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from recipe.config import DataConfig
-from recipe.data.prepare import alone_in
 from recipe.data.producer import Producer
 from recipe.data.shards import DTYPE, HEADER_BYTES, Manifest
 from recipe.utils.errors import UserError
@@ -121,8 +120,7 @@ def main() -> None:
     data, earlier = DataConfig(**job["data"]), job["earlier"]
     out = Path(data.dataset_name)
     try:
-        with alone_in(out, seconds=10):  # the builder of a killed run may be about to end
-            Builder(data, job["readers"]).run(job["commit"], Manifest(**earlier) if earlier else None)
+        Builder(data, job["readers"]).run(job["commit"], Manifest(**earlier) if earlier else None)
     except (UserError, OSError) as error:
         write_json(out / STATUS, {"error": str(error) if isinstance(error, UserError) else f"{out}: {error}"})
 

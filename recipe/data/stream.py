@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ import numpy as np
 from recipe.config import ROOT, DataConfig
 from recipe.data.builder import POLL, STATUS, read_json, reader_path, write_json
 from recipe.data.dataset import TokenDataset
+from recipe.data.prepare import alone_in
 from recipe.data.shards import Manifest, ShardReader
 from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+LOCK_TIMEOUT_S = 10.0  # a killed run may be about to end
 _SILENCE = 2.0  # seconds of waiting before the first line about it
 _BETWEEN_LINES = 10.0
 
@@ -31,9 +34,11 @@ class BuilderProcess:
 
     def __init__(self, data: DataConfig, readers: int, commit: str | None, earlier: dict | None):
         """`readers` processes of this node will read; `commit` is the version of a data set on the Hub, None for the
-        newest; `earlier` is the manifest that a checkpoint kept."""
-        self.out, self._closing = Path(data.dataset_name), False
+        newest; `earlier` is the manifest that a checkpoint kept. Raises UserError where another run streams into the
+        same directory."""
+        self.out, self._closing, self._alone = Path(data.dataset_name), False, ExitStack()
         self.out.mkdir(parents=True, exist_ok=True)
+        self._alone.enter_context(alone_in(self.out, seconds=LOCK_TIMEOUT_S))  # before anything of that is touched
         for leftover in [self.out / STATUS, *self.out.glob(".reader-*")]:
             leftover.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -63,6 +68,7 @@ class BuilderProcess:
         self.process.kill()
         self.process.wait()
         self._stdin.close()
+        self._alone.close()
 
 
 def wait_for(out: Path, ready: Callable[[], object], what: str, closed: threading.Event | None = None) -> None:

@@ -125,6 +125,16 @@ def test_a_builder_that_dies_ends_the_run_which_can_be_resumed(prepared, tmp_pat
         assert_rows(s, expected, range(30, last))
 
 
+def test_a_second_run_that_streams_into_the_directory_is_refused_and_the_first_goes_on(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipe.data.stream.LOCK_TIMEOUT_S", 0.2)
+    data, expected = at(prepared, tmp_path / "s", disk_budget_gb=budget(prepared, 3)), local(prepared)
+    with streaming(data) as s:
+        assert_rows(s, expected, range(2))
+        with pytest.raises(UserError, match="another process is making shards in this directory"):
+            BuilderProcess(data, 1, commit=None, earlier=None)
+        assert_rows(s, expected, range(2, expected.windows // BATCH))
+
+
 def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
     data, out = at(prepared, tmp_path / "s"), tmp_path / "s"
     told, tell = os.pipe()
