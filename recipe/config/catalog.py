@@ -15,6 +15,8 @@ from recipe.utils.units import plural
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # a text file may be compressed: how pyarrow names that
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
+LOCK = ".preparing.lock"  # in a directory in which shards are made
+_OF_OUTPUT = {LOCK, "metrics.jsonl"}  # what shards of this recipe, and a run, lie beside
 # The settings that decide what the shards of a text hold.
 SHARD_FIELDS = (
     *("dataset_config", "dataset_split", "dataset_revision", "text_column", "tokenizer"),
@@ -69,14 +71,16 @@ def text_suffix(path: Path) -> str:
 def text_files(name: str) -> tuple[list[Path], list[Path]]:
     """The text files of a path, by name, and the files that are not read: of a directory with its subdirectories, those
     with other endings. A file that is named, or matched by a glob, is text, unless it holds tokens (.bin). Hidden ones,
-    a data set's README.md and what a link to a directory leads to are in neither list."""
+    a data set's README.md, what a link to a directory leads to, and shards and runs are in neither list."""
     directory = Path(name)
     if not directory.is_dir():  # the name of a file may hold a bracket
-        paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name)), key=str)
+        paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
         files = [path for path in paths if path.is_file()]
         return ([] if any(path.suffix == ".bin" for path in files) else files), []
-    below = [path.relative_to(directory) for path in directory.rglob("*") if path.name.lower() != "readme.md"]
-    paths = [directory / path for path in below if not any(part.startswith(".") for part in path.parts)]
+    below = [path.relative_to(directory) for path in directory.rglob("*")]
+    made = {path.parent for path in below if path.name in _OF_OUTPUT}  # such as data/NAME, where text may lie in data/
+    texts = [path for path in below if path.name.lower() != "readme.md" and made.isdisjoint(path.parents)]
+    paths = [directory / path for path in texts if not any(part.startswith(".") for part in path.parts)]
     files = sorted((path for path in paths if path.is_file()), key=str)
     return [path for path in files if text_suffix(path)], [path for path in files if not text_suffix(path)]
 
@@ -84,9 +88,10 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
 def is_text(name: str) -> bool:
     """Whether a path holds text and no shards: a text file, a glob of them, or a directory with such files."""
     directory = Path(name)
-    if not name or any(file for of in ("manifest.json", "*.bin", "*/*.bin") for file in directory.glob(of)):
+    if not name or (directory / "manifest.json").exists() or any(directory.glob("*.bin")):
         return False
-    return bool(text_files(name)[0])
+    below = {path.parent for path in directory.glob("*/*.bin")}
+    return all((path / "manifest.json").exists() for path in below) and bool(text_files(name)[0])
 
 
 def is_on_hub(name: str) -> bool:

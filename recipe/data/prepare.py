@@ -17,6 +17,7 @@ import filelock
 from tqdm import tqdm
 
 from recipe.config import DataConfig, data_sets, parse_config
+from recipe.config.catalog import LOCK
 from recipe.data.documents import TextFiles
 from recipe.data.producer import Producer
 from recipe.data.shards import Manifest, find_shards
@@ -27,7 +28,6 @@ from recipe.utils.units import plural, si
 
 logger = logging.getLogger("recipe.data.prepare")  # as a command this module is called __main__
 
-LOCK = ".preparing.lock"
 BETWEEN_BARS_S = 60.0  # seconds
 
 

@@ -222,7 +222,7 @@ def find_shards(name: str, split: str) -> list[Shard]:
 def _files_of(name: str, split: str) -> list[Path]:
     """The .bin files of a split where no manifest names them."""
     directory = Path(name)
-    paths = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name))
+    paths = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name, recursive=True))
     files = sorted(path for path in paths if path.is_file() and path.suffix == ".bin")
     if not files:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")

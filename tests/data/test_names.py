@@ -63,6 +63,25 @@ def test_text_that_is_named_is_trained_on(here, flag, name):
     assert opened(f"--{flag}={name}", "--val_fraction=0.2")[2].dataset_name != data.dataset_name
 
 
+@pytest.mark.parametrize("name", ["data", "."])
+def test_text_may_lie_where_shards_and_runs_are_made(here, name):
+    (here / "data").mkdir()
+    write_jsonl(here / "data" / "a.jsonl", DOCUMENTS[:20])
+    command = [*SMALL, "--config=shakespeare", "--run_name=r", f"--dataset_name={name}"]
+    ok(run_train(*command, cwd=here))
+    again = ok(run_train(*command, "--max_steps=4", cwd=here)).stdout
+    assert "from step 2" in again
+    assert "tokenizing" not in again
+
+
+def test_a_glob_goes_into_subdirectories(here):
+    for number, directory in enumerate(("texts", "texts/more", "texts/more/still")):
+        (here / directory).mkdir()
+        write_jsonl(here / directory / "a.jsonl", DOCUMENTS[10 * number : 10 * number + 10])
+    _, _, data = opened("--dataset_name=texts/**/*.jsonl")
+    assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == tokens_of(DOCUMENTS[:30])
+
+
 def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
     write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
     (here / "other.txt").write_text(TEXT[:4000])
