@@ -256,7 +256,7 @@ class TextFiles:
                 csv.field_size_limit(2**31 - 1)
                 table = csv.DictReader(file, delimiter="," if suffix == ".csv" else "\t", strict=True)
                 self.column.check_is_in(table.fieldnames or [], str(path))
-                rows = ((f"line {table.line_num}", row) for row in table)
+                rows = _rows_of(table, self.column.name, path)
             elif suffix == ".json" and raw.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 rows = ((f"item {number}", row) for number, row in enumerate(json.load(file), 1))
             elif suffix in (".json", ".jsonl"):
@@ -294,6 +294,24 @@ def _reading(path: Path) -> Generator[None, None, None]:
                 f"iconv -f {known or 'LATIN1'} -t UTF-8 {where} > NEW.txt"
             ) from None
         raise
+
+
+def _rows_of(table: csv.DictReader, column: str, path: Path) -> Iterator[tuple[str, dict]]:
+    """Each row, and where it is. Raises UserError where a row does not have the header's fields: text would be lost."""
+    fields = table.fieldnames or []
+    try:
+        for row in table:
+            where = f"line {table.line_num}"
+            if None in row or row[column] is None:
+                has = len(fields) + len(row[None]) if None in row else [*row.values()].index(None)
+                raise UserError(
+                    f"{path}, {where}: {plural(has, 'field')}, and the header has {len(fields)}; put texts that hold "
+                    f"{table.reader.dialect.delimiter!r} into quotes"
+                )
+            yield where, row
+    except csv.Error as error:
+        where = f"{path}, line {table.reader.line_num}"
+        raise UserError(f"{where}: {error}; is a quote not closed, or the file cut short?") from None
 
 
 def _parsed(line: str, where: str):
