@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from recipe.config.catalog import REPO_NAME, is_on_hub
+from recipe.config.catalog import REPO_NAME, is_on_hub, is_text
 from recipe.config.fields import (
     DEFAULT_RECIPE,
     DEFAULTS,
@@ -192,6 +192,12 @@ def _check_data(data: DataConfig) -> None:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
             raise UserError(f"dataset_source is for .bin files, and the data are {data.train_text}; remove it")
+    if is_text(data.val_data):
+        shards = f"data/{Path(data.val_data).stem}"
+        raise UserError(
+            f"val_data {data.val_data} is text, and takes shards: python -m recipe.data.prepare --train_text "
+            f"{data.val_data} --dataset_name {shards} --val_fraction 0, then --val_data '{shards}/train_*.bin'"
+        )
     if data.streaming and not data.train_text:
         raise UserError(
             f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set of it"

@@ -31,6 +31,9 @@ def open_datasets(
     sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(one.data) for one in sets]
+        for one in sets:
+            if one.data.train_text and one.data.val_data:  # an error before the text is prepared
+                _validation_shards(one.data)
     firsts = windows_before(step * batch.sequences, tuple(one.count for one in sets), run.seed)
     trains: list[TokenDataset] = []
     validations: list[TokenDataset] = []
@@ -85,10 +88,10 @@ def check_dataset(one: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     UserError where it cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
     data = one.data
     what = " ".join(filter(None, (data.train_text, data.dataset_config)))
+    if data.train_text and data.val_data:
+        _validation_shards(data)
     if _is_streamed(data):
         logger.info("data       %s, streamed into %s", what, data.dataset_name)
-        if data.val_data:
-            _validation_shards(data)
         Builder(data, readers=1).producer.source.newest()
     elif must_prepare(data):
         logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)

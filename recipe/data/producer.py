@@ -63,7 +63,7 @@ class Producer:
                 )
         self._threads, self.shard_tokens, self._window = threads, data.shard_tokens, data.sequence_length + 1
         self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
-        self.val_fraction = 0.0 if self.val_documents or (data.streaming and data.val_data) else data.val_fraction
+        self.val_fraction = 0.0 if self.val_documents or data.val_data else data.val_fraction
         self.options = {
             "val_fraction": self.val_fraction or None,
             "val_documents": self.val_documents or None,

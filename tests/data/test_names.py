@@ -82,6 +82,23 @@ def test_a_glob_goes_into_subdirectories(here):
     assert tokens_in(data.dataset_name, "train") + tokens_in(data.dataset_name, "val") == tokens_of(DOCUMENTS[:30])
 
 
+def test_all_of_a_text_is_trained_on_where_the_validation_data_are_others(here, caplog):
+    write_jsonl(here / "train.jsonl", DOCUMENTS[:30])
+    (here / "val.txt").write_text(TEXT[5000:9000])
+    for words, error in (
+        (["--val_data=val.txt"], "is text, and takes shards"),
+        (["--val_data=no"], "val_data no: no such"),
+    ):
+        for dry in ([], ["--dry_run"]):
+            result = run_train(*SMALL, "--config=shakespeare", "--dataset_name=train.jsonl", *words, *dry, cwd=here)
+            assert (result.returncode, error in result.stderr) == (2, True), result.stderr
+            assert not (here / "data").exists(), "nothing was tokenized for that"
+    prepare(data_of("val.txt", "data/val", val_fraction=0.0))
+    train, validation, _ = opened("--dataset_name=train.jsonl", "--val_data=data/val/train_*.bin")
+    assert sum(shard.tokens for shard in train.shards) == len(tokens_of(DOCUMENTS[:30]))
+    assert sum(shard.tokens for shard in validation.shards) == len(tokens_of([TEXT[5000:9000]]))
+
+
 def test_text_that_does_not_match_the_prepared_shards_is_an_error(here):
     write_jsonl(here / "d.jsonl", DOCUMENTS[:30])
     (here / "other.txt").write_text(TEXT[:4000])

@@ -5,7 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ from recipe.data.shards import Manifest, find_shards
 from recipe.data.stream import BuilderProcess, open_manifest
 from recipe.utils.errors import UserError
 from tests.checkpoint import change_state
-from tests.conftest import TINY, flags, run_train
+from tests.conftest import ROOT, TINY, flags, run_train
 from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming
 
 
@@ -137,18 +138,27 @@ def test_a_second_run_that_streams_into_the_directory_is_refused_and_the_first_g
 
 def test_a_builder_ends_with_the_process_that_started_it(prepared, tmp_path):
     data, out = at(prepared, tmp_path / "s"), tmp_path / "s"
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(tell, str(BuilderProcess(data, 1, commit=None, earlier=None).process.pid).encode())
-        time.sleep(600)
+    command = [sys.executable, "-c", STARTS, json.dumps(dataclasses.asdict(data))]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    builder = int(child.stdout.readline())
     open_manifest(out)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    builder, deadline = int(os.read(told, 20)), time.monotonic() + 30
+    child.kill()
+    child.wait()
+    deadline = time.monotonic() + 30
     while alive(builder):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+STARTS = """
+import json, sys, time
+from recipe.config import DataConfig
+from recipe.data.stream import BuilderProcess
+
+data = DataConfig(**json.loads(sys.argv[1]))
+print(BuilderProcess(data, 1, commit=None, earlier=None).process.pid, flush=True)
+time.sleep(600)
+"""
 
 
 def alive(pid):
