@@ -82,6 +82,7 @@ LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, wh
 ENGLISH = 4.4  # bytes a token by GPT-2's tokenizer
 SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
 READ = 0.02 * 50e6  # bytes of text that are looked at for each second given: that takes a fiftieth of it
+CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
 Fields = dict[str, tuple[object, str]]  # of a recipe: value, and why
 
 
@@ -350,6 +351,7 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
     fields |= dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
     fields["eval_tokens"] = recipe(size, outlook.text, choice.tokens, processes.world_size)["eval_tokens"]
     own = [f"--train_hours={seconds / 3600:.5f}", f"--output_dir={directory}", "--dry_run=false"]
+    own += ["--push_to_hub=false", "--report_to=none", "--hellaswag_steps=0", "--sample_steps=0"]
     config = config_of(fields, *words, *own)
     logger.info("trial      %s, for %s", described(size), duration(seconds))
     begun, log = time.monotonic(), logging.getLogger("recipe")
@@ -410,6 +412,8 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
     for name in given & {"max_steps", "num_train_epochs", "train_hours"}:
         raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
+    for name in given & CHOSEN:
+        raise UserError(f"--{name} is what best.py chooses; change it in a copy of the recipe, and train that")
     with processes.shared_error("the text cannot be opened"):
         if not asked.data.train_text:
             raise unknown_data(request.text, "--text")
@@ -501,11 +505,16 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"{request.hours:g} hours: starting takes as long; give {SHORTEST_S / 3600:g} or more")
     request.run_name = re.sub(r"[^\w.-]+", "-", f"{Path(request.text).name.partition('.')[0]}-{amount_of}").strip("-.")
     request.asked = f"From recipe/best.py for {amount_of} of {request.text}"
+    if request.price_per_hour:
+        request.asked += f", at {request.price_per_hour:g} an hour"
+    if request.device:
+        request.asked += f", on {request.device}"
     return request, words
 
 
 def main(argv: list[str] | None = None) -> int:
     """Writes a recipe, trains it, and returns the exit code."""
+    path = None
     try:
         request, words = parse_request(sys.argv[1:] if argv is None else argv)
         asked = parse_config([f"--dataset_name={request.text}", f"--run_name={request.run_name}", *words])
@@ -519,7 +528,7 @@ def main(argv: list[str] | None = None) -> int:
                     pass
         with processes.shared_error("there is another recipe"):
             known = path.exists()
-            if known and request.asked not in path.read_text():
+            if known and f"# {request.asked}" not in path.read_text().splitlines():
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
         if known:
             logger.info("recipe     %s is there: its run goes on", path)
@@ -535,7 +544,10 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     except KeyboardInterrupt:
         if is_local_main_process():
-            print("\nstopped before there was a recipe; the same command searches again", file=sys.stderr)
+            then = "a step was taken; the same command goes on"
+            if not (path and path.exists()):
+                then = "there was a recipe; the same command searches again"
+            print(f"\nstopped before {then}", file=sys.stderr)
         return ExitCode.RUN_AGAIN
 
 

@@ -103,6 +103,27 @@ def test_only_a_text_that_was_read_four_times_ends_a_run(speed, length, tmp_path
         )
 
 
+STOPPED = """
+import sys
+from recipe import best
+
+def run(config, strategy):
+    print("trial:", config.run.push_to_hub, config.run.report_to, config.run.hellaswag_steps, config.run.sample_steps)
+    raise KeyboardInterrupt
+
+best.run = run
+sys.exit(best.main(sys.argv[1:]))
+"""
+
+
+def test_a_trial_is_neither_uploaded_nor_tracked_nor_scored(tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    words = "--push_to_hub true --hub_model_id acme/gpt2 --report_to wandb --hellaswag_steps 100 --sample_steps 100"
+    done = call(tmp_path, "--text", SHAKESPEARE, *words.split(), script=tmp_path / "stopped.py")
+    assert "trial: False none 0 0" in done.stdout, done.stderr
+    assert "stopped before there was a recipe; the same command searches again" in done.stderr
+
+
 @pytest.mark.slow
 def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
     """On Python's library, more text than a processor reads four times in the time."""
@@ -142,6 +163,8 @@ def test_a_plan_by_dollars_for_devices_that_are_not_here(text, size, length, tmp
     assert re.search(f"^best       {size}: loss ", done.stdout, re.MULTILINE)
     recipe = (tmp_path / "runs/rich/recipe.yaml").read_text()
     assert re.search(f"^{length}: ", recipe, re.MULTILINE)
+    for others in (words[2:], [*words, "--price_per_hour", "2"], ["--device", "h100", *words[2:]]):
+        assert "is for something else" in call(tmp_path, "--text", text, *others, "--dry_run").stderr, "it is a plan"
     if text == SHAKESPEARE:
         again = call(tmp_path, "--text", text, *words, "--fresh")
         assert "fresh      the earlier run is kept in runs/rich.old-1" in again.stdout, again.stderr
@@ -160,6 +183,8 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
         (["--dollars", "20", "--price_per_hour", "-1"], "--dollars needs --price_per_hour"),
         (["--text", "empty.txt"], "--text empty.txt holds no text"),
         (["--max_steps", "500"], "--max_steps is for a recipe that is there; for a new one give --hours, --tokens or"),
+        (["--n_embd", "80"], "--n_embd is what best.py chooses; change it in a copy of the recipe"),
+        (["--total_batch_tokens", "4096"], "--total_batch_tokens is what best.py chooses"),
         (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
         (["--device", "abacus"], "no such device is known; there are "),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
