@@ -40,6 +40,22 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
     return windows, {path.name: sha256_of(path)[:12] for path in paths}
 
 
+def check_tokens(data: str, tokenizer: PreTrainedTokenizerBase, windows: list[np.ndarray]) -> None:
+    """Raises UserError for shards of a vocabulary that is not this model's: by their manifest, if there is one, and
+    their largest token."""
+    directory, vocabulary = Path(data) if os.path.isdir(data) else Path(data).parent, tokenizer.get_vocab()
+    path = directory / "manifest.json"
+    with common.reading(path, "name other shards with --data"):
+        made_with = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+    size, largest = max(vocabulary.values()) + 1, max(int(window.max()) for window in windows)
+    if largest >= size or (made_with and not 0 <= size - made_with <= len(tokenizer.added_tokens_decoder)):
+        raise common.UserError(
+            f"--data {data}: shards of a tokenizer of {made_with or largest + 1:,} tokens, and the model's has "
+            f"{size:,}. Prepare the text with the model's own: python -m recipe.data.prepare --dataset_name TEXT "
+            "--tokenizer MODEL"
+        )
+
+
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Bytes of text that each token id stands for, int64 (V,); special tokens stand for none.
 
@@ -95,11 +111,13 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
     if isinstance(source, list):  # a mixture
         first = source[0]["name"]
         raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first}")
-    windows, files = shard_windows(os.path.expanduser(source), length)  # a run writes ~ for the home
+    source_here = os.path.expanduser(source)  # a run writes ~ for the home
+    windows, files = shard_windows(source_here, length)
     limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:
         limit = max(1, config["eval_tokens"] // length)  # as many as each validation of the training
     about = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
+    check_tokens(source_here, loaded.tokenizer, windows[:limit])
     return windows[:limit], about
 
 

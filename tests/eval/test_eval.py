@@ -72,6 +72,20 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command):
     assert len(perplexity.shard_windows(str(tmp_path / "text_*_000000.bin"), 32)[0]) == 6
 
 
+@pytest.mark.parametrize(
+    ("largest", "manifest", "said"),
+    [
+        (4095, {"vocab_size": 4096}, "of a tokenizer of 4,096 tokens, and the model's has 50,257"),
+        (60_000, {"shards": []}, "of a tokenizer of 60,001 tokens"),
+    ],
+)
+def test_shards_of_another_tokenizer_are_refused(model_dir, tmp_path, command, largest, manifest, said):
+    write_shard(tmp_path / "a_val_000000.bin", np.full(40, largest))
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(common.UserError, match=said):
+        command(perplexity, model_dir, "--data", tmp_path, "--sequence_length", 32)
+
+
 def test_bytes_are_those_of_the_text(loaded):
     """Characters of one to four bytes, and a special token, which stands for none."""
     text = "First Citizen:\r\nWe are accounted poor, héllo 漢字 🙂 the end.\n"
