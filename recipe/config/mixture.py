@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from recipe.config.catalog import DATASETS, resolve, short_name
+from recipe.config.catalog import DATASETS, is_on_hub, resolve, short_name
 from recipe.config.fields import (
     DEFAULTS,
     FIELDS,
@@ -54,6 +54,8 @@ def _entry(entry, where: str, run: DataConfig) -> tuple[float, DataConfig]:
     where = f"{where} ({entry['name']}): "
     own = converted(entry, _ENTRY, where)
     weight, name = own.pop("weight"), own.pop("name")
+    if "streaming" not in own and not is_on_hub(own.get("train_text") or name) and not own.get("val_documents"):
+        own["streaming"] = False  # which is for the others: this one is on this disk
     return weight, _located(dataclasses.replace(run, dataset_name=name, **own))
 
 

@@ -178,6 +178,10 @@ def test_a_mixture_on_the_command_line(tmp_path, monkeypatch):
     assert [one.name for one in sets] == ["fineweb-edu-sample-10BT", "fineweb-edu-CC-MAIN-2024-10"]
     assert [one.data.train_text for one in sets] == ["HuggingFaceFW/fineweb-edu"] * 2
     assert all(one.data.streaming for one in sets)
+    (tmp_path / "a.txt").write_text("text on this disk, which is prepared at once")
+    words = "[{name: fineweb-edu, weight: 2}, {name: a.txt, weight: 1}, {name: data/shards, weight: 1}]"
+    sets = data_sets(parse_config(["--config=gpt2-large", f"--dataset_name={words}"]).data)
+    assert [one.data.streaming for one in sets] == [True, False, False]
     alone = parse_config(["--dataset_name=tinystories"]).data.dataset_name
     words = json.dumps([{"name": "tinystories", "weight": 3}])
     assert parse_config([f"--dataset_name={words}"]).data.dataset_name == alone  # a list of one is that one
