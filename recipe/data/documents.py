@@ -36,6 +36,7 @@ LONGEST_PIECE = 1 << 20
 # No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the text.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
+_UNPACK = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd"}
 _JSON = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece of a document, never empty: text, or its tokens, (tokens,), uint16
@@ -289,9 +290,11 @@ def _reading(path: Path) -> Generator[None, None, None]:
         if isinstance(error.__cause__, UnicodeError):
             where, start = shlex.quote(str(path)), path.open("rb").read(2)
             known = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else ""  # its byte order marks
+            convert, unpack = f"iconv -f {known or 'LATIN1'} -t UTF-8", _UNPACK.get(path.suffix.lower())
+            convert = f"{unpack} -dc {where} | {convert}" if unpack else f"{convert} {where}"
             raise UserError(
                 f"{path}: not text in UTF-8; convert it, from {known or 'Latin-1 for example'}, or name other files:\n"
-                f"iconv -f {known or 'LATIN1'} -t UTF-8 {where} > NEW.txt"
+                f"{convert} > NEW{text_suffix(path) or '.txt'}"
             ) from None
         raise
 

@@ -82,7 +82,8 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
             (title, [(plain(k), plain(v)) for k, v in rows.items() if v not in (None, "")]) for title, rows in tables
         ],
     )
-    return card.content.rstrip() + "\n"
+    text = card.content.rstrip() + "\n"
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a file's name may be in Latin-1
 
 
 def _summary(state: dict, texts: list[dict]) -> str:

@@ -309,7 +309,8 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.txt", b"caf\xe9", r"d\.txt: not text in UTF-8; convert it.*\niconv -f LATIN1 -t UTF-8 .*d\.txt > NEW\.txt"),
         ("d.txt", "café".encode("utf-16"), r"convert it, from UTF-16, .*\niconv -f UTF-16 -t UTF-8 .*d\.txt > NEW"),
         ("d.txt", "plain".encode("utf-16-le"), r"d\.txt: not text in UTF-8"),
-        ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl: not text in UTF-8"),
+        ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl: not text in UTF-8.*\niconv .*d\.jsonl > NEW\.jsonl"),
+        ("d.txt.gz", gzip.compress(b"caf\xe9"), r"\ngzip -dc .*d\.txt\.gz \| iconv -f LATIN1 -t UTF-8 > NEW\.txt"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         (

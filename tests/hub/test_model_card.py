@@ -229,6 +229,11 @@ def test_data_and_beginnings_are_named_by_what_they_are(card, parts, datasets, b
     assert text in " ".join(card.text.split())
 
 
+def test_a_files_name_that_is_not_utf8_is_shown_as_far_as_it_can_be(card):
+    made = card(STATE | {"about": [PART | {"data": {"files": [{"name": "caf\udce9.txt", "sha256": "f00"}], "of": 1}}]})
+    assert "caf\ufffd.txt" in made.content.encode().decode()
+
+
 @pytest.mark.parametrize(
     ("config", "data"),
     [
