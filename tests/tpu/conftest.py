@@ -32,12 +32,14 @@ def _missing() -> str:
     made = library.with_name(f"{library.name}.{os.getpid()}")
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", made, HERE / "shim.c", "-ldl"], check=True)
     made.replace(library)
-    library.with_name("tpu-programs").mkdir(exist_ok=True)
+    programs = library.with_name("tpu-programs")
+    programs.mkdir(exist_ok=True)
     os.environ |= {
         "TPU_LIBRARY_PATH": str(library),
         "CPU_PLUGIN": str(Path(plugin.origin).with_name("pjrt_c_api_cpu_plugin.so")),
         "TPU_CHIPS": "1",
-        "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(library.with_name("tpu-programs")),  # shared by all processes
+        "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(programs),  # shared by all processes
+        "TORCHINDUCTOR_CACHE_DIR": str(programs / "inductor"),  # its entries need those programs
         "TF_CPP_MIN_LOG_LEVEL": "1",
         "PYTHONWARNINGS": "ignore",  # tcmalloc is not loaded
     }
