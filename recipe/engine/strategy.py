@@ -31,7 +31,6 @@ from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 
 TIMEOUT = timedelta(minutes=40)  # for a collective; when a process dies, the others end at once, not after this
-HOSTS_TIMEOUT = timedelta(days=1)  # the same between the hosts: the others wait while one tokenizes a long text
 
 
 class Strategy:
@@ -195,5 +194,5 @@ def processes_of(accelerator: Accelerator) -> Processes:
     """The processes that Accelerate has connected. A collective call."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    hosts = torch.distributed.new_group(backend="gloo", timeout=HOSTS_TIMEOUT) if world_size > 1 else None
+    hosts = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
     return Processes(rank, world_size, *local, is_main=rank == 0, hosts=hosts)
