@@ -82,6 +82,7 @@ LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, wh
 ENGLISH = 4.4  # bytes a token by GPT-2's tokenizer
 SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
 READ = 0.02 * 50e6  # bytes of text that are looked at for each second given: that takes a fiftieth of it
+# Fields that are not the user's here.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
 Fields = dict[str, tuple[object, str]]  # of a recipe: value, and why
 
@@ -375,7 +376,7 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
 
 def try_sizes(outlook: Outlook, seconds: float, words: list[str]) -> float:
     """Tries the best size for so many seconds, as far as `outlook` knows by then, until it is the same again or the
-    third; the last trial is longer. Returns what that returns. A collective call."""
+    third; the last trial is longer. Returns the seconds that it took besides. A collective call."""
     tried: list[Size] = []
     while True:
         choice = outlook.best(seconds)
@@ -413,7 +414,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     for name in given & {"max_steps", "num_train_epochs", "train_hours"}:
         raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
     for name in given & CHOSEN:
-        raise UserError(f"--{name} is what best.py chooses; change it in a copy of the recipe, and train that")
+        raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
     with processes.shared_error("the text cannot be opened"):
         if not asked.data.train_text:
             raise unknown_data(request.text, "--text")

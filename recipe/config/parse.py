@@ -3,6 +3,7 @@ names that are not valid (limits of single fields stand beside them)."""
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -193,10 +194,10 @@ def _check_data(data: DataConfig) -> None:
         if data.train_text:
             raise UserError(f"dataset_source is for .bin files, and the data are {data.train_text}; remove it")
     if is_text(data.val_data):
-        shards = f"data/{Path(data.val_data).stem}"
         raise UserError(
             f"val_data {data.val_data} is text, and takes shards: python -m recipe.data.prepare --train_text "
-            f"{data.val_data} --dataset_name {shards} --val_fraction 0, then --val_data '{shards}/train_*.bin'"
+            f"{shlex.quote(data.val_data)} --dataset_name data/val --val_fraction 0, then --val_data "
+            "'data/val/train_*.bin'"
         )
     if data.streaming and not data.train_text:
         raise UserError(

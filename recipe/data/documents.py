@@ -36,7 +36,6 @@ LONGEST_PIECE = 1 << 20
 # No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the text.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
 _BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
-_UNPACK = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd"}
 _JSON = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece of a document, never empty: text, or its tokens, (tokens,), uint16
@@ -290,8 +289,8 @@ def _reading(path: Path) -> Generator[None, None, None]:
         if isinstance(error.__cause__, UnicodeError):
             where, start = shlex.quote(str(path)), path.open("rb").read(2)
             known = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else ""  # its byte order marks
-            convert, unpack = f"iconv -f {known or 'LATIN1'} -t UTF-8", _UNPACK.get(path.suffix.lower())
-            convert = f"{unpack} -dc {where} | {convert}" if unpack else f"{convert} {where}"
+            convert, unpack = f"iconv -f {known or 'LATIN1'} -t UTF-8", PACKED.get(path.suffix.lower(), "")
+            convert = f"{unpack.replace('bz2', 'bzip2')} -dc {where} | {convert}" if unpack else f"{convert} {where}"
             raise UserError(
                 f"{path}: not text in UTF-8; convert it, from {known or 'Latin-1 for example'}, or name other files:\n"
                 f"{convert} > NEW{text_suffix(path) or '.txt'}"
@@ -305,7 +304,7 @@ def _rows_of(table: csv.DictReader, column: str, path: Path) -> Iterator[tuple[s
     try:
         for row in table:
             where = f"line {table.line_num}"
-            if None in row or row[column] is None:
+            if any(row.get(None, ())) or row[column] is None:  # a delimiter at the end of a row is nobody's text
                 has = len(fields) + len(row[None]) if None in row else [*row.values()].index(None)
                 raise UserError(
                     f"{path}, {where}: {plural(has, 'field')}, and the header has {len(fields)}; put texts that hold "

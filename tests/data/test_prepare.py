@@ -303,6 +303,7 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.parquet", b"nonsense", r"d\.parquet cannot be read"),
         ("d.json", b'[{"text": "a"}, 5]', r"d\.json, item 2: a JSON int; expected one object per line, or in \.json"),
         ("d.csv", b'id,text\n1,"a', r"d\.csv, line 2: unexpected end of data; is a quote not closed"),
+        ("d.csv", b"id,text\n1,a,\n2,b,c\n", r"d\.csv, line 3: 3 fields, and the header has 2; put texts"),
         ("d.csv", b"text\nFriends, Romans, countrymen\n", r"d\.csv, line 2: 3 fields, and the header has 1; put texts"),
         ("d.tsv", b"id\ttext\n1\ta\n2\n", r"d\.tsv, line 3: 1 field, and the header has 2; put texts that hold '\\t'"),
         ("d.csv", b"id,body\n1,a\n", r"d\.csv: no column 'text'; there are: id, body.*--text_column"),
