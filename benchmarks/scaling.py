@@ -3,9 +3,10 @@
     python -m benchmarks scaling --texts books.jsonl code.jsonl recipe/data/tiny_shakespeare.txt
 
 Trains sizes and lengths of GRID on each text, as recipe/best.py would. The law is fitted to these and to all runs that
-recipe/scaling.json has (of three texts they are those of recipe/best.py and its neighbors), each text with a line of
-its own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss of a
-longer one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a core.
+recipe/estimate/scaling.json has (of three texts they are those of recipe/best.py and its neighbors), each text with a
+line of its own. How well it predicts is then measured as recipe/best.py uses it: two short runs of a text give the loss
+of a longer one of another size. Each run is recipe/train.py itself. None is repeated; a text takes ten minutes on a
+core.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks import report
-from recipe.best import SCALING, Text, error_of, law, line_through, recipe, survey
+from recipe.best import Text, recipe, survey
 from recipe.config import ROOT, parse_config
 from recipe.data.producer import open_text
+from recipe.estimate.scaling import SCALING, error_of, law, line_through
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
 
@@ -90,10 +92,10 @@ def as_said(runs: list[dict]) -> list[bool]:
 
 
 def main(argv: list[str]) -> int:
-    """Trains what is missing, fits and writes recipe/scaling.json; returns the exit code."""
+    """Trains what is missing, fits and writes recipe/estimate/scaling.json; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
     parser.add_argument("--texts", nargs="+", required=True, help="files, of which the missing runs are trained")
-    path, result = ROOT / "recipe" / "scaling.json", SCALING | {"circumstances": report.circumstances()}
+    path, result = ROOT / "recipe/estimate/scaling.json", SCALING | {"circumstances": report.circumstances()}
     for name in parser.parse_args(argv).texts:
         stem = Path(name).stem
         config = parse_config([f"--dataset_name={name}", f"--run_name={stem}"])

@@ -4,8 +4,8 @@
 
 Looks at the text, trains two or three times, a sixth of the time at most, to see how fast this machine is and
 how hard the text, and chooses the size whose loss will be the lowest when the time is over, by a law fitted to small
-runs (recipe/scaling.json, from `python -m benchmarks scaling`). The result is runs/NAME/recipe.yaml, a recipe like any
-other, which is then trained. Any field of a recipe may follow (--precision fp32), and is taken as it is.
+runs (recipe/estimate/scaling.py). The result is runs/NAME/recipe.yaml, a recipe like any other, which is then trained.
+Any field of a recipe may follow (--precision fp32), and is taken as it is.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ if __package__ in (None, ""):  # as a script
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see train.py
 
 import psutil
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from recipe.checkpoint.run_dir import run_directory
-from recipe.config import ROOT, Config, ModelConfig, batch_arithmetic, parse_config
+from recipe.config import ROOT, Config, batch_arithmetic, parse_config
 from recipe.config.catalog import unknown_data
 from recipe.data.documents import TextFiles
 from recipe.data.hub_text import HubText
 from recipe.data.producer import open_text
-from recipe.data.tokenizer import GPT2, VOCAB_SIZE, open_tokenizer
+from recipe.data.tokenizer import GPT2, open_tokenizer, train_tokenizer
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import fail, is_local_main_process
 from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.estimate.micro_batch import memory_kind
+from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, law, line_through, model_of, published_law
 from recipe.monitor.metrics import read_metrics
 from recipe.train import run
 from recipe.utils.errors import ExitCode, UserError
@@ -60,22 +59,13 @@ from recipe.utils.units import duration, si
 logger = logging.getLogger("recipe.best")
 
 TEXT = ROOT / "recipe" / "data" / "tiny_shakespeare.txt"  # ships
-SCALING = json.loads((ROOT / "recipe" / "scaling.json").read_text())
-Size = tuple[int, int]  # layers and width
-# As the small runs, a block for 32 numbers of width, up to GPT-2's four.
-SIZES: tuple[Size, ...] = (
-    *((2, 64), (3, 96), (4, 128), (5, 160), (6, 192), (8, 256), (8, 384), (10, 512)),
-    *((12, 768), (24, 1024), (36, 1280), (48, 1600)),
-)
 OWN_TOKENS = 4096  # of a tokenizer that is trained on the text
 FITTED_BELOW = 1e15  # FLOPs of a run within reach of those that the law was fitted to
 OWN_BELOW = 1e17  # FLOPs of a run in which the head of GPT-2's 50,257 tokens would take most of the time
 TRIALS, LONGEST_TRIAL_S = (0.02, 0.12), 300  # shares of the time, so far apart that they show how the text is learned
-LEAST_APART = 0.2  # nats a token by the law between two trials, or they do not show how the text is learned
 MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
 MOST_EPOCHS = 4  # by the law further ones together are worth less than a tenth of one of new text
 SHORTEST_S = 90  # of the time given
-ERROR = 0.03, 0.06  # of a loss to expect, and for each nat by the law that it lies below the last trial's: docs/log.md
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
 UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
 LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, where that is at most a tenth
@@ -111,55 +101,6 @@ class Choice:
     epochs: float
     loss: float
     limit: str
-
-
-def block_parameters(size: Size) -> int:
-    """12 L D^2, what the blocks' matrices hold."""
-    return 12 * size[0] * size[1] ** 2
-
-
-def law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """E + s log(A / N^a + 1 / D) nats a token, for N parameters in the blocks and D tokens, of the first text that it
-    was fitted to. That of another text has its own E and s: it is a straight line of this. (The form is the limit of
-    Kaplan et al. 2020, arXiv 2001.08361, equation 1.5, for a small exponent; docs/log.md.)"""
-    E, s, A, a = (SCALING["law"][name] for name in "EsAa")
-    return E + s * math.log(A / block_parameters(size) ** a + 1 / new_tokens(tokens, unique, SCALING["law"]["R"]))
-
-
-def published_law(size: Size, tokens: float, unique: float = math.inf) -> float:
-    """E + A / N^alpha + B / D^beta nats a token, for N parameters with their embedding (Hoffmann et al. 2022, with the
-    numbers of Besiroglu et al. 2024, arXiv 2404.10102, and for repeated text of Muennighoff et al. 2023)."""
-    N = block_parameters(size) + VOCAB_SIZE * size[1]
-    return 1.8172 + 482.01 / N**0.3478 + 2085.43 / new_tokens(tokens, unique, 15.39) ** 0.3658
-
-
-def new_tokens(tokens: float, unique: float, R: float) -> float:
-    """How many tokens of new text are worth as much: unique (1 + R (1 - exp(-repetitions / R))) (Muennighoff et al.
-    2023, arXiv 2305.16264, section 3.1)."""
-    return unique * (1 + R * (1 - math.exp((1 - tokens / unique) / R))) if tokens > unique else tokens
-
-
-def line_through(points: list[tuple[float, float]]) -> Callable[[float], float]:
-    """From the law's loss to that on a text of which so many (law's loss, loss) are known: the straight line through
-    the highest and the lowest; in proportion to the only one; or the law's."""
-    if not points:
-        return float
-    (x0, y0), (x, y) = max(points), min(points)
-    slope = (y0 - y) / (x0 - x) if x0 - x > LEAST_APART else y / x
-    return lambda value: y + slope * (value - x)
-
-
-def error_of(beyond: float) -> float:
-    """That of a loss at a point of such a line, so many nats beyond the lowest that is known."""
-    return ERROR[0] + ERROR[1] * max(0.0, beyond)
-
-
-def model_of(size: Size, vocabulary: int = 0) -> ModelConfig:
-    """The architecture; heads are 32 wide, from a width of 384 on 64, and sequences grow with the model."""
-    layers, width = size
-    heads = width // (32 if width < 384 else 64)
-    positions = next((n for below, n in ((200, 128), (300, 256), (600, 512)) if width < below), 1024)
-    return ModelConfig(layers, heads, width, positions, vocab_size=vocabulary)
 
 
 class Outlook:
@@ -313,7 +254,7 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
         out.flush()
         if every > 1 and not (path.exists() and filecmp.cmp(path, out.name)):  # a new file would have new shards
             shutil.copyfile(out.name, path)
-    tokenizer = train_tokenizer(sample, directory / "tokenizer") if own else config.data.tokenizer
+    tokenizer = str(train_tokenizer(sample, directory / "tokenizer", OWN_TOKENS)) if own else config.data.tokenizer
     some = "".join(sample)[:1_000_000]
     token_bytes = len(some.encode()) / max(1, len(open_tokenizer(tokenizer).encode([some])[0]))
     unseen = source.size / readable if local and every == 1 else 1
@@ -324,21 +265,6 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
     held_out = float(f"{min(0.1, max(0.01, VAL_TOKENS / tokens)):.1g}")
     tokens = (1 - held_out) * tokens if local else math.inf
     return Text(str(path) if every > 1 else name, tokenizer, tokens, token_bytes, held_out, every)
-
-
-def train_tokenizer(sample: list[str], directory: Path) -> str:
-    """A byte-level BPE of OWN_TOKENS tokens, saved to `directory`, which is returned."""
-    bpe, end = Tokenizer(models.BPE()), "<|endoftext|>"
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        sample,
-        trainers.BpeTrainer(
-            vocab_size=OWN_TOKENS, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(directory)
-    return str(directory)
 
 
 def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) -> float:
@@ -406,15 +332,10 @@ def described(size: Size) -> str:
     return f"{size[0]} layers, {size[1]} wide{known.get(size, '')}"
 
 
-def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, strategy: Strategy, path: Path) -> None:
-    """Finds the run for what was asked, logs what to expect of it, and writes its recipe. A collective call. Raises
-    UserError, and KeyboardInterrupt where it was stopped."""
-    processes, started = strategy.runtime.processes, psutil.Process().create_time()
-    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
-    for name in given & {"max_steps", "num_train_epochs", "train_hours"}:
-        raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
-    for name in given & CHOSEN:
-        raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
+def look_at(request: argparse.Namespace, asked: Config, strategy: Strategy) -> tuple[Outlook, float]:
+    """Reads the text, or enough of it, and says what is known of it before a trial, with the seconds that there are. A
+    collective call. Raises UserError."""
+    processes = strategy.runtime.processes
     with processes.shared_error("the text cannot be opened"):
         if not asked.data.train_text:
             raise unknown_data(request.text, "--text")
@@ -426,7 +347,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     seconds = 3600 * request.hours or guess.seconds_for(request.tokens)
     first = guess.best(seconds)
     flops = first.tokens * guess.flops(first.size)
-    own = flops < OWN_BELOW and not any(word.startswith("--tokenizer") for word in words)
+    own = flops < OWN_BELOW and "tokenizer" not in request.given
     with processes.shared_error("the text cannot be read"):
         needed = 2 * first.tokens * guess.text.token_bytes
         text = survey(request.text, source, asked, seconds, needed, own) if processes.is_main else None
@@ -435,7 +356,18 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     made_by = f"a tokenizer of {OWN_TOKENS:,} trained on it" if own else f"tokenizer {text.tokenizer}"
     logger.info("text       %s: %s, %.1f bytes each, by %s", request.text, length, text.token_bytes, made_by)
     its_law = law if flops < FITTED_BELOW else published_law
-    outlook = Outlook(strategy, text, open_tokenizer(text.tokenizer).vocab_size, its_law)
+    return Outlook(strategy, text, open_tokenizer(text.tokenizer).vocab_size, its_law), seconds
+
+
+def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, strategy: Strategy, path: Path) -> None:
+    """Finds the run for what was asked, logs what to expect of it, and writes its recipe. A collective call. Raises
+    UserError, and KeyboardInterrupt where it was stopped."""
+    for name in request.given & {"max_steps", "num_train_epochs", "train_hours"}:
+        raise UserError(f"--{name} is for a recipe that is there; for a new one give --hours, --tokens or --dollars")
+    for name in request.given & CHOSEN:
+        raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
+    processes, started = strategy.runtime.processes, psutil.Process().create_time()
+    outlook, seconds = look_at(request, asked, strategy)
     besides = 0.0 if request.device else try_sizes(outlook, seconds, words)
     if request.tokens:
         seconds = outlook.seconds_for(request.tokens)
@@ -443,15 +375,15 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
         seconds -= time.time() - started + besides
     best = outlook.best(seconds)
     announce(outlook, outlook.choices(seconds), best)
-    fields = recipe(best.size, text, best.tokens, processes.world_size)
-    batch = batch_tokens(best.tokens, model_of(best.size).n_positions * processes.world_size)
-    steps = max(1, round(best.tokens / batch))
+    fields = recipe(best.size, outlook.text, best.tokens, processes.world_size)
     if request.tokens or best.epochs >= MOST_EPOCHS:
+        batch = batch_tokens(best.tokens, model_of(best.size).n_positions * processes.world_size)
+        steps = max(1, round(best.tokens / batch))
         fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
     fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
-    fields |= {name: (asked.flat()[name], "as given") for name in given}
+    fields |= {name: (asked.flat()[name], "as given") for name in sorted(request.given)}
     fields["run_name"] = asked.run.run_name, "where it is"
     head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error(best):.0%}"
     head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
@@ -510,6 +442,7 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         request.asked += f", at {request.price_per_hour:g} an hour"
     if request.device:
         request.asked += f", on {request.device}"
+    request.given = {word[2:].partition("=")[0] for word in words if word.startswith("--")} - {"dry_run", "fresh"}
     return request, words
 
 

@@ -11,6 +11,7 @@ import yaml
 from recipe import best
 from recipe.config import parse_config
 from recipe.config.fields import FIELDS
+from recipe.estimate import scaling
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, environment, launch, metrics, ok
 
@@ -200,16 +201,16 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
 
 def test_the_law_predicts_the_runs_that_it_was_fitted_to():
     """Of the first text by itself; of each, the longest run of a larger model by two short ones."""
-    scaling = best.SCALING
-    texts = list(scaling["errors"])
+    runs_and_law = scaling.SCALING
+    texts = list(runs_and_law["errors"])
     assert len(texts) == 9
     for text in texts:
-        runs = [run for run in scaling["runs"] if run["text"] == text]
-        points = [(best.law(tuple(r["size"]), r["tokens"], r["unique"]), r["loss"]) for r in runs]
+        runs = [run for run in runs_and_law["runs"] if run["text"] == text]
+        points = [(scaling.law(tuple(r["size"]), r["tokens"], r["unique"]), r["loss"]) for r in runs]
         if text == texts[0]:
             assert [value for value, _ in points] == pytest.approx([loss for _, loss in points], rel=0.02)
         value, loss = points[3]
-        predicted = [best.line_through(points[i : i + 2])(value) / loss - 1 for i in (0, 1)]
-        assert predicted == pytest.approx(scaling["errors"][text], abs=6e-4)
-        errors = [best.error_of(points[i][0] - value) for i in (1, 2)]
+        predicted = [scaling.line_through(points[i : i + 2])(value) / loss - 1 for i in (0, 1)]
+        assert predicted == pytest.approx(runs_and_law["errors"][text], abs=6e-4)
+        errors = [scaling.error_of(points[i][0] - value) for i in (1, 2)]
         assert all(abs(one) <= error for one, error in zip(predicted, errors, strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,3 +184,21 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
     tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
     byte_level = alphabet <= tokens and set("".join(tokens)) <= alphabet
     return byte_level and isinstance(tokenizer.backend_tokenizer.model, BPE)
+
+
+def train_tokenizer(texts: Iterable[str], directory: Path | str, vocab_size: int) -> Path:
+    """Trains a byte-level BPE of `vocab_size` tokens, the end of a text included, and saves it to `directory`, which is
+    returned."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe, end, alphabet = Tokenizer(models.BPE()), "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(directory)
+    return Path(directory)
