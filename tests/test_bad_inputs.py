@@ -111,6 +111,13 @@ class Place:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
+    def link(self, name: str, beside: str) -> Path:
+        """A directory with a text and a link that leads nowhere."""
+        link = self.path / name
+        self.file(f"{link.parent.name}/{beside}", "a text")
+        link.symlink_to("elsewhere")
+        return link.parent
+
     def weights(self) -> Path:
         """A model whose safetensors are cut short."""
         GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64).save_pretrained(self.path / "old")
@@ -148,6 +155,10 @@ TABLE = {
     "1 nothing to prepare": (
         lambda at: ["prepare", "--dataset_name=nothere"],
         "dataset_name nothere: no such file, directory or data set",
+    ),
+    "1 a link to nothing, beside text": (  # as git-annex and DVC leave it
+        lambda at: at.train(at.path / "new", train_text=at.link("texts/b.txt", beside="a.txt")),
+        "texts/b.txt cannot be read (No such file or directory); fetch what it links to, or remove it",
     ),
     "4 token outside": (
         lambda at: at.train(at.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),

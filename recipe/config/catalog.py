@@ -77,14 +77,19 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
     directory = Path(name)
     if not directory.is_dir():  # the name of a file may hold a bracket
         paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
-        files = [path for path in paths if path.is_file()]
+        files = [path for path in paths if _is_file(path)]
         return ([] if any(path.suffix == ".bin" for path in files) else files), []
     below = [path.relative_to(directory) for path in directory.rglob("*")]
     made = {path.parent for path in below if path.name in _OF_OUTPUT}  # such as data/NAME, where text may lie in data/
     texts = [path for path in below if path.name.lower() != "readme.md" and made.isdisjoint(path.parents)]
     paths = [directory / path for path in texts if not any(part.startswith(".") for part in path.parts)]
-    files = sorted((path for path in paths if path.is_file()), key=str)
+    files = sorted((path for path in paths if _is_file(path)), key=str)
     return [path for path in files if text_suffix(path)], [path for path in files if not text_suffix(path)]
+
+
+def _is_file(path: Path) -> bool:
+    """Also a link to nothing, for the error that names it: git-annex and DVC leave such where data was not fetched."""
+    return path.is_file() or not path.exists()
 
 
 def is_text(name: str) -> bool:

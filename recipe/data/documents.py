@@ -195,9 +195,9 @@ class TextFiles:
 
     def __init__(self, name: str, column: Column):
         """`name` is a file, a glob or a directory; `paths` is empty where no text file matches. `size` is that of all
-        files, in bytes, and `position` how many of them were read."""
+        files, in bytes, and `position` how many of them were read. Raises UserError for a link to nothing."""
         (self.paths, self._skipped), self.column = text_files(name), column
-        self._starts = [0, *accumulate(path.stat().st_size for path in self.paths)]
+        self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
 
     def __str__(self) -> str:
@@ -277,6 +277,11 @@ class TextFiles:
             if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
                 raise UnicodeError
             yield chunk
+
+
+def _size_of(path: Path) -> int:
+    with reading(path, "fetch what it links to, or remove it" if path.is_symlink() else "is it still there?"):
+        return path.stat().st_size
 
 
 @contextmanager
