@@ -1,9 +1,15 @@
 """Copies of what is on a device in the CPU's memory, for a checkpoint."""
 
+import logging
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from recipe.utils.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 
 class HostCopies:
@@ -38,8 +44,15 @@ class HostCopies:
 
 def _lock_pages(buffer: Tensor) -> None:
     """Page-locks the memory of a tensor for as long as that lives. (pin_memory would round up to a power of two: 32 GB
-    for XL's 18.7.)"""
+    for XL's 18.7.) Where that is refused, as WSL does above a part of the memory, copies wait for the device."""
     cudart, pointer = torch.cuda.cudart(), buffer.data_ptr()
-    torch.cuda.check_error(cudart.cudaHostRegister(pointer, buffer.nbytes, 0))
+    try:
+        torch.cuda.check_error(cudart.cudaHostRegister(pointer, buffer.nbytes, 0))
+    except RuntimeError as error:
+        why = first_line(error)
+        logger.warning("memory     %.1f GB cannot be page-locked (%s): saves take longer", buffer.nbytes / 1e9, why)
+        with suppress(RuntimeError):  # CUDA keeps the error for the next kernel: not one of the training
+            torch.zeros(1, device="cuda")
+        return
     # Before the memory is freed, or CUDA refuses the next buffer at this address. Views of it keep the tensor alive.
     weakref.finalize(buffer, cudart.cudaHostUnregister, pointer).atexit = False

@@ -55,3 +55,21 @@ def test_memory_is_page_locked_for_as_long_as_there_are_copies(monkeypatch):
         assert len(cudart.registered) == 1, "which a save may still be writing"
         del copy
         assert not cudart.registered
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch, caplog):
+    """WSL refuses a large part of the memory; CUDA reports it once more, in place of the next kernel."""
+    reports = [RuntimeError("out of memory(2)"), RuntimeError("CUDA error: out of memory")]
+    cudart = type("Cudart", (), {"cudaHostRegister": lambda *_: 2})
+
+    def report(*_, **__):
+        raise reports.pop(0)
+
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", report)
+    with monkeypatch.context() as kernels:
+        kernels.setattr(torch, "zeros", report)
+        copy = HostCopies(type("Device", (), {"type": "cuda"})(), 1000).add(torch.ones(1000))
+    assert not reports
+    assert copy.sum() == 1000
+    assert "0.0 GB cannot be page-locked (" in caplog.text
