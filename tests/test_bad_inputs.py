@@ -186,6 +186,10 @@ TABLE = {
         lambda at: at.mixture("{name: A, weight: 0}, {name: B, weight: 0.0}"),
         "dataset_name has no entry with a weight above 0; write a mixture as",
     ),
+    "12 mixture, a weight that rounds to no sequence": (
+        lambda at: at.mixture("{name: A, weight: 3}, {name: B, weight: 0.001}"),
+        "dataset_name gives B less than one of 1,000 sequences; raise its weight 0.001 above 0.003001, or make it 0",
+    ),
     "12 mixture, twice": (
         lambda at: at.mixture("{name: A, weight: 1}, {name: ./A, weight: 2}"),
         "dataset_name lists ./A twice; remove one of the two",

@@ -176,6 +176,18 @@ def test_colab(shards, whole_run, tmp_path):
     assert sorted(path.name for path in (kept / name).glob("step_*")) == ["step_00000010", "step_00000020"]
 
 
+def test_colab_keeps_the_run_of_an_interrupted_cell(tmp_path):
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    kept: list = []
+    names = {"run": interrupted, "copy_run": lambda *paths: kept.append(paths), "Path": Path, "RUN": str(tmp_path)}
+    names |= {"KEPT": "/drive", "TPU": "", "HOURS": 4, "CONFIG": "", "TRACKER": "", "FIELDS": ""}
+    with pytest.raises(KeyboardInterrupt):
+        exec(CODE["colab"]["train"], names)
+    assert kept == [(tmp_path, Path("/drive") / tmp_path.name)]
+
+
 @pytest.mark.parametrize(
     ("accelerator", "device", "backend", "extras"),
     [("v5e-1", "TPU v5e-1", "cpu", "tpu,trackers"), ("", "neither a GPU nor a TPU", "auto", "trackers")],

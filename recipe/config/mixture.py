@@ -37,6 +37,12 @@ def data_config(values: dict) -> DataConfig:
             raise UserError(f"{name} applies to one data set, but dataset_name is a list; move it into an entry")
     entries = [_entry(entry, f"dataset_name, entry {number}", run) for number, entry in enumerate(listed, 1)]
     counts = counts_of([weight for weight, _ in entries])
+    for (weight, data), count in zip(entries, counts, strict=True):
+        if weight and not count:  # its text would not be read
+            raise UserError(
+                f"dataset_name gives {data.dataset_name} less than one of {MIXTURE_PERIOD:,} sequences; raise its "
+                f"weight {weight:g} above {sum(weight for weight, _ in entries) / MIXTURE_PERIOD:g}, or make it 0"
+            )
     sets: dict[Path, MixtureEntry] = {}
     for number, ((_, data), count) in enumerate(zip(entries, counts, strict=True), 1):
         directory, name = Path(data.dataset_name).resolve(), short_name(data.dataset_name)
