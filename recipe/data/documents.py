@@ -292,15 +292,25 @@ def _reading(path: Path) -> Generator[None, None, None]:
             yield
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):
-            where, start = shlex.quote(str(path)), path.open("rb").read(2)
-            known = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else ""  # its byte order marks
-            convert, unpack = f"iconv -f {known or 'LATIN1'} -t UTF-8", PACKED.get(path.suffix.lower(), "")
+            where, unpack = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
+            option, what = _encoding(path)
+            convert = f"iconv {option} -t UTF-8"
             convert = f"{unpack.replace('bz2', 'bzip2')} -dc {where} | {convert}" if unpack else f"{convert} {where}"
-            raise UserError(
-                f"{path}: not text in UTF-8; convert it, from {known or 'Latin-1 for example'}, or name other files:\n"
-                f"{convert} > NEW{text_suffix(path) or '.txt'}"
-            ) from None
+            way_out = f"{convert} > NEW{text_suffix(path) or '.txt'}"
+            raise UserError(f"{path}: {what}, or name other files:\n{way_out}") from None
         raise
+
+
+def _encoding(path: Path) -> tuple[str, str]:
+    """iconv's option for a text that is not all UTF-8, and why, by the text's beginning."""
+    with path.open("rb") as packed:
+        start = pa.input_stream(packed, PACKED.get(path.suffix.lower())).read(1 << 24)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):  # its byte order marks
+        return "-f UTF-16", "not text in UTF-8; convert it, from UTF-16"
+    read = start.decode(errors="replace")
+    if sum(character > "\x7f" for character in read) > 2 * read.count("\ufffd"):
+        return "-c -f UTF-8", "some bytes are not UTF-8; leave them out"
+    return "-f LATIN1", "not text in UTF-8; convert it, from Latin-1 for example"
 
 
 def _rows_of(table: csv.DictReader, column: str, path: Path) -> Iterator[tuple[str, dict]]:

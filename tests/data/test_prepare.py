@@ -308,6 +308,11 @@ def test_patience_with_the_hub_ends(monkeypatch):
         ("d.tsv", b"id\ttext\n1\ta\n2\n", r"d\.tsv, line 3: 1 field, and the header has 2; put texts that hold '\\t'"),
         ("d.csv", b"id,body\n1,a\n", r"d\.csv: no column 'text'; there are: id, body.*--text_column"),
         ("d.txt", b"caf\xe9", r"d\.txt: not text in UTF-8; convert it.*\niconv -f LATIN1 -t UTF-8 .*d\.txt > NEW\.txt"),
+        (
+            "d.txt",
+            "é".encode() * 99 + b"\xe9",
+            r"some bytes are not UTF-8; leave them out.*\niconv -c -f UTF-8 -t UTF-8 .*d\.txt > NEW\.txt",
+        ),
         ("d.txt", "café".encode("utf-16"), r"convert it, from UTF-16, .*\niconv -f UTF-16 -t UTF-8 .*d\.txt > NEW"),
         ("d.txt", "plain".encode("utf-16-le"), r"d\.txt: not text in UTF-8"),
         ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl: not text in UTF-8.*\niconv .*d\.jsonl > NEW\.jsonl"),
