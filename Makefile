@@ -26,19 +26,24 @@ WORKERS ?= logical
 # model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
+# A text, and a variable's value, as one word of the shell, whatever is in it.
+quoted = '$(subst ','\'',$(1))'
+as_word = $(call quoted,$(value $(1)))
+
 # TorchTPU has an environment of its own: it changes torch.compile wherever it is installed.
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
-# --quiet: after an error of the script, the script's message is the last line and not the launcher's traceback.
+# --quiet: after an error of one process, its message is the last line and not the launcher's traceback.
 # The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that, and make,
 # which then ends too, does not call it an error.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
 # What a training run needs installed.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
-BEST = $(if $(TEXT),--text='$(TEXT)') $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device '$(DEVICE)') $(if $(FRESH),--fresh) $(ARGS)
+TRAIN = recipe/train.py --config $(call as_word,CONFIG) $(if $(FRESH),--fresh) $(ARGS)
+BEST = recipe/best.py $(if $(TEXT),--text=$(call as_word,TEXT)) $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device $(call as_word,DEVICE)) $(if $(FRESH),--fresh) $(ARGS)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
-BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
+BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
 # What tells in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
@@ -69,30 +74,30 @@ help:
 ##@ Train
 
 train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
-	@echo "$(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)"
-	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/train.py --config $(CONFIG) $(if $(FRESH),--fresh) $(ARGS)) || [ $$stopped ]
-	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(CONFIG) $(ARGS))" --prompt "$(PROMPT)")
+	@printf '%s\n' $(call quoted,$(LAUNCH) $(TRAIN))
+	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(TRAIN)) || [ $$stopped ]
+	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(call as_word,CONFIG) $(ARGS))" --prompt $(call as_word,PROMPT))
 
 best: $(TRAINING) ## give TEXT and HOURS: the best model in them (DOLLARS=20 PRICE=28 DEVICE=8xh100: a plan)
-	@echo "$(LAUNCH) recipe/best.py $(BEST)"
-	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) recipe/best.py $(BEST)) || [ $$stopped ]
-	$(if $(DEVICE)$(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample --prompt "$(PROMPT)")
+	@printf '%s\n' $(call quoted,$(LAUNCH) $(BEST))
+	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(BEST)) || [ $$stopped ]
+	$(if $(DEVICE)$(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python $(BEST) --print_run)" --prompt $(call as_word,PROMPT))
 
-plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at $$28 an hour)
-	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(CONFIG) --dry_run $(if $(DEVICE),'$(DEVICE)') $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
+plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at 28 dollars an hour)
+	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(call as_word,CONFIG) --dry_run $(if $(DEVICE),$(call as_word,DEVICE)) $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
 
 preflight: $(TRAINING) ## prove this machine in two minutes: kernels, links, disk, resume, speed
-	@$(LAUNCH) recipe/preflight.py --config $(CONFIG) $(ARGS)
+	@$(LAUNCH) recipe/preflight.py --config $(call as_word,CONFIG) $(ARGS)
 
 # The training text is the 288 tokens that the validation leaves: 4 sequences of 64 and the last one's end.
 overfit: $(TRAINING) ## learn one batch by heart with CONFIG: from a loss of 10.8 to below 0.1
-	@$(LAUNCH) --num_processes 1 --num_machines 1 recipe/train.py --config $(CONFIG) --run_name overfit --fresh \
+	@$(LAUNCH) --num_processes 1 --num_machines 1 recipe/train.py --config $(call as_word,CONFIG) --run_name overfit --fresh \
 		--dataset_name data/one-batch --train_text recipe/data/tiny_shakespeare.txt --streaming false --val_fraction 0.99915 \
 		--sequence_length 64 --total_batch_tokens 256 --micro_batch_size 4 --max_steps 40 --warmup_steps 5 \
 		--logging_steps 5 --eval_steps end --eval_tokens 256 --save_steps end --hellaswag_steps 0 --sample_steps 0 $(ARGS)
 
 data: .venv/installed ## tokenize CONFIG's data before training
-	$(BIN)/python -m recipe.data.prepare --config $(CONFIG) $(ARGS)
+	$(BIN)/python -m recipe.data.prepare --config $(call as_word,CONFIG) $(ARGS)
 
 checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 	$(BIN)/python -m recipe.checkpoint $(RUN) $(ARGS)
@@ -100,7 +105,7 @@ checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 ##@ Look and evaluate
 
 sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
-	$(BIN)/python -m eval.sample $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+	$(BIN)/python -m eval.sample $(MODEL) --prompt $(call as_word,PROMPT) $(ARGS)
 
 chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
 	@$(BIN)/python -m eval.sample $(MODEL) --interactive $(ARGS)
@@ -141,7 +146,7 @@ bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CON
 
 # Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
 gpu-proof: ## prove a GPU in ten minutes, into PROOF_OUT (NANOGPT, TEXT)
-	$(firstword $(wildcard .venv/bin/python) $(PYTHON)) -m benchmarks proof --out $(PROOF_OUT) $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(ARGS)
+	$(firstword $(wildcard .venv/bin/python) $(PYTHON)) -m benchmarks proof --out $(PROOF_OUT) $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(call as_word,TEXT)) $(ARGS)
 
 gpu-bundle: ## pack what gpu-proof needs without a network: BUNDLE
 	@tar czf $(BUNDLE) --exclude-vcs --exclude __pycache__ $(filter-out runs data bench $(BUNDLE),$(wildcard *)) $(if $(NANOGPT),-C $(abspath $(NANOGPT)) model.py) \
@@ -187,11 +192,11 @@ clean: ## delete environments and caches; data/ and runs/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "data/ and runs/ are kept; delete them by hand"
 
-# uv's has no pip. Else with the newest: the one that comes with Python 3.11 takes a minute longer to choose the versions.
+# --seed: with pip, for those who use it. Else with the newest: the one that comes with Python 3.11 takes a minute longer to choose the versions.
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
 	@echo "creating the environment $(@D:/bin=)"
-	@if command -v uv >/dev/null; then uv venv --quiet --python $(PYTHON) $(@D:/bin=); \
+	@if command -v uv >/dev/null; then uv venv --quiet --seed --python $(PYTHON) $(@D:/bin=); \
 	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
 	elif $(PYTHON) -c 'import virtualenv' 2>/dev/null; then $(PYTHON) -m virtualenv --quiet $(@D:/bin=); \
 	else echo "error: $(PYTHON) has neither venv nor virtualenv: apt install python3-venv, or pip install virtualenv or uv"; exit 1; fi

@@ -8,7 +8,7 @@ import signal
 import sys
 from importlib import import_module
 
-from recipe.utils.errors import UserError
+from recipe.utils.errors import ArgumentParser, UserError
 
 # Modules whose main takes the remaining arguments and returns the exit code.
 COMMANDS = {
@@ -24,15 +24,15 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark that the command line names; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m benchmarks",
         description="How fast training is. Each command has its own --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"{name:<12} {text}" for name, text in COMMANDS.items()),
     )
     parser.add_argument("command", choices=COMMANDS)
-    command = parser.parse_args(argv[:1]).command
     try:
+        command = parser.parse_args(argv[:1]).command
         return import_module(f"benchmarks.{command}").main(argv[1:])
     except (UserError, OSError, ModuleNotFoundError) as error:  # a lent GPU's Python may lack pytest, for one
         print(f"error: {error}", file=sys.stderr)

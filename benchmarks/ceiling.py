@@ -4,7 +4,6 @@ the driver, clocks and power. Writes ceiling.json.
     python -m benchmarks ceiling --config gpt2 --micro_batch_size 32
 """
 
-import argparse
 import statistics
 import subprocess
 import time
@@ -22,6 +21,7 @@ from benchmarks import report
 from benchmarks.runs import device
 from recipe.config import parse_config
 from recipe.engine import hardware
+from recipe.utils.errors import ArgumentParser
 
 SMI = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,memory.used"
 FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -87,7 +87,7 @@ def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | s
 
 def main(argv: list[str]) -> int:
     """Measures and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks ceiling", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m benchmarks ceiling", allow_abbrev=False)
     parser.add_argument("--config", default="gpt2", help="recipe whose shapes are measured")
     parser.add_argument("--micro_batch_size", type=int, default=32 if device().type != "cpu" else 1)
     parser.add_argument("--out", default="bench", help="directory of the results")

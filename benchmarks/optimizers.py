@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks import report
 from recipe.config import ROOT
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
 SAME = 0.005  # nats per token: too small to tell runs apart, about the standard deviation over seeds
 LENGTHS = (0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # of Muon's runs, as shares of AdamW's steps
@@ -225,7 +225,7 @@ def lines(r: dict) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Tunes and compares the optimizers at every size, and writes optimizers.json; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizers", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m benchmarks optimizers", allow_abbrev=False)
     parser.add_argument("--dataset_name", default="recipe/data/tiny_shakespeare.txt", help="text, or shards")
     parser.add_argument("--tokenizer", default="gpt2", help="gpt2, or a directory (docs/data.md trains one)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x128"], help="layers x width; gpt2: 124M")

@@ -16,7 +16,7 @@ from benchmarks import report
 from benchmarks.runs import Run, Void, device, interleave, shards, times_as_fast, trainer
 from recipe.config import parse_config
 from recipe.engine import hardware
-from recipe.utils.errors import UserError
+from recipe.utils.errors import ArgumentParser, UserError
 
 COMPARED = 20  # steps whose losses must agree
 # Nats between two runs' losses at a step: rounding alone in the same precision; bf16's rounding between two.
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser(on_cpu: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m benchmarks peers", allow_abbrev=False)
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
     parser.add_argument("--precision", default="", help="fp32, tf32, bf16 or fp16 (default: the device's best)")
     parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 64, help="sequences of a step")

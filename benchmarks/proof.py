@@ -9,7 +9,6 @@ OUT-work/NN-NAME, where those that failed leave their files.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ import psutil
 from benchmarks import report
 from recipe.config import ROOT
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import UserError
+from recipe.utils.errors import ArgumentParser, UserError
 from recipe.utils.files import replace_file
 
 GRACE_S = 10  # for a step that has to end
@@ -160,7 +159,7 @@ def result_of(place: Path, begun: float) -> dict:
 
 def main(argv: list[str]) -> int:
     """Runs the proof; returns the exit code, 0 if all steps have succeeded."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks proof", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m benchmarks proof", allow_abbrev=False)
     parser.add_argument("--out", default="bench/proof", help="directory of the results")
     parser.add_argument("--nanogpt", default="", help="checkout of karpathy/nanoGPT, a peer")
     parser.add_argument("--text", default="", help="text or shards, with which the optimizers are compared, too")

@@ -11,7 +11,6 @@ core.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -29,7 +28,7 @@ from recipe.config import ROOT, parse_config
 from recipe.data.producer import open_text
 from recipe.estimate.scaling import SCALING, error_of, law, line_through
 from recipe.utils.checkpoints import read_metrics
-from recipe.utils.errors import UserError
+from recipe.utils.errors import ArgumentParser, UserError
 
 # Layers, width, tokens.
 GRID = ((2, 64, 32_768), (2, 64, 128_000), (2, 64, 512_000), (4, 128, 1_024_000), (2, 64, 2_048_000))
@@ -93,7 +92,7 @@ def as_said(runs: list[dict]) -> list[bool]:
 
 def main(argv: list[str]) -> int:
     """Trains what is missing, fits and writes recipe/estimate/scaling.json; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m benchmarks scaling", allow_abbrev=False)
     parser.add_argument("--texts", nargs="+", required=True, help="files, of which the missing runs are trained")
     path, result = ROOT / "recipe/estimate/scaling.json", SCALING | {"circumstances": report.circumstances()}
     for name in parser.parse_args(argv).texts:

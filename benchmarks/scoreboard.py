@@ -28,6 +28,7 @@ from recipe.config import ModelConfig, parse_config
 from recipe.engine import hardware
 from recipe.estimate.cost import cpu_flops
 from recipe.estimate.memory import flops_per_token
+from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import si
 
 COLUMNS = {  # of the table: key of a row -> heading, format
@@ -175,7 +176,7 @@ def main(argv: list[str]) -> int:
 
 def _parser(on_cpu: bool) -> argparse.ArgumentParser:
     most = os.cpu_count() or 1 if on_cpu else torch.cuda.device_count()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks scoreboard", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m benchmarks scoreboard", allow_abbrev=False)
     parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose model is measured")
     parser.add_argument("--sequences", type=int, default=8 if on_cpu else 64, help="of a step and process")
     parser.add_argument("--sweep", default="", help="micro_batch_size, or another field and values: FIELD=1,2,3")

@@ -18,7 +18,7 @@ from huggingface_hub.utils import logging as hub_logging
 from eval.loglikelihood import LanguageModel
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
 from recipe.utils.download import HUB_TIMEOUT_S, within
-from recipe.utils.errors import ExitCode, UserError, first_line, no_safetensors, reading
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
 
 
@@ -71,7 +71,7 @@ class Loaded:
 
 def parser(description: str, *, batch_size: int | None = None, batch_unit: str = "") -> argparse.ArgumentParser:
     """The arguments that all evaluation commands take. `batch_size` is the default, in `batch_unit`."""
-    result = argparse.ArgumentParser(description=description)
+    result = ArgumentParser(description=description)
     result.add_argument("model", nargs="?", help="checkpoint, run directory or Hub id (default: the newest run)")
     result.add_argument("--device", default="auto", choices=["auto", "cuda", "tpu", "mps", "cpu"])
     result.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
@@ -87,7 +87,7 @@ def parser(description: str, *, batch_size: int | None = None, batch_unit: str =
 
 def positive_int(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    if int(text) < 1:
+    if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return int(text)
 

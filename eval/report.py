@@ -3,7 +3,6 @@
 Writes report.html, which is self-contained, and each plot as a PNG, by metrics.jsonl and the checkpoints' results.
 """
 
-import argparse
 import base64
 import math
 from pathlib import Path
@@ -18,6 +17,7 @@ from eval.diagnosis import Finding, diagnose
 from eval.published import WAYS
 from eval.scores import ci95
 from recipe.utils.checkpoints import newest_run
+from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
@@ -26,7 +26,7 @@ WORDS = {"good": "ok", "bad": "look", "note": "note"}
 
 def main() -> None:
     """Writes the report of one run or several and prints the findings. Raises UserError."""
-    parser = argparse.ArgumentParser(description="Pictures and a page of one training run or several.")
+    parser = ArgumentParser(description="Pictures and a page of one training run or several.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories (default: the newest under runs/)")
     parser.add_argument("--out", type=Path, help="directory of report.html and the PNGs (default: RUN/report)")
     args = parser.parse_args()

@@ -39,7 +39,7 @@ from recipe.hub.download import checkpoints_on_the_hub, fetch
 from recipe.model.build import build_model
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints, newest_run, read_metrics, step_of
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.processes import Processes
 
 # Where numbers are cast to 16 bits; and what else must be the same for two runs to be equal to the bit.
@@ -269,7 +269,7 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code: 0 it holds, 1 different, 69 not comparable here."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.audit", description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(prog="python -m recipe.audit", description=__doc__.partition("\n")[0])
     of_what = parser.add_mutually_exclusive_group()
     of_what.add_argument("run", type=Path, nargs="?", help="directory of the run (default: the newest run)")
     of_what.add_argument("--repo", default="", help="ORG/NAME on the Hub, of a run with --push_to_hub state")
@@ -278,8 +278,8 @@ def main(argv: list[str] | None = None) -> int:
     which.add_argument("--random", type=int, metavar="N", help="replay N intervals, drawn at random")
     parser.add_argument("--launch", default="", help="what starts a program here (default: python, one process)")
     parser.add_argument("--flags", default="", help="of recipe/train.py that differ here: '--dataset_name DIRECTORY'")
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         with tempfile.TemporaryDirectory(prefix="audit-") as directory:
             return _main(arguments, Path(directory))
     except (UserError, OSError) as error:

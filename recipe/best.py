@@ -51,7 +51,7 @@ from recipe.estimate.micro_batch import memory_kind
 from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, law, line_through, model_of, published_law
 from recipe.monitor.metrics import read_metrics
 from recipe.train import run
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 from recipe.utils.units import duration, si
@@ -65,6 +65,7 @@ OWN_BELOW = 1e17  # FLOPs of a run in which the head of GPT-2's 50,257 tokens wo
 TRIALS, LONGEST_TRIAL_S = (0.02, 0.12), 300  # shares of the time, so far apart that they show how the text is learned
 MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
 MOST_EPOCHS = 4  # by the law further ones together are worth less than a tenth of one of new text
+WELL_BEFORE = 0.8  # of the time: a text that is read MOST_EPOCHS times by then ends the run, else the clock does
 SHORTEST_S = 90  # of the time given
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
 UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
@@ -376,10 +377,13 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     best = outlook.best(seconds)
     announce(outlook, outlook.choices(seconds), best)
     fields = recipe(best.size, outlook.text, best.tokens, processes.world_size)
-    if request.tokens or best.epochs >= MOST_EPOCHS:
+    needed = best.tokens / outlook.tokens_per_second(best.size)
+    if request.tokens or needed < WELL_BEFORE * seconds:
         batch = batch_tokens(best.tokens, model_of(best.size).n_positions * processes.world_size)
         steps = max(1, round(best.tokens / batch))
         fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
+        if not request.tokens:
+            logger.info("time       about %s of the %s that are left", duration(needed), duration(seconds))
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
     fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
@@ -413,7 +417,7 @@ def announce(outlook: Outlook, choices: list[Choice], best: Choice) -> None:
 
 def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """What was asked for, and the words that are fields of a recipe. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="recipe/best.py", allow_abbrev=False, description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(prog="recipe/best.py", allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--text", default=os.path.relpath(TEXT), help="a file, a directory, a glob, or a data set on the Hub"
     )
@@ -422,10 +426,11 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     amount.add_argument("--tokens", type=float, default=0.0, help="to train on, by the size that needs so many")
     amount.add_argument("--dollars", type=float, help="hours, by --price_per_hour")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of all devices")
+    parser.add_argument("--print_run", action="store_true", help="only print where the run is, or would be")
     parser.add_argument("--device", default="", help="only plan, for devices that are not here, such as 8xh100")
     request, words = parser.parse_known_args(argv)
     amount_of = f"{request.hours or 0.1:g}h"
-    if request.dollars:
+    if request.dollars is not None:
         if not request.price_per_hour > 0:
             raise UserError("--dollars needs --price_per_hour, of all devices together")
         amount_of, request.hours = f"{request.dollars:g}usd", request.dollars / request.price_per_hour
@@ -452,23 +457,29 @@ def main(argv: list[str] | None = None) -> int:
     try:
         request, words = parse_request(sys.argv[1:] if argv is None else argv)
         asked = parse_config([f"--dataset_name={request.text}", f"--run_name={request.run_name}", *words])
+        if request.print_run:  # for the Makefile, which samples from the run that it has just made
+            print(asked.run.output_dir)
+            return ExitCode.DONE
         strategy = open_strategy(asked.run.precision, request.device, deterministic=asked.run.deterministic)
         set_up_logging(main=strategy.runtime.processes.is_main)
         path = Path(asked.run.output_dir) / "recipe.yaml"
-        processes = strategy.runtime.processes
+        processes, planned = strategy.runtime.processes, asked.run.dry_run or request.device
         with processes.shared_error("the earlier run cannot be moved"):
             if asked.run.fresh and processes.is_main:
                 with run_directory(path.parent, fresh=True):
                     pass
         with processes.shared_error("there is another recipe"):
             known = path.exists()
-            if known and f"# {request.asked}" not in path.read_text().splitlines():
+            lines = path.read_text().splitlines() if known else []
+            if known and f"# {request.asked}" not in lines:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
         if known:
-            logger.info("recipe     %s is there: its run goes on", path)
+            logger.info("recipe     %s is there%s", path, "" if planned else ": its run goes on")
+            for line in lines[2:3] if planned else []:  # what to expect
+                logger.info("           %s", line.removeprefix("# "))
         else:
             write_recipe(request, words, asked, strategy, path)
-        if asked.run.dry_run or request.device:
+        if planned:
             return ExitCode.DONE
         config = parse_config(["--config", str(path), *words])
         code = run(replace(config, run=replace(config.run, fresh=False)), strategy)

@@ -15,10 +15,12 @@ from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, 
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
 from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, RunConfig, data_sets
+from recipe.config.catalog import is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
 from recipe.data.open import check_dataset, open_datasets, state_on_disk, training_windows
 from recipe.data.prefetch import BatchLoader
+from recipe.data.producer import open_text
 from recipe.data.tokenizer import open_tokenizer
 from recipe.engine.launch import max_restarts
 from recipe.engine.strategy import Strategy
@@ -208,9 +210,19 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
 
 def _check_trained_on(config: Config, state: dict) -> None:
     """Raises UserError where a complete run, with this trainer state, was trained on other data than those that are
-    named now: by their names or, since shards may move, by the shards themselves. Nothing is prepared or streamed."""
+    named now: by their names or, since shards may move, by the shards themselves; text on this disk by what it was.
+    Nothing is prepared or streamed."""
     before, now = (flat["dataset_name"] for flat in (state["config"], redacted(config.flat())))
     if before == now:
+        last, sets = state["about"][-1]["data"], data_sets(config.data)
+        for one, part in zip(sets, last.get("mixture", [last]), strict=True):
+            if (files := part.get("files")) and is_text(one.data.train_text):
+                here = redacted(open_text(one.data).identity())["files"]
+                if (here[: len(files)], len(here)) != (files, part["of"]):
+                    raise UserError(
+                        f"{config.run.output_dir} is complete, and {one.data.train_text} was another text then; choose "
+                        "another run_name, or start over with --fresh"
+                    )
         return
     try:
         check_same_data(state["data"], state_on_disk(config.data), "")

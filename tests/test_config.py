@@ -73,6 +73,31 @@ def test_an_unknown_name_is_refused_with_what_it_may_mean(recipe):
     assert refused("--my_rate=1").endswith("; --help lists the fields, docs/migrating.md the names of other programs")
 
 
+def test_a_recipes_values_are_the_words_that_were_written(recipe):
+    """In YAML 1.1 these are a truth value, 64, another one and 63."""
+    path = recipe(
+        "dataset_name: wikimedia/wikipedia\nstreaming: true\ndataset_config: no\nmax_steps: 0100\nrun_name: on\n"
+        "val_data:\ninit_from: null\nlearning_rate: 1e-3\n"
+    )
+    config = parse_config([path])
+    assert (config.data.dataset_config, config.optimizer.max_steps, config.run.run_name) == ("no", 100, "on")
+    assert (config.data.val_data, config.model.init_from, config.optimizer.learning_rate) == ("", "", 1e-3)
+    assert "warmup_steps is '1:03'; it must be INTEGER" in refused(recipe("warmup_steps: 1:03"))
+
+
+COMMANDS = {
+    ("recipe/best.py", "--hours", "2h"): "argument --hours: invalid float value: '2h'",
+    ("-m", "eval.hellaswag", "--limit", "abc"): "argument --limit: abc is not a positive number",
+    ("-m", "recipe.hub.export", "--boost"): "unrecognized arguments: --boost",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
+def test_a_mistake_in_any_command_is_one_line(command):
+    result = programs.run(*command, env=environment())
+    assert (result.returncode, result.stderr) == (2, f"error: {COMMANDS[command]}\n")
+
+
 def test_the_table_of_other_programs_names_names_fields_that_exist():
     page = (ROOT / "docs" / "migrating.md").read_text()
     here = [line.strip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|")]

@@ -216,7 +216,17 @@ def test_make_calls_a_failed_training_an_error_and_a_ctrl_c_not(stopped, tmp_pat
 
 def test_every_target_is_in_the_help():
     help = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "$" not in help
     assert set(re.findall(r"^  make ([a-z-]+) +\w", help, re.MULTILINE)) == TARGETS - {"start", "help"}
+
+
+def test_make_passes_on_what_it_is_given_as_one_word():
+    word = """Say "hi" for $100, `date` and John's"""
+    for target, variable in (("sample", "PROMPT"), ("best", "TEXT"), ("plan", "CONFIG"), ("train", "PROMPT")):
+        command = ["make", "-n", "-o", ".venv/installed", target, f"{variable}={word}"]
+        lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        words = shlex.split(lines)
+        assert word in words or f"--text={word}" in words, target
 
 
 @pytest.mark.parametrize("hardware", ["zero1", "tpu"])

@@ -3,7 +3,6 @@
 python -m recipe.checkpoint runs/shakespeare
 """
 
-import argparse
 import os
 import sys
 import time
@@ -12,12 +11,12 @@ from pathlib import Path
 from recipe.checkpoint.format import checkpoints, verify
 from recipe.engine.launch import fail
 from recipe.utils.checkpoints import newest_run
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code (0: all are intact, 1: some are damaged, 2: there are none)."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.checkpoint", description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(prog="python -m recipe.checkpoint", description=__doc__.partition("\n")[0])
     help = "a run, for all of its checkpoints, or one of them (default: the newest run)"
     parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help=help)
     try:

@@ -29,7 +29,7 @@ from recipe.config.fields import (
 )
 from recipe.config.mixture import FORM, data_config
 from recipe.config.values import converted, hint, kinds, metavar
-from recipe.utils.errors import UserError, reading
+from recipe.utils.errors import ArgumentParser, UserError, reading
 
 MOST_DECAY = 0.8  # decay_fraction of a run of train_hours
 
@@ -94,16 +94,11 @@ def _find(config: str) -> Path:
     raise UserError(f"--config {config}: no such file; recipe/configs/ has {shipped}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def _parser(shown: dict) -> argparse.ArgumentParser:
     """A flag for each field; --help shows the values `shown`, and says what the command is that has been started."""
     command = sys.modules["__main__"]
     module = command.__spec__.name.removesuffix(".__main__") if command.__spec__ else ""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog=f"python -m {module}" if module else sys.argv[0],
         description=(command.__doc__ or "").partition("\n\n")[0],
         usage="%(prog)s [--config RECIPE] [--FIELD VALUE ...]",
@@ -135,10 +130,20 @@ def _flags(words: list[str]) -> dict[str, str]:
     raise UserError(f"a word{after} that belongs to no field; write fields as --NAME VALUE")
 
 
+class _Words(yaml.SafeLoader):
+    """YAML whose values stay the words that were written, as on a command line: `no` is Norwegian, 0100 a hundred."""
+
+
+_Words.yaml_implicit_resolvers = {
+    first: [one for one in resolvers if one[0].endswith((":null", ":merge"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _load(text: str | bytes, origin: str, expected: str):
     """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Words)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose messages quote the text
         at = getattr(error, "problem_mark", None)
         where = f", line {at.line + 1}" if at else " in UTF-8"

@@ -1,9 +1,10 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipe.config import BatchPlan, Config, ModelConfig
 from recipe.optim.muon import share_of
+from recipe.utils.units import gb
 
 _ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
 ACCURACY = 0.25  # of step_memory, for any model
@@ -170,8 +171,25 @@ def checkpoint_bytes(config: Config) -> int:
     return 12 * parameter_count(config.model) - 4 * _moved_by_muon(config) + 2_500_000
 
 
-REMEDIES = (
-    "--gradient_checkpointing true (about a quarter slower), --loss_chunk_size 1024, or FSDP or ZeRO on several GPUs "
-    "(accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml) or FSDP on TPUs (tpu-fsdp.yaml); docs/memory.md has the "
-    "figures, and --dry_run shows what a run needs with them"
+_SHARDING = (
+    "FSDP or ZeRO on several GPUs (accelerate_configs/fsdp.yaml, zero1.yaml to zero3.yaml) or FSDP on TPUs "
+    "(tpu-fsdp.yaml); docs/memory.md has the figures, and --dry_run shows what a run needs with them"
 )
+_OPTIONS: dict[str, dict] = {
+    "--gradient_checkpointing true (about a quarter slower)": {"gradient_checkpointing": True},
+    "--loss_chunk_size 1024": {"loss_chunk_size": 1024},
+}
+
+
+def remedies(config: Config, batch: BatchPlan, limit: float, **kind) -> str:
+    """What lowers the estimate, in words, for a step that takes more than `limit` bytes; `kind` is that of
+    `step_memory`."""
+    now, helps = step_memory(config, batch, **kind), []
+    if now.state > limit:
+        return f"weights, gradients and optimizer state alone take {gb(now.state)}: {_SHARDING}"
+    if batch.micro > batch.devices:
+        helps.append("a smaller --micro_batch_size")
+    for option, fields in _OPTIONS.items():
+        if step_memory(replace(config, run=replace(config.run, **fields)), batch, **kind).peak < now.peak:
+            helps.append(option)
+    return f"what helps: {', '.join([*helps, 'or ' * bool(helps) + _SHARDING])}"

@@ -17,7 +17,7 @@ from recipe.checkpoint.format import newest_state
 from recipe.config import AUTO, Config, batch_arithmetic
 from recipe.engine import hardware
 from recipe.engine.strategy import Strategy
-from recipe.estimate.memory import ACCURACY, HEADROOM, REMEDIES, state_bytes, step_memory, update_bytes
+from recipe.estimate.memory import ACCURACY, HEADROOM, remedies, state_bytes, step_memory, update_bytes
 from recipe.model.build import build_model
 from recipe.utils.errors import UserError
 from recipe.utils.units import gb, plural
@@ -98,7 +98,10 @@ class _Search:
                 return sizes[0], True, "without it a step does not fit"
         size, why = self._fitting(_with(config, sizes[0], bool(switch)), sizes)
         if not size:
-            raise UserError(f"not even one sequence per device fits: {why}. What helps: {REMEDIES}")
+            one, kind = _with(config, 1, bool(switch)), memory_kind(config, self.strategy)
+            batch = batch_arithmetic(one, self.processes.world_size, self.device.count)
+            way_out = remedies(one, batch, HEADROOM * self.memory, **kind)
+            raise UserError(f"not even one sequence per device fits: {why}; {way_out}")
         return size, bool(switch), why
 
     def _fitting(self, config: Config, sizes: list[int]) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from recipe.hub.model_card import CARD, model_card
 from recipe.hub.upload import Uploads
 from recipe.monitor.metrics import val_losses
 from recipe.utils.checkpoints import newest_run
-from recipe.utils.errors import ExitCode, UserError
+from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.log import set_up_logging
 
 logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
@@ -95,9 +95,9 @@ def push(args: argparse.Namespace) -> ExitCode:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    args = _arguments(sys.argv[1:] if argv is None else argv)
     set_up_logging()
     try:
+        args = _arguments(sys.argv[1:] if argv is None else argv)
         args.run = args.run or newest_run()
         return args.command(args)
     except (UserError, OSError) as error:
@@ -119,7 +119,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     pushes = argv[:1] == ["push"]
     raw = argparse.RawDescriptionHelpFormatter
     name = "python -m recipe.hub.export" + (" push" if pushes else "")
-    parser = argparse.ArgumentParser(prog=name, description=__doc__, formatter_class=raw)
+    parser = ArgumentParser(prog=name, description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("run", nargs="?", type=Path, help="run directory or checkpoint (default: the newest run)")
     add(

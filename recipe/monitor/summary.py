@@ -13,11 +13,11 @@ from recipe.engine.strategy import Strategy
 from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import (
     HEADROOM,
-    REMEDIES,
     TIGHT,
     checkpoint_bytes,
     flops_per_token,
     parameter_count,
+    remedies,
     step_memory,
 )
 from recipe.estimate.micro_batch import memory_kind
@@ -104,13 +104,14 @@ def _optimizer(opt: OptimizerConfig, *, decided: bool) -> str:
 
 
 def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[str]:
-    memory, there_is = step_memory(config, batch, **memory_kind(config, strategy)), strategy.device.memory
+    kind, there_is = memory_kind(config, strategy), strategy.device.memory
+    memory = step_memory(config, batch, **kind)
     needed, parts = memory.peak, ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
     yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}: {parts}"
     if there_is and needed > (limit := HEADROOM * there_is):
         verdict = "is tight and may fit" if needed <= TIGHT * limit else "does not fit"
-        helps = f"What helps: a smaller --micro_batch_size, {REMEDIES}"
-        yield f"           which {verdict}: {gb(limit)} are for tensors. {helps}"
+        helps = remedies(config, batch, limit, **kind)
+        yield f"           which {verdict}: {gb(limit)} are for tensors; {helps}"
 
 
 def _disk(config: Config) -> str:
@@ -160,7 +161,7 @@ def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: b
     if not saved:
         logger.warning(
             "NOT SAVED  the last checkpoint could not be written into %s; the same command, without --fresh, continues "
-            "from the checkpoint before it",
+            "from the checkpoint before it, if there is one",
             run_dir,
         )
         return ExitCode.NOT_SAVED

@@ -1,9 +1,11 @@
 """How a program ends: the exit codes, and the error whose cause the user can fix."""
 
+import argparse
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -12,6 +14,14 @@ class UserError(ValueError):
 
 class Unreachable(UserError):
     """The Hub does not answer, so it is unknown what a name stands for there."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, whose errors are UserErrors: one line instead of the usage and a line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError."""
+        raise UserError(message)
 
 
 class ExitCode(IntEnum):

@@ -123,9 +123,11 @@ def test_trial_steps_choose_gradient_checkpointing(shards, tmp_path):
 
 
 def test_what_does_not_fit_at_all_is_refused_with_what_helps(shards, tmp_path):
-    result = run(shards, tmp_path / "run", "30e6", code=2, n_layer=12, n_embd=64, sequence_length=64)
+    fields = {"code": 2, "n_layer": 12, "n_embd": 64, "sequence_length": 64}
+    result = run(shards, tmp_path / "run", "72e6", **fields)
     assert "error: not even one sequence per device fits" in result.stderr
-    assert "What helps: --gradient_checkpointing true" in result.stderr
+    assert "; what helps: --gradient_checkpointing true" in result.stderr
+    assert "optimizer state alone take 0.1 GB: FSDP" in run(shards, tmp_path / "run", "30e6", **fields).stderr
 
 
 def test_a_dry_run_estimates_and_a_cpu_takes_a_fixed_number(shards, tmp_path):

@@ -96,7 +96,12 @@ def test_what_does_not_fit_says_what_helps():
     lines = panel("l4", *run)
     assert lines["memory"].startswith(f"about {needed:.3g} GB a device (estimate) of 24.0 GB: state 24.9 GB")
     assert "does not fit" in lines[""]
-    assert "What helps: a smaller --micro_batch_size, --gradient_checkpointing true" in lines[""]
+    assert "; weights, gradients and optimizer state alone take 24.9 GB: FSDP or ZeRO on several GPUs (" in lines[""]
+    large = ["--config=gpt2-large", "--micro_batch_size=16", "--gradient_checkpointing=false"]
+    helps = "; what helps: a smaller --micro_batch_size, --gradient_checkpointing true (about a quarter slower), --loss"
+    assert helps in panel("l4", *large)[""]
+    with_it = panel("l4", *large[:2], "--gradient_checkpointing=true", "--loss_chunk_size=1024", memory=14e9)[""]
+    assert "; what helps: a smaller --micro_batch_size, or FSDP or ZeRO" in with_it, "what is on already does not"
     assert "is tight and may fit" in panel("l4", *run, memory=int(1e9 * needed / HEADROOM / 1.04))[""]
     assert "" not in panel("l4", *run, memory=int(1e9 * needed / HEADROOM) + 1)
 
