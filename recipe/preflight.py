@@ -90,12 +90,15 @@ def main(argv: list[str] | None = None) -> int:
             if check is sum_ and not right:  # processes that disagree wait for each other for ever
                 return report.close()
         chosen, place, kept = strategy.device.precision, report.place, {}
+        compiled = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
         for precision in dict.fromkeys(("fp32", chosen)):
+            how = compiled if precision == chosen else {}
             for optim in strategy.runtime.optimizers or ("adamw", "muon"):
                 directory = place / f"{optim}-{precision}"
-                run_ = partial(follows_golden, directory, optim, report.opened(precision), kept)
+                run_ = partial(follows_golden, directory, optim, report.opened(precision), how, kept)
                 report.check(f"{optim} {precision}", run_)
-        report.check("resume", partial(resumes, place / f"adamw-{chosen}", report.opened(chosen), kept))
+        resume = partial(resumes, place / f"adamw-{chosen}", report.opened(chosen), compiled, kept)
+        report.check("resume", resume)
         report.check("trial", partial(trial, config, argv, place, report.opened(chosen)))
         strategy.runtime.close()
         return report.close()
@@ -123,6 +126,9 @@ class Report:
         place = ""
         if self._processes.is_main:
             RESULT.parent.mkdir(exist_ok=True)
+            RESULT.unlink(missing_ok=True)  # a model card would quote it, were this process killed
+            for leftover in RESULT.parent.glob(".preflight-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             place = tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)
         self.place = Path(self._processes.broadcast_object(place))
         self._listen()
@@ -205,14 +211,14 @@ def run(fields: dict, strategy: Strategy, argv: list[str] | None = None) -> list
     return processes.broadcast_object(read_metrics(written) if processes.is_main else [])
 
 
-def golden_run(directory: Path, optim: str, strategy: Strategy) -> list[float | None]:
-    """The losses of its 20 steps; None, which NaN is too, of one that was not taken. Raises UserError where the
-    processes cannot share its sequences."""
+def golden_run(directory: Path, optim: str, strategy: Strategy, how: dict) -> list[float | None]:
+    """The losses of its 20 steps, with the fields `how`; None, which NaN is too, of one that was not taken. Raises
+    UserError where the processes cannot share its sequences."""
     processes, devices = strategy.runtime.processes.world_size, strategy.device.count
     if 48 % (processes * devices):
         raise UserError(f"not tried: 48 sequences do not divide by {processes} processes x {devices}")
     fields = GOLDEN["fields"] | {"micro_batch_size": 48 // processes // devices // 2 or 1, "optim": optim}
-    fields |= {"precision": strategy.device.precision, "dataset_name": directory.with_name("data")}
+    fields |= {"precision": strategy.device.precision, "dataset_name": directory.with_name("data")} | how
     losses = {line["step"]: line["loss"] for line in run(fields | {"output_dir": directory}, strategy)}
     return [losses.get(step) for step in range(1, 21)]
 
@@ -222,21 +228,22 @@ def apart(losses: list[float | None], expected: list[float | None]) -> list[floa
     return [math.inf if a is None or b is None else abs(a - b) for a, b in zip(losses, expected, strict=True)]
 
 
-def follows_golden(directory: Path, optim: str, strategy: Strategy, kept: dict[Path, list]) -> Found:
+def follows_golden(directory: Path, optim: str, strategy: Strategy, how: dict, kept: dict[Path, list]) -> Found:
     """A golden run beside the CPU's; its losses are `kept`."""
-    kept[directory] = golden_run(directory, optim, strategy)
+    kept[directory] = golden_run(directory, optim, strategy, how)
     nats, allowed = apart(kept[directory], GOLDEN[optim]["loss"]), NATS[strategy.device.precision]
     first = next((step for step, one in enumerate(nats, 1) if one > allowed), None)
     wrong = f"they part at step {first}: see the lines above, or NaN in docs/troubleshooting.md" if first else ""
-    return f"20 steps, losses within {max(nats):.1e} of a CPU's in fp32 ({allowed:g} allowed)", wrong
+    steps = f"20 {'compiled ' * bool(how.get('torch_compile'))}steps"
+    return f"{steps}, losses within {max(nats):.1e} of a CPU's in fp32 ({allowed:g} allowed)", wrong
 
 
-def resumes(directory: Path, strategy: Strategy, kept: dict[Path, list]) -> Found:
+def resumes(directory: Path, strategy: Strategy, how: dict, kept: dict[Path, list]) -> Found:
     """A golden run that begins with the checkpoint of another one's middle, that in `directory`, beside that one."""
     resumed, main = directory.with_name("resumed"), strategy.runtime.processes.is_main
     if main:
         shutil.copytree(checkpoint_path(directory, 10), checkpoint_path(resumed, 10))
-    losses, allowed = golden_run(resumed, "adamw", strategy), NATS[strategy.device.precision]
+    losses, allowed = golden_run(resumed, "adamw", strategy, how), NATS[strategy.device.precision]
     nats = max(apart(losses[10:], kept[directory][10:]))
     same = main and all(
         torch.equal(tensor, load_file(checkpoint_path(resumed, 20) / file)[name])
@@ -260,6 +267,7 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
     fields |= {"total_batch_tokens": min(tokens, opt.total_batch_tokens), "eval_tokens": tokens, "max_hours": 0.01}
     fields |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
+    fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
     fields["output_dir"], note = place / "trial", ""
     if not (data.streaming or data.mixture or there.exists()):
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}

@@ -60,6 +60,31 @@ def test_what_is_broken_is_named(tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["preflight.json"]
 
 
+@pytest.mark.slow
+def test_a_compiler_that_computes_something_else_is_named(tmp_path):
+    """Where the recipe compiles."""
+    broken = environment({"RECIPE_FAULT": "wrong@compiled"})
+    options = ["--precision", "fp32", "--torch_compile", "true"]
+    result = programs.run(ROOT / "recipe/preflight.py", *options, env=broken, cwd=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = said(result.stdout)
+    assert "20 compiled steps" in lines["adamw fp32"]
+    assert {check for check, line in lines.items() if line.startswith("WRONG")} == {"adamw fp32", "muon fp32"}
+
+
+def test_flags_of_a_run_do_not_fail_a_machine_and_a_killed_preflight_leaves_no_verdict(tmp_path):
+    (tmp_path / "runs" / ".preflight-before").mkdir(parents=True)
+    (tmp_path / "runs/preflight.json").write_text('{"passed": true}')
+    flags = ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run"]
+    preflight = programs.Running(ROOT / "recipe/preflight.py", *flags, env=environment(), cwd=tmp_path)
+    while "adamw" not in preflight.stdout and preflight.codes == [None]:
+        time.sleep(0.1)
+    assert not (tmp_path / "runs/preflight.json").exists()
+    assert not (tmp_path / "runs/.preflight-before").exists()
+    assert preflight.wait(200) == 0, preflight.stdout + preflight.stderr
+    assert "tokens/s" in said(preflight.stdout)["trial"]
+
+
 def test_a_process_whose_sums_are_wrong_is_named():
     result = launch("ddp", 2, "recipe/preflight.py", env={"RECIPE_FAULT": "wrong@sum"})
     assert result.returncode == 1, result.stdout + result.stderr

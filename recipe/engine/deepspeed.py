@@ -6,7 +6,6 @@ precision) is written from the recipe before it starts, and read back afterwards
 
 import json
 import os
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,8 +185,6 @@ def _prepare_environment() -> bool:
 
         # Otherwise it looks for compilers, and compiles for a minute an operator that only inference calls.
         deepspeed.ops.__compatible_ops__ = {}
-    # DeepSpeed 0.19 still uses the old names of torch's collectives.
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     file = Path(os.environ.get(_CONFIG_FILE, ""))
     if not file.is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
+from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.redaction import redact
 
@@ -91,6 +92,8 @@ def fail(error: Exception) -> int:
             "--fresh, or torchrun's next restart continues from the last checkpoint"
         )
     if several and not is_local_main_process():
+        if StopSignal.told:  # the launcher ends all: a process before this one has ended, and is why the rest is lost
+            os._exit(code)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(EXIT_GRACE_S)
     print(redact(message), file=sys.stderr, flush=True)
@@ -137,6 +140,10 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
     if accelerator.distributed_type not in supported:  # also where torch_xla has taken DeepSpeed's or FSDP's place
         raise UserError(
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
+        )
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+        raise UserError(
+            f"the Accelerate file compiles with {backend} (dynamo_config); remove that, and pass --torch_compile true"
         )
     if (theirs := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", precision):
         raise UserError(

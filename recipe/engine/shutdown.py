@@ -36,13 +36,17 @@ class StopSignal:
     once.
 
     Attributes:
+        told: whether any of this process has heard a signal.
         requested: whether this process has been told to stop.
         decay_due: whether it was its clock that told it to, so that wsd's decay can begin.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is
             started again and again must make progress each time.
     """
 
+    told = False
+
     def __init__(self):
+        self._ctrl_c = False
         self.requested = self.decay_due = self.stepping = self._begun = False
         self._heard = self._deadline = math.inf  # when the first signal came; when the hours are over
         self._is_time: Callable[[], bool] = lambda: False
@@ -103,8 +107,9 @@ class StopSignal:
             for fd in (1, 2):
                 if os.isatty(fd):
                     os.dup2(nowhere, fd)
-        now = time.monotonic()
-        if self.requested and number == signal.SIGINT and now - self._heard > _ECHO:
+        now, again = time.monotonic(), number == signal.SIGINT or self._ctrl_c  # torchrun passes a second on as SIGTERM
+        StopSignal.told, self._ctrl_c = True, number == signal.SIGINT or self._ctrl_c
+        if self.requested and again and now - self._heard > _ECHO:
             logger.warning(
                 "stopped at once; the same command, without --fresh, continues from the last checkpoint if there is one"
             )

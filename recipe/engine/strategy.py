@@ -8,6 +8,7 @@ same recipe gives the same losses on all of them (docs/status.md), but with drop
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -183,6 +184,8 @@ def start_accelerator(
 ) -> Accelerator:
     """Accelerate, which has started the process group and chosen the device. `mixed_precision` is what it is told of
     the recipe's precision. Raises UserError unless it is one of `kinds`, as launched."""
+    # DeepSpeed 0.19 and Muon use the old names of collectives, which torch before 2.13 has alone.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     AcceleratorState._reset_state()  # an earlier strategy of this process may have had another precision
     accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
     accelerator.gradient_accumulation_steps = 1  # the loop itself divides the loss, whatever the environment

@@ -124,8 +124,11 @@ def _disk(config: Config) -> str:
 
 
 def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
-    """What of this machine the run does not use."""
+    """What of this machine, or of the launch, the run does not use."""
     device = strategy.device
+    tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    if tasks > 1 == strategy.runtime.processes.world_size:
+        yield f"mpirun or srun has started {tasks} of these, and each trains alone; accelerate launch connects them"
     if device.idle_gpus:
         yield f"{device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:

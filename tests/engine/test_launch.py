@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 
 from recipe.engine import factory
 from recipe.engine.launch import check_launch, fail
+from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import UserError
 from tests.conftest import ROOT, environment, ok, run_train
 
@@ -49,6 +51,14 @@ def test_the_loss_of_another_process_is_reported_in_a_line(monkeypatch, capsys, 
     assert printed.count("\n") == 2  # of which one ends the progress bar
     assert f"or its node, is gone or does not answer {seen}; its own output has the cause" in printed
     assert "The same command on every node, without --fresh, or torchrun's next restart continues" in printed
+
+
+def test_a_process_that_was_told_to_end_does_so_at_once_whatever_it_has_lost_by_then(monkeypatch, capsys):
+    """The launcher tells all where one has ended, and then this one loses it."""
+    monkeypatch.setattr(StopSignal, "told", True)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waits"))
+    assert ended(monkeypatch, CLOSED, LOCAL_RANK="1") == 75
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -126,6 +136,7 @@ def test_a_tpu_that_another_file_leaves_idle_is_named():
     ("variables", "message"),
     [
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "the Accelerate file sets mixed_precision bf16, the recipe fp32"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "inductor"}, "compiles with inductor (dynamo_config); remove that, and pass"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "start DeepSpeed with accelerate launch"),
     ],
 )
@@ -133,6 +144,13 @@ def test_an_environment_that_would_change_the_run_is_refused(variables, message)
     result = run_train("--precision", "fp32", "--dry_run", env=variables)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_processes_of_mpirun_and_srun_that_do_not_know_of_each_other_are_told(name):
+    """They may be meant so, with a run each."""
+    result = ok(run_train("--dry_run", env={name: "2", "ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}))
+    assert "note       mpirun or srun has started 2 of these, and each trains alone; accelerate la" in result.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

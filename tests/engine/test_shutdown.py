@@ -90,14 +90,16 @@ DEADLOCK = "c, m = ctypes.CDLL(None), ctypes.create_string_buffer(64); "
 DEADLOCK += "c.pthread_mutex_lock(m); c.pthread_mutex_lock(m)"
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start):
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["alone", "under torchrun"])
+def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
+    """Of which torchrun makes a SIGTERM, for processes in sessions of their own."""
     running = start(DEADLOCK)
     running.send_signal(signal.SIGINT)
     until(lambda: "stopping" in running.stdout)
     running.send_signal(signal.SIGINT)  # the same Ctrl-C, passed on by a launcher
     time.sleep(1.2)
     assert running.codes == [None]
-    running.send_signal(signal.SIGINT)
+    running.send_signal(second)
     assert running.wait(10) == 130
     assert "stopped at once; the same command, without --fresh, continues from the last checkpoint" in running.stdout
 

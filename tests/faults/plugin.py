@@ -20,7 +20,8 @@ unlink, mkdir, fsync. And those that any implementation passes:
     step.loss, step.gradient    values: a micro-step's loss; a gradient before it is averaged across processes
     evaluate.validation, evaluate.hellaswag     before each batch of such an evaluation
 The action wrong breaks a machine for preflight.py, in one or several places, joined by dots: kernel (attention on a CPU
-in bf16), sum (over processes, on rank 1), saved (a checkpoint's weights, as they are copied).
+in bf16), compiled (a block, where torch.compile has made a program of it), sum (over processes, on rank 1), saved (a
+checkpoint's weights, as they are copied).
 """
 
 import ctypes
@@ -100,6 +101,18 @@ def _break_machine(places: list[str]) -> None:
             return done
 
         dist.all_reduce = wrong_sum
+    if "compiled" in places:
+        import torch
+
+        from recipe.model.gpt2 import Block
+
+        forward = Block.forward
+
+        def miscompiled(self, x, *arguments):
+            y = forward(self, x, *arguments)
+            return 2 * x - y if torch.compiler.is_compiling() else y
+
+        Block.forward = miscompiled
     if "saved" in places:
         copytree = shutil.copytree
 
