@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from recipe.checkpoint.format import Checkpoint, checkpoint_path, load_checkpoint, state_of, verify
+from recipe.checkpoint.format import Checkpoint, checkpoint_path, files_of, load_checkpoint, state_of, verify
 from recipe.checkpoint.provenance import descends
 from recipe.components import with_vocabulary
 from recipe.config import FIELDS, ROOT, parse_config
@@ -175,6 +175,15 @@ def values_of(checkpoint: Checkpoint, interval: Interval) -> Values:
     return values | {(interval.last, name): value for name, value in last.items()}
 
 
+def first_other_file(run: Path, replay: Path) -> str:
+    """The first of the files for transformers beside the weights that is not the same in both; "" where none is."""
+    theirs, here = (
+        {path.name: path.read_bytes() for path in files_of(of) if path.name != "model.safetensors"}
+        for of in (run, replay)
+    )
+    return next((name for name in sorted(theirs | here) if theirs.get(name) != here.get(name)), "")
+
+
 def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
     """How far two numbers or tensors are from each other, relative to the second, or to a weight's update from `start`
     on; infinite where they are unequal and that is 0."""
@@ -187,7 +196,10 @@ def distance(name: str, run: Any, replay: Any, start: Weights) -> float:
         apart, scale = abs(run - replay), abs(replay)
     else:
         return 0.0 if run is replay or (isinstance(run, str) and run == replay) else math.inf
-    return apart / scale if scale else math.inf if apart else 0.0
+    try:
+        return float(apart / scale) if scale else math.inf if apart else 0.0
+    except OverflowError:  # of an integer that no run has measured
+        return math.inf
 
 
 def distances(run: Values, replay: Values, start: Weights) -> dict[Key, float]:
@@ -228,24 +240,34 @@ def compare(run: Values, replay: Values, again: Values, start: Weights, first: i
 
 def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) -> str:
     """What was compared of an interval, and how tightly. Raises Different and NotComparable."""
-    log = interval.end.parent / "metrics.jsonl"
+    log, state = interval.end.parent / "metrics.jsonl", state_of(interval.end)
     for path in filter(None, (interval.start, interval.end)):
         if problems := verify(path):
             raise Different(f"{path} is damaged: {problems[0]}")
-        if sha256_before(log, step_of(path)) != state_of(path)["metrics"]["lines_sha256"]:
-            raise Different(f"the lines of metrics.jsonl before step {step_of(path):,} are not those of the run")
+    if sha256_before(log.read_bytes() if log.is_file() else b"", interval.last) != state["metrics"]["lines_sha256"]:
+        raise Different(f"the lines of metrics.jsonl before step {interval.last:,} are not those of the run")
     options = options_of(interval, directory, arguments.repo, shlex.split(arguments.flags))
+    config, trained_with = state["config"], state["about"][-1]["config"]
+    if name := next((name for name, value in trained_with.items() if config.get(name) != value), ""):
+        raise Different(
+            f"the configuration says {name} {config.get(name)!r}, and the run's last part {trained_with[name]!r}"
+        )
     command = [*(shlex.split(arguments.launch) or [sys.executable]), str(ROOT / "recipe/train.py"), *options]
     checkpoint, replayed = load_checkpoint(interval.end), replay(interval, directory / "replay", command)
     ran, here = values_of(checkpoint, interval), values_of(replayed, interval)
+    besides = ""
     if not interval.is_last:  # the process that went on may have measured more at its first step
+        more = sorted(name for step, name in ran.keys() - here.keys() if step == interval.last)
+        besides = f", but for what it does not show: {', '.join(more)} of step {interval.last:,}" if more else ""
         ran = {key: value for key, value in ran.items() if key in here or key[0] != interval.last}
     elif (interval.last, "number of lines") in here.keys() - ran.keys():
         raise NotComparable("metrics.jsonl has no line of this last step; continue the run, which writes it")
-    if not (difference := first_difference(ran, here, distances(ran, here, {}), None)):
-        return f"{interval.last - interval.first:,} steps to the bit"
-    a, b = ({**part["config"], **part} for part in (checkpoint.state["about"][-1], replayed.state["about"][-1]))
+    a, b = ({**part["config"], **part} for part in (state["about"][-1], replayed.state["about"][-1]))
     changed = {name for name in CIRCUMSTANCES if a.get(name) != b[name]}
+    if not changed & {"packages", *CODE} and (file := first_other_file(checkpoint.path, replayed.path)):
+        raise Different(f"{file} of step {interval.last:,} is not the replay's")
+    if not (difference := first_difference(ran, here, distances(ran, here, {}), None)):
+        return f"{interval.last - interval.first:,} steps to the bit{besides}"
     if not changed and b["deterministic"]:
         raise Different(difference)
     texts = [f"{name} {a.get(name)!r} in the run, {b[name]!r} here" for name in sorted(changed)]
@@ -262,9 +284,9 @@ def audit(interval: Interval, directory: Path, arguments: argparse.Namespace) ->
     difference, tightness = compare(ran, here, again, start, interval.first)
     if difference:
         raise (NotComparable if changed & CODE else Different)(f"{difference} ({circumstances})")
-    if not tightness:
-        raise NotComparable(f"two replays here are too far apart ({circumstances}); {WAY_OUT}")
-    return f"holds: {'; '.join(tightness)} ({circumstances})"
+    if missing := [what for what in list(KINDS)[:2] if not any(what in text for text in tightness)]:
+        raise NotComparable(f"two replays here are too far apart in {missing[0]} ({circumstances}); {WAY_OUT}")
+    return f"holds: {'; '.join(tightness)} ({circumstances}){besides}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -316,4 +338,6 @@ def _main(arguments: argparse.Namespace, directory: Path) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the replay ends too, and leaves nothing
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

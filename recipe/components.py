@@ -180,7 +180,7 @@ def open_run_directory(
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
                 directory = closing.enter_context(run_directory(run_dir, fresh=config.run.fresh))
-                chosen, rewound = continue_from(run_dir, flat)
+                chosen, rewound = continue_from(run_dir, flat, locked=True)
         chosen, rewound = processes.broadcast_object((chosen, rewound))
         if chosen is None:
             yield directory, None
@@ -265,10 +265,11 @@ def _decided(config: Config, due: bool) -> int:
     or after that, or the decay is `due`: in an evaluation after that save. Which checkpoint it is does not matter: all
     after the decision have the same."""
     state = newest_state(config.run)
-    if not state or state["config"].get("train_hours") != config.run.train_hours:
-        return UNDECIDED
-    if (steps := state["config"]["max_steps"]) != UNDECIDED:
+    hours, steps = (state["config"].get(name, 0) for name in ("train_hours", "max_steps")) if state else (0, UNDECIDED)
+    if hours and steps != UNDECIDED and config.run.train_hours <= hours:  # less time than it had takes nothing back
         return steps
+    if hours != config.run.train_hours:
+        return UNDECIDED
     due = due or time_to_decay(state["metrics"], config)
     return config.optimizer.ending_after(state["step"]) if due else UNDECIDED
 

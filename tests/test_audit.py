@@ -4,7 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,9 +16,10 @@ from safetensors.torch import load_file, save
 
 from recipe import audit
 from recipe.checkpoint.format import load_checkpoint
+from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, TINY, flags, launch, metrics, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, metrics, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -95,7 +99,7 @@ FORGERIES = {
     "tokens": (line_of(20, tokens=10**6), "tokens of step 20 is 1000000"),
     "skipped steps": (line_of(20, skipped_steps=3), "skipped_steps of step 20 is 3"),
     "a loss before": (line_of(18, loss=2.0), "the lines of metrics.jsonl before step 20"),
-    "no log": (lambda run: (run / "metrics.jsonl").unlink(), "the lines of metrics.jsonl before step 15"),
+    "no log": (lambda run: (run / "metrics.jsonl").unlink(), "the lines of metrics.jsonl before step 20"),
     "line deleted": (lambda run: write_lines(run, [n for n in metrics(run) if n["step"] != 18]), "before step 20"),
     "line invented": (
         lambda run: write_lines(run, sorted([*metrics(run), metrics(run)[-2] | {"step": 17}], key=lambda n: n["step"])),
@@ -133,6 +137,63 @@ def test_what_a_run_computed_holds_to_the_bit(resumed_run, capsys, replayed_once
     assert {path: path.stat().st_mtime_ns for path in resumed_run.rglob("*")} == before
 
 
+def test_what_no_replay_shows_is_named(resumed_run, tmp_path, capsys, replayed_once):
+    """Numbers invented in the line of a checkpoint from which the run went on."""
+    run = shutil.copytree(resumed_run, tmp_path / "run")
+    line_of(10, hellaswag_llmc_acc=0.99)(run)
+    for step in (15, 20):
+        lines = sha256_before((run / "metrics.jsonl").read_bytes(), step)
+        change_state(run / f"step_{step:08d}", lambda state, lines=lines: state["metrics"].update(lines_sha256=lines))
+    code, sentences = audited(capsys, run, "--last", 3)
+    said = "step 5 to 10: 5 steps to the bit, but for what it does not show: hellaswag_llmc_acc of step 10"
+    assert (code, sentences[0]) == (0, said)
+
+
+def change_config(run) -> None:
+    config = json.loads((run / "step_00000020/config.json").read_text()) | {"layer_norm_epsilon": 0.5}
+    replace_files(run / "step_00000020", {"config.json": json.dumps(config, indent=2).encode()})
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [
+        (change_config, "config.json of step 20 is not the replay's"),
+        (
+            lambda run: change_state(run / "step_00000020", lambda state: state["config"].update(learning_rate=123.0)),
+            "the configuration says learning_rate 123.0, and the run's last part 0.0",
+        ),
+    ],
+)
+def test_a_configuration_that_is_not_that_of_the_training_is_found(
+    resumed_run, tmp_path, capsys, replayed_once, forge, said
+):
+    """The model card and transformers would go by it."""
+    run = shutil.copytree(resumed_run, tmp_path / "run")
+    forge(run)
+    code, sentences = audited(capsys, run)
+    assert (code, f"step 15 to 20: different: {said}" in sentences[0]) == (1, True), sentences
+
+
+def test_a_copied_checkpoint_is_audited_from_there(shards, resumed_run, tmp_path, capsys, replayed_once):
+    """Without the lines before it, and without the damaged checkpoint that the run did not go on from."""
+    shutil.copytree(resumed_run / "step_00000010", tmp_path / "run" / "step_00000010")
+    train(shards, tmp_path / "run", **KEPT)
+    assert audited(capsys, tmp_path / "run") == (0, ["step 15 to 20: 5 steps to the bit"])
+
+
+def test_an_audit_that_is_told_to_end_leaves_nothing(whole_run, tmp_path):
+    """As by `timeout` or SLURM: the trainer is in a session of its own."""
+    command = [sys.executable, "-m", "recipe.audit", whole_run[0]]
+    env = environment({"TMPDIR": str(tmp_path)})
+    running = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("audit-*/*/replay.log")) and running.poll() is None:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    assert "stopped; the run is as it was" in running.communicate(timeout=60)[1]
+    assert running.returncode == 130
+    assert not list(tmp_path.glob("audit-*"))
+
+
 @pytest.mark.parametrize("end", [5, 20])
 def test_elsewhere_it_holds_within_what_rounding_does(resumed_run, tmp_path, capsys, replayed_once, end):
     """From step 0 on the weights' update is that from the seed's weights."""
@@ -166,7 +227,7 @@ def test_the_history_of_a_run_holds(shards, tmp_path, capsys):
 def test_other_masks_of_dropout_are_not_compared(whole_run, capsys):
     code, sentences = audited(capsys, whole_run[0], *ELSEWHERE)
     assert code == 69
-    assert "cannot be compared here: two replays here are too far apart (micro_batch_size 4 in" in sentences[0]
+    assert "cannot be compared here: two replays here are too far apart in losses (micro_batch" in sentences[0]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -239,10 +300,11 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({}, 1, DDP, "holds: "),
         ({}, 1, FSDP, "holds: "),
         ({}, 2, (), "holds: "),
-        ({"precision": "bf16"}, 1, DDP, "holds: "),
+        ({"precision": "bf16"}, 1, DDP, "cannot be compared here: two replays here are too far apart in weights"),
         ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision is rounded elsewhere"),
-        ({"learning_rate": 3e-2, "max_steps": 100}, 1, DDP, "holds: "),
+        ({"learning_rate": 3e-2, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here are too far"),
         ({"torch_compile": "true", "n_layer": 1}, 1, (), "to the bit"),
+        ({}, 1, ("--launch", f"env ATEN_CPU_CAPABILITY=default {sys.executable}"), "holds: "),
     ],
 )
 def test_honest_runs_are_never_different(shards, tmp_path, capsys, monkeypatch, fields, processes, elsewhere, said):

@@ -61,6 +61,16 @@ def test_a_run_that_was_stopped_counts_only_the_time_that_it_ran(shards, tmp_pat
     assert 0.5 * SECONDS < plan(tmp_path / "run")["seconds"] < 2 * SECONDS
 
 
+def test_less_time_than_a_run_has_had_takes_nothing_back(shards, tmp_path):
+    command = flags(**FIELDS, dataset_name=shards, output_dir=tmp_path / "run")
+    ok(run_train(*command))
+    before = plan(tmp_path / "run")
+    again = ok(run_train(*command, f"--train_hours={SECONDS / 7200}"))
+    assert "holds the whole run" in again.stdout
+    assert plan(tmp_path / "run") == before
+    assert not list((tmp_path / "run").glob("decayed_*"))
+
+
 def test_the_time_may_come_in_an_evaluation_after_the_save(shards, tmp_path):
     """Of a step whose checkpoint has an earlier clock."""
     long = {"eval_steps": 1, "save_steps": 1, "eval_tokens": 8_000, "val_data": f"{shards}/train_000000.bin"}

@@ -111,8 +111,6 @@ def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
         (temporary / "manifest.json").write_text(json.dumps({"files": manifest}, indent=2))
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
-        if final.exists():  # damaged, and skipped at the resume: the same step, saved again
-            final.rename(final.with_name(f"{_DELETING}{final.name}"))
         temporary.rename(final)
         fsync(final.parent)
     except BaseException:
@@ -134,8 +132,7 @@ def prune(run_dir: Path, newest: int, config: Config, val_losses: dict[int, floa
     those at multiples of `milestone_steps`, the one at `decay_start`, and the one with the best validation loss, so
     that a run that diverges does not replace all its good ones. What a plan has named stays when the plan changes.
 
-    `val_losses` is {step: validation loss}. A checkpoint that is newer than `newest` must be damaged, or the run would
-    have continued from it: it stays and does not count. Raises OSError.
+    `val_losses` is {step: validation loss}. Raises OSError.
     """
     milestone, decay_start = config.run.milestone_steps, config.optimizer.decay_start
     older = [path for path in checkpoints(run_dir) if step_of(path) <= newest and not path.is_symlink()]
@@ -205,10 +202,10 @@ def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
     return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _FOR_TRAINING))
 
 
-def newest_intact(run_dir: Path) -> Path | None:
+def newest_intact(run_dir: Path, *, locked: bool = False) -> Path | None:
     """The newest checkpoint whose files all verify; None where there is none at all. Damaged ones are skipped with a
-    warning. Raises UserError where one cannot be read, which may pass, or where all are damaged: whether to start over
-    is for the user to decide."""
+    warning and, if the run is `locked`, renamed: they must not count among those that are kept. Raises UserError where
+    one cannot be read, which may pass, or where all are damaged: whether to start over is for the user to decide."""
     while committed := checkpoints(run_dir):
         damage = ""
         for path in reversed(committed):
@@ -222,6 +219,10 @@ def newest_intact(run_dir: Path) -> Path | None:
             if not os.path.lexists(path):  # pruned meanwhile, so there is a newer one
                 break
             if not problems:
+                for damaged in committed[committed.index(path) + 1 :] if locked else []:
+                    aside = damaged.with_name(f"damaged_{damaged.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    logger.warning("damaged    %s is kept as %s", damaged, damaged.rename(aside).name)
                 return path
             logger.warning("skipping %s: %s", path, problems[0])
             damage = damage or f"{path.name}: {problems[0]}"

@@ -131,11 +131,11 @@ def _check_free(run_dir: Path) -> None:
         raise UserError(f"output_dir {run_dir} is not a run's: it holds {held}. Choose one that is new or empty")
 
 
-def continue_from(run_dir: Path, config: dict) -> tuple[Path | None, bool]:
+def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> tuple[Path | None, bool]:
     """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
     none, and whether it is rewound (see Checkpoint). It is the newest or, if max_steps has grown since wsd lowered the
-    learning rate, the last one before that. Raises as `newest_intact` does, and OSError."""
-    newest = newest_intact(run_dir)
+    learning rate, the last one before that. `locked` as in `newest_intact`, as which it raises, and OSError."""
+    newest = newest_intact(run_dir, locked=locked)
     if newest is None or config["lr_scheduler_type"] != "wsd":
         return newest, False
     plan = _optimizer(state_of(newest)["config"])

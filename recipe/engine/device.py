@@ -102,7 +102,7 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
             name,
             precision,
             device,
-            chip=hardware.processor(),
+            chip=f"{hardware.processor()}, {torch.backends.cpu.get_cpu_capability()}",
             attention=block_attention if precision == "bf16" else None,
             no_compile=runtime.no_compile,
         )

@@ -1,6 +1,7 @@
 """Builds the model that a configuration describes, with its first weights."""
 
 from functools import partial
+from pathlib import Path
 
 from transformers import GPT2Config
 
@@ -8,6 +9,7 @@ from recipe.config import SHAPE_FIELDS, Config, ModelConfig
 from recipe.data.tokenizer import open_tokenizer
 from recipe.model.gpt2 import GPT2LMHeadModel, check_supported, read_config, read_weights, weight_files
 from recipe.model.loss import next_token_loss
+from recipe.utils.checkpoints import checkpoints
 from recipe.utils.download import on_this_disk
 from recipe.utils.errors import UserError
 
@@ -62,6 +64,8 @@ def check_init_from(model: ModelConfig) -> None:
 
 
 def _check_config(model: ModelConfig, directory: str) -> None:
+    if not (Path(directory) / "config.json").is_file() and (steps := checkpoints(Path(directory))):
+        raise UserError(f"init_from {model.init_from} is a run; name a checkpoint of it, such as {steps[-1]}")
     theirs = read_config(directory)
     shapes = {k: getattr(theirs, k) for k in SHAPE_FIELDS}
     if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:

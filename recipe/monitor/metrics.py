@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -171,7 +172,7 @@ class Metrics:
         """The state for the checkpoint, as JSON, with the SHA-256 of the lines of metrics.jsonl before this step, so
         that an audit knows them for the run's. A collective call, which waits for the device."""
         loss = self.loss.state_dict(self._strategy.runtime.processes.mean)
-        lines = sha256_before(Path(self._config.run.output_dir) / "metrics.jsonl", self._step) if self._log else ""
+        lines = sha256_before(self._log.text(), self._step) if self._log else ""
         return self._times() | {"running_loss": loss, "lines_sha256": lines, "unwritten": self.unwritten}
 
     def _times(self) -> dict[str, float]:
@@ -233,8 +234,7 @@ class MetricsLog:
     """metrics.jsonl: one JSON object for each logged step, written at once; on the main process only.
 
     A resumed run drops the lines after `first_step`, and replaces the line of `first_step` when it is written again;
-    one that starts over keeps an earlier run's file aside. On a full disk, only lines that do not fit into the file's
-    buffer are lost.
+    one that starts over keeps an earlier run's file aside. Lines that a full disk does not take are written later.
 
     Attributes:
         earlier: the file's line of `first_step`, without nulls; empty if there was none. An earlier configuration may
@@ -257,29 +257,50 @@ class MetricsLog:
                 path.rename(old)
                 logger.warning("note       starts over, without a checkpoint; the earlier curve is kept in %s", old)
             replace_file(path, b"".join(texts.values()))
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
+        self._end = sum(map(len, texts.values()))  # of the last line that was written
+        self._unwritten: list[bytes] = []
+        self._torn = False  # what follows `_end` is no line of the run's
+        self._lock = threading.Lock()  # a checkpoint's thread calls `sync`
 
     def write(self, record: dict) -> None:
         """Appends a line; a number that is not finite becomes null."""
         # JSON has no NaN, and readers of the file should not need a special case for it.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         step, offset = self._resumed
-        try:
+        with self._lock:
             if line["step"] == step:
-                self._file.truncate(offset)
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()  # after an error, unwritten lines stay in the buffer
-            self._failed = False
+                self._end, self._torn = offset, True
+            self._unwritten.append(json.dumps(line).encode() + b"\n")
+        self._write_all()
+
+    def _write_all(self) -> None:
+        try:
+            with self._lock:
+                if self._torn:
+                    self._file.truncate(self._end)
+                while self._unwritten:
+                    line, self._torn = self._unwritten[0], True
+                    while line:  # a full disk may take a part of it
+                        line = line[self._file.write(line) :]
+                    self._end += len(self._unwritten.pop(0))
+                self._failed = self._torn = False
         except OSError as error:
             if not self._failed:
                 logger.warning("WARNING    %s cannot be written (%s)", self._path, error.strerror)
             self._failed = True
 
+    def text(self) -> bytes:
+        """All lines, also those that are not written yet."""
+        with self._lock:
+            written = self._path.read_bytes()[: self._end] if self._path.is_file() else b""
+            return written + b"".join(self._unwritten)
+
     def sync(self) -> None:
         """Flushes the file to the disk. Called before a checkpoint is committed, since a run resumed from it does not
         write these lines again. A failing disk must not cost the checkpoint."""
+        self._write_all()
         with suppress(OSError):
-            self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -289,10 +310,10 @@ class MetricsLog:
             self._file.close()
 
 
-def sha256_before(path: Path, step: int) -> str:
+def sha256_before(log: bytes, step: int) -> str:
     """Of the lines of a metrics.jsonl before a step, as a checkpoint keeps it."""
     lines = hashlib.sha256()
-    for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+    for text in log.splitlines(keepends=True):
         with suppress(ValueError, TypeError, KeyError):
             if json.loads(text)["step"] >= step:
                 break

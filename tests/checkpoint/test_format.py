@@ -117,15 +117,19 @@ def test_the_newest_the_milestones_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == [3, 6]  # 3 was a milestone once
 
 
-def test_what_is_newer_than_the_step_just_saved_is_damaged_and_never_counts(tmp_path):
-    """Resumed from 10 because 20 is damaged: the save of 12 must not prune 10 and 12 for the sake of 20."""
+def test_what_is_damaged_never_counts_as_a_checkpoint_that_is_kept(tmp_path):
+    """Resumed from 10 because 20 is damaged: neither the save of 12 nor that of 30 may prune 10 for the sake of 20."""
     for step in (5, 10, 20):
         save(tmp_path, step)
     (tmp_path / "step_00000020" / "model.safetensors").write_bytes(b"")
-    save(tmp_path, 12)
-    prune(tmp_path, 12, keeping(1), {})
-    assert names(tmp_path) == [12, 20]
-    assert newest_intact(tmp_path) == tmp_path / "step_00000012"
+    for _ in range(2):  # a look leaves it where it is
+        assert newest_intact(tmp_path) == tmp_path / "step_00000010"
+    assert newest_intact(tmp_path, locked=True) == tmp_path / "step_00000010"
+    assert (tmp_path / "damaged_step_00000020" / "model.safetensors").exists()
+    for step, kept in ((12, [10, 12]), (30, [12, 30])):
+        save(tmp_path, step)
+        prune(tmp_path, step, keeping(2), {20: 0.1})
+        assert names(tmp_path) == kept
     save(tmp_path, 20)  # the same step, saved again
     assert verify(tmp_path / "step_00000020") == []
 

@@ -47,5 +47,7 @@ def run(whole_run, tmp_path) -> Path:
 def change(checkpoint: Path, weights: bytes | None = None, **config) -> None:
     """Other weights or another configuration in a checkpoint, which is intact after that."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    files = {"trainer_state.json": json.dumps(state | {"config": state["config"] | config}).encode()}
+    for one in (state["config"], state["about"][-1]["config"]):
+        one |= config
+    files = {"trainer_state.json": json.dumps(state).encode()}
     replace_files(checkpoint, files | ({"model.safetensors": weights} if weights else {}))

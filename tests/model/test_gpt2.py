@@ -163,6 +163,12 @@ def test_refuses_what_it_does_not_do():
         GPT2LMHeadModel(GPT2Config(activation_function="relu"))
 
 
+def test_init_from_a_run_names_its_checkpoint(tmp_path):
+    (tmp_path / "step_00000020").mkdir()
+    with pytest.raises(UserError, match=r"init_from .* is a run; name a checkpoint of it, such as .*/step_00000020"):
+        build_model(parse_config([f"--init_from={tmp_path}", "--n_embd=32", "--n_head=2", "--n_layer=1"]))
+
+
 def test_init_from_without_a_network_fails_at_once_and_says_so(monkeypatch):
     def unreachable(self, name, timeout):
         assert timeout <= 10

@@ -70,10 +70,11 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
     with closing(MetricsLog(tmp_path / "metrics.jsonl", 0)) as log:
         log.write({"step": 0})
         with files_of_at_most(20):
-            for step in (1, 2):
-                log.write({"step": step})
-        log.write({"step": 3})
-    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
+            for step in range(1, 50):
+                log.write({"step": step, "sample": 1000 * "x"})
+            assert [json.loads(line)["step"] for line in log.text().splitlines()] == [*range(50)]
+        log.write({"step": 50})
+    assert steps_in(tmp_path / "metrics.jsonl") == [*range(51)]
     assert caplog.text.count("cannot be written (File too large)") == 1
 
 
