@@ -143,7 +143,7 @@ _Words.yaml_implicit_resolvers = {
 def _load(text: str | bytes, origin: str, expected: str):
     """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
     try:
-        return yaml.load(text, _Words)
+        return _Words(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose messages quote the text
         at = getattr(error, "problem_mark", None)
         where = f", line {at.line + 1}" if at else " in UTF-8"
