@@ -475,8 +475,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
         if known:
             logger.info("recipe     %s is there%s", path, "" if planned else ": its run goes on")
-            for line in lines[2:3] if planned else []:  # what to expect
-                logger.info("           %s", line.removeprefix("# "))
+            for line in lines if planned else []:
+                if line.startswith("# Validation loss to expect"):
+                    logger.info("           %s", line.removeprefix("# "))
         else:
             write_recipe(request, words, asked, strategy, path)
         if planned:

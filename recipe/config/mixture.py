@@ -40,8 +40,9 @@ def data_config(values: dict) -> DataConfig:
     for (weight, data), count in zip(entries, counts, strict=True):
         if weight and not count:  # its text would not be read
             raise UserError(
-                f"dataset_name gives {data.dataset_name} less than one of {MIXTURE_PERIOD:,} sequences; raise its "
-                f"weight {weight:g} above {sum(weight for weight, _ in entries) / MIXTURE_PERIOD:g}, or make it 0"
+                f"dataset_name gives {data.train_text or data.dataset_name} less than one of {MIXTURE_PERIOD:,} "
+                f"sequences; raise its weight {weight:g} above "
+                f"{sum(weight for weight, _ in entries) / MIXTURE_PERIOD:g}, or make it 0"
             )
     sets: dict[Path, MixtureEntry] = {}
     for number, ((_, data), count) in enumerate(zip(entries, counts, strict=True), 1):

@@ -92,7 +92,7 @@ def fail(error: Exception) -> int:
             "--fresh, or torchrun's next restart continues from the last checkpoint"
         )
     if several and not is_local_main_process():
-        if StopSignal.told:  # the launcher ends all: a process before this one has ended, and is why the rest is lost
+        if StopSignal.told and code == ExitCode.RUN_AGAIN:  # the launcher ends all, which is why the others are lost
             os._exit(code)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(EXIT_GRACE_S)

@@ -36,7 +36,7 @@ class StopSignal:
     once.
 
     Attributes:
-        told: whether any of this process has heard a signal.
+        told: whether this process has heard a signal; of the class, since an error may be reported without an instance.
         requested: whether this process has been told to stop.
         decay_due: whether it was its clock that told it to, so that wsd's decay can begin.
         stepping: whether the first step has begun: `max_hours` never ends a run before it, because a run that is

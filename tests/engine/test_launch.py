@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from recipe.engine import factory
-from recipe.engine.launch import check_launch, fail
+from recipe.engine.launch import EXIT_GRACE_S, check_launch, fail
 from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import UserError
 from tests.conftest import ROOT, environment, ok, run_train
@@ -59,6 +60,12 @@ def test_a_process_that_was_told_to_end_does_so_at_once_whatever_it_has_lost_by_
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waits"))
     assert ended(monkeypatch, CLOSED, LOCAL_RANK="1") == 75
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    waited: list[float] = []
+    with pytest.raises(SystemExit):  # not of an error of its own, which all others wait for
+        fail(UserError("what another process has not met"))
+    assert waited == [EXIT_GRACE_S]
 
 
 @pytest.mark.parametrize(
