@@ -26,6 +26,7 @@ from recipe.hub.upload import Uploads
 from recipe.monitor.metrics import val_losses
 from recipe.utils.checkpoints import newest_run
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
+from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 
 logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __main__
@@ -36,13 +37,15 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "", force
     `out`; returns the checkpoint. `force` replaces the files of an earlier export only. Raises UserError."""
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
+    if (out / "manifest.json").exists():  # which no export has
+        raise UserError(f"--out {out} is a checkpoint; name another directory")
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
     for path in files_of(checkpoint):
         (out / path.name).unlink(missing_ok=True)  # never writes through a link
         shutil.copyfile(path, out / path.name, follow_symlinks=False)
-    (out / CARD).write_text(card)
+    replace_file(out / CARD, card.encode())
     return checkpoint
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub.constants
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
@@ -33,6 +33,7 @@ from recipe.utils.units import some
 logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
+_STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
 LIMIT = 900.0  # seconds that a finished run waits for its uploads, at most
 LOOK = 1.0  # seconds between two looks into the run's directory, which may take longer than a step
 PAUSE = 60.0  # seconds between a failure and the next attempt
@@ -106,7 +107,7 @@ class Uploads:
 
     def _commit(self, api: HfApi, branch: str, checkpoint: Path) -> None:
         # Not upload_folder: the card is generated here, and other files beside the model are not uploaded.
-        files = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=self.state)]
+        files: list = [CommitOperationAdd(path.name, str(path)) for path in files_of(checkpoint, state=self.state)]
         step = state_of(checkpoint)["step"]
         if self.state:
             lines = [line for line in read_metrics(checkpoint.resolve().parent / METRICS) if line["step"] <= step]
@@ -116,6 +117,10 @@ class Uploads:
             card = model_card(checkpoint, repo=self.repo, license=self.license, audit=self.state)
             files.append(CommitOperationAdd(CARD, card.encode()))
         api.create_branch(self.repo, branch=branch, exist_ok=True)
+        # An earlier push's, or main's, of which a new branch is a copy: the state of another step.
+        others = _STATE - {file.path_in_repo for file in files}
+        there = api.list_repo_files(self.repo, revision=branch) if others else []
+        files += [CommitOperationDelete(name) for name in sorted(others.intersection(there))]
         api.create_commit(self.repo, files, commit_message=f"Step {step}", revision=branch)
         logger.info("upload     %s is at %s", branch, page(self.repo, branch))
 

@@ -293,8 +293,10 @@ class Hub:
         return success({"id": name, "sha": head.oid, "private": private, "gated": False, "siblings": []})
 
     def _at(self, name: str, oid: str) -> dict[str, bytes]:
-        """The files of a commit."""
+        """The files of a commit, or of a branch."""
         branches = self.models[name].branches.values()
+        if oid in self.models[name].branches:
+            return self.models[name].branches[oid][-1].files
         return next(commit.files for commits in branches for commit in commits if commit.oid == oid)
 
     def _mode(self, head: Commit, path: str) -> dict:
@@ -325,6 +327,8 @@ class Hub:
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
             elif line["key"] == "lfsFile":
                 # What came over Xet is in its storage alone: the SHA-256 stands for it.
                 files[value["path"]] = self._objects.get(value["oid"], value["oid"].encode())

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 
 from eval.published import ACCURACIES
 from eval.scores import hellaswag_scores
+from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import parse_config
 from recipe.hub import export
 from recipe.utils.errors import UserError
@@ -58,6 +59,20 @@ def test_a_second_export_into_the_same_place_needs_force(whole_run, tmp_path, ca
     assert export.main([str(run), "--out", str(out), "--best", "--force"]) == 0
     assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_replaces_no_checkpoint_and_writes_through_no_link(whole_run, tmp_path, capsys):
+    run, out = shutil.copytree(whole_run[0], tmp_path / "run"), tmp_path / "out"
+    for source in (run, run / "step_00000010"):
+        assert export.main([str(source), "--out", str(run / "step_00000020"), "--force"]) == 2
+        assert "step_00000020 is a checkpoint; name another directory" in capsys.readouterr().err
+    assert [verify(path) for path in checkpoints(run)] == [[], []]
+    out.mkdir()
+    (tmp_path / "precious").write_text("of mine")
+    (out / "README.md").symlink_to(tmp_path / "precious")
+    assert export.main([str(run), "--out", str(out), "--force"]) == 0
+    assert (tmp_path / "precious").read_text() == "of mine"
+    assert ModelCard.load(out / "README.md").data.library_name == "transformers"
 
 
 def test_the_best_is_the_lowest_validation_loss_of_what_is_whole(whole_run, tmp_path):

@@ -108,6 +108,19 @@ def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, shards
     assert "step 10 to 20: different: loss of step 20 is 4.0, and " in capsys.readouterr().out
 
 
+def test_no_branch_keeps_the_state_of_another_push(hub, run):
+    """Of its own, or of main, of which a new branch is a copy; other files stay."""
+    assert upload.open_uploads(config_of(run, push_to_hub="state"), Processes()).wait() == 0
+    files = hub.files(REPO, "main")
+    assert "trainer_state.json" in files
+    files["picture.png"] = b"of mine"
+    assert push(run) == 0
+    for branch, step in BRANCHES.items():
+        there = {*hub.files(REPO, branch)}
+        assert there - {"picture.png"} == {"README.md", *(p.name for p in files_of(run / f"step_{step:08d}"))}, branch
+    assert "picture.png" in hub.files(REPO, "main")
+
+
 # Faults of the Hub
 
 FAULTS = {
