@@ -16,10 +16,13 @@ from huggingface_hub import get_session
 from huggingface_hub.utils import logging as hub_logging
 
 from eval.loglikelihood import LanguageModel
+from eval.scores import merged
 from recipe.utils.checkpoints import checkpoints, manifest_of, newest_run, problem_of
 from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
+
+UNBOUNDED = 2048  # tokens of context for models without a table of positions, such as BLOOM and Mamba
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Loaded:
     @property
     def n_positions(self) -> int:
         """The most tokens of context that the model takes."""
-        return self.model.config.max_position_embeddings
+        return getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text: no special tokens added, and a literal "<|endoftext|>" is read as text."""
@@ -173,9 +176,20 @@ def load(args: argparse.Namespace) -> Loaded:
         raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
     model.to(device).tie_weights()  # which a move to a TPU or to XLA unties
     loaded = Loaded(name, directory, model.eval(), tokenizer)
+    if config.model_type != "gpt2" and sees_what_follows(model):
+        raise UserError(f"model {name}: no causal language model; its {config.model_type} sees the tokens that follow")
     about = loaded.describe()
     print(f"model {name}: {model.num_parameters():,} parameters, {about['device']}, {about['dtype']}", flush=True)
     return loaded
+
+
+def sees_what_follows(model: transformers.PreTrainedModel) -> bool:
+    """Whether a token changes the logits of those before it, as in BERT, which transformers loads as a causal one."""
+    ids = torch.arange(8, device=model.device)[None]
+    other = torch.cat([ids[:, :-1], ids[:, :1]], 1)
+    with torch.no_grad():
+        before, after = (model(one, use_cache=False).logits[:, :-1].float() for one in (ids, other))
+    return bool((before - after).abs().max() > 1e-3 * before.std())
 
 
 def hub_problem() -> str:
@@ -233,8 +247,17 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 
 def write_results(path: Path, key: str, value: dict) -> None:
-    """Put `value` under `key`, keeping the file's other keys; the file is replaced atomically."""
-    replace_file(path, (json.dumps(read_results(path) | {key: value}, indent=2) + "\n").encode())
+    """Put `value` under `key`, keeping the file's other keys, and of this one the same model's scores that `value` does
+    not measure anew, or of a part only; the file is replaced atomically."""
+    results = read_results(path)
+    earlier = results.get(key, {})
+    if "scores" in value and earlier.get("model") == value["model"]:
+        value = value | {"scores": (scores := merged(earlier.get("scores", []), value["scores"]))}
+        if any(one in scores for one in earlier.get("scores", []) if one["complete"]):
+            print(f"note: {path} keeps what was measured before of other tasks, or of all rows")
+    elif earlier.get("model", value["model"]) != value["model"]:
+        print(f"note: replaces what {path} had of {earlier['model']}")
+    replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
     if (path.parent / "README.md").exists():
         print(f"note: {path.parent}/README.md stays as it is: for a new card, evaluate the run and export it again")

@@ -28,9 +28,12 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
     """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. `data` is a directory,
     whose .bin files with "val" in their name are used, or a glob of .bin files."""
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
-    paths = [Path(name) for name in sorted(glob.glob(pattern)) if os.path.isfile(name)]
+    paths = [Path(name) for name in sorted(glob.glob(pattern)) if name.endswith(".bin") and os.path.isfile(name)]
     if not paths:
-        raise common.UserError(f"--data {data}: no .bin file with `val` in its name. Prepare one (make data)")
+        raise common.UserError(
+            f"--data {data}: no .bin file there, or in a directory none with `val` in its name. Prepare text with "
+            "python -m recipe.data.prepare"
+        )
     windows = []
     for path in paths:
         shard = ShardReader(path)
@@ -117,6 +120,7 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
     if not args.data and not limit and "eval_tokens" in config:
         limit = max(1, config["eval_tokens"] // length)  # as many as each validation of the training
     about = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
+    about["of_windows"] = len(windows)
     check_tokens(source_here, loaded.tokenizer, windows[:limit])
     return windows[:limit], about
 
@@ -131,9 +135,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def scores_of(result: dict) -> list[dict]:
     """The scores of the command's result, for the model card."""
-    limit = result["limit_windows"]
+    limit, some, all = result["limit_windows"], result["windows"], result["of_windows"]
     how = f"{result['tokens']:,} tokens, {result['sequence_length']:,} at once, in {result['dtype']}"
-    how += f", the first {limit:,} windows" if limit else ""
+    how += f", the first {some:,} of {all:,} windows" if some < all else ""
     data = text_dataset(Path(result["data"]).name)
     metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
     return [score(data, metric, result[metric[0]], how, complete=not limit) for metric in metrics.items()]

@@ -29,6 +29,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
         print(f"note: {n_new} new tokens instead of {args.max_new_tokens}: the model has {positions} positions")
     if len(kept) < len(prompt_ids):
         print(f"note: of the prompt's {len(prompt_ids)} tokens the last {len(kept)} are used: no more positions")
+    loaded.model.generation_config = GenerationConfig()  # or its own fill what is not named here: do_sample, penalties
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     if args.temperature:
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}

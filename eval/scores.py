@@ -42,6 +42,20 @@ def ci95(p: float, n: int) -> float:
     return 1.96 * (p * (1 - p) / n) ** 0.5
 
 
+def merged(earlier: list[dict], new: list[dict]) -> list[dict]:
+    """Scores of a model, where those that measure the same are there once: the newer, but none of a part of the data
+    set in place of one of all of it."""
+    scores = {_measured(one): one for one in earlier}
+    for one in new:
+        if one["complete"] or not scores.get(_measured(one), one)["complete"]:
+            scores[_measured(one)] = one
+    return [*scores.values()]
+
+
+def _measured(score: dict) -> tuple:
+    return tuple(score.get(name) for name in ("dataset_type", "dataset_name", "dataset_split", "metric_name"))
+
+
 def all_scores(results: dict) -> list[dict]:
     """The finite scores of a results.json."""
     scores = [score for entry in results.values() for score in entry.get("scores", [])]

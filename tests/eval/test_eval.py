@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig
 
-from eval import common, hellaswag, perplexity, sample
-from tests.conftest import ROOT
+from eval import common, hellaswag, perplexity, sample, scores
+from tests.conftest import ROOT, SHAKESPEARE
 from tests.data import write_shard
 from tests.eval.conftest import load
 
@@ -70,6 +71,58 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command):
     assert sorted(result["files"]) == ["text_val_000000.bin", "text_val_000001.bin"]
     assert not list(checkpoint.glob(".results*"))
     assert len(perplexity.shard_windows(str(tmp_path / "text_*_000000.bin"), 32)[0]) == 6
+    assert "the first 4 of 5 windows" in result["scores"][0]["how"]
+    with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin file there.* recipe\.data\.prepare"):
+        perplexity.shard_windows(str(SHAKESPEARE), 32)  # whose bytes would be read as tokens
+
+
+def test_a_look_at_a_part_replaces_no_result_of_all_and_another_task_none(tmp_path, capsys):
+    def write(task, value, complete, model="a"):
+        score = scores.score({"dataset_type": task, "dataset_name": task}, ("accuracy", "acc"), value, "")
+        common.write_results(path, "lm_eval", {"model": model, "scores": [score | {"complete": complete}]})
+        known = json.loads(path.read_text())["lm_eval"]["scores"]
+        return {one["dataset_name"]: one["metric_value"] for one in known}
+
+    path = tmp_path / "results.json"
+    assert write("arc", 0.2, False) == {"arc": 0.2}
+    assert write("arc", 0.3, True) == {"arc": 0.3}
+    assert write("arc", 0.4, False) == {"arc": 0.3}
+    assert "keeps what was measured before" in capsys.readouterr().out
+    assert write("piqa", 0.5, True) == {"arc": 0.3, "piqa": 0.5}
+    assert write("arc", 0.6, True) == {"arc": 0.6, "piqa": 0.5}
+    assert write("arc", 0.1, False, "b") == {"arc": 0.1}
+    assert "note: replaces what" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["bert", "bloom"])
+def test_models_that_are_not_gpt2_are_scored_or_refused(kind, model_dir, tmp_path):
+    """BERT, which transformers loads as a causal model, sees what follows; BLOOM has no table of positions."""
+    small = {"vocab_size": 50257, "hidden_size": 32, "num_attention_heads": 2}
+    if kind == "bert":
+        config = BertConfig(**small, num_hidden_layers=1, intermediate_size=32)
+    else:
+        config = BloomConfig(**small, n_layer=1, n_head=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path)
+    if kind == "bert":
+        with pytest.raises(common.UserError, match="no causal language model; its bert sees the tokens that follow"):
+            load(tmp_path)
+        return
+    loaded = load(tmp_path)
+    rows = hellaswag.load_rows(2)
+    assert loaded.n_positions == common.UNBOUNDED
+    assert hellaswag.correct(hellaswag.score_rows(loaded.lm, rows), rows)["llmc_acc"].shape == (2,)
+
+
+def test_temperature_0_takes_the_likeliest_whatever_the_model_would_do(loaded, model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "repetition_penalty": 5.0}')
+    other, texts = load(tmp_path), set()
+    for one, seed in ((loaded, 1), (other, 1), (other, 2)):
+        options = ["--temperature", "0", "--seed", str(seed), "--max_new_tokens", "8"]
+        texts |= {*sample.generate(one, "The", sample.arguments().parse_args(options))}
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ SHARDS = {
     "data": "~/of_news/",
     "sequence_length": 1024,
     "limit_windows": None,
+    "windows": 4,
+    "of_windows": 4,
     "tokens": 10_485_760,
     "loss": 3.41,
     "perplexity": 30.27,
@@ -195,11 +197,11 @@ def test_model_index_has_whole_evaluations_only(card):
         [{"step": 100, "hellaswag_llmc_acc": 0.26}],
         {
             "hellaswag": {"scores": hellaswag_scores(HELLASWAG, 20, "in float32")},
-            "perplexity": {"scores": perplexity.scores_of(SHARDS | {"limit_windows": 2})},
+            "perplexity": {"scores": perplexity.scores_of(SHARDS | {"limit_windows": 2, "windows": 2})},
         },
     )
     assert card.data.eval_results is None
-    for words in ("the first 72 of 10,042 rows", "the first 20 of 10,042 rows", "the first 2 windows"):
+    for words in ("the first 72 of 10,042 rows", "the first 20 of 10,042 rows", "the first 2 of 4 windows"):
         assert words in card.text, words
 
 
