@@ -157,7 +157,7 @@ gpu-bundle: ## pack what gpu-proof needs without a network: BUNDLE
 
 ##@ Develop
 
-test: .venv/installed-dev ## tests of every promise, 5 minutes (ARGS="-k name": some)
+test: .venv/installed-dev ## tests of every promise, 7 minutes on two cores (ARGS="-k name": some)
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
 test-fast: .venv/installed-dev ## the model, the data order, a run and its resume: a minute
