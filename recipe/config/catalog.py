@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from recipe.config.fields import DATASETS, DataConfig
@@ -79,12 +80,24 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
         files = [path for path in paths if _is_file(path)]
         return ([] if any(path.suffix == ".bin" for path in files) else files), []
-    below = [path.relative_to(directory) for path in directory.rglob("*")]
+    below = [path.relative_to(directory) for path in _below(directory)]
     made = {path.parent for path in below if path.name in _OF_OUTPUT}  # such as data/NAME, where text may lie in data/
     texts = [path for path in below if path.name.lower() != "readme.md" and made.isdisjoint(path.parents)]
     paths = [directory / path for path in texts if not any(part.startswith(".") for part in path.parts)]
     files = sorted((path for path in paths if _is_file(path)), key=str)
     return [path for path in files if text_suffix(path)], [path for path in files if not text_suffix(path)]
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """All files and directories in it and its subdirectories. Raises UserError for one that cannot be read, which
+    pathlib would skip; hidden ones, and what a file system has found, are nobody's text."""
+
+    def refuse(error: OSError) -> None:
+        if not Path(error.filename).name.startswith(".") and Path(error.filename).name != "lost+found":
+            raise UserError(f"{error.filename}: {error.strerror}; make it readable, or move it away") from None
+
+    for parent, directories, files in os.walk(directory, onerror=refuse):
+        yield from (Path(parent, name) for name in (*directories, *files))
 
 
 def _is_file(path: Path) -> bool:

@@ -2,13 +2,16 @@
 
 import gzip
 import math
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eval.curves import read_run
 from recipe.config import DataConfig, batch_arithmetic, parse_config
+from recipe.config.catalog import text_files
 from recipe.data.open import open_datasets
 from recipe.data.prepare import prepare
 from recipe.data.tokenizer import encode
@@ -240,3 +243,22 @@ def test_characters_are_not_trained_on_as_tokens(here):
     for split, text in (("train", TEXT[:800_000]), ("val", TEXT[800_000:])):  # its data/shakespeare
         encode(text).tofile(here / f"{split}.bin")
     opened("--dataset_name=.")
+
+
+def test_a_subdirectory_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path, monkeypatch):
+    """pathlib would skip it. What is hidden, and lost+found of a disk that is mounted there, is nobody's text."""
+    for name in ("part-1", "part-2", ".trash", "lost+found"):
+        (tmp_path / "books" / name).mkdir(parents=True)
+        (tmp_path / "books" / name / "a.txt").write_text(TEXT)
+    denied, scandir = {".trash", "lost+found"}, os.scandir
+
+    def refusing(path="."):
+        if Path(path).name in denied:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)  # root may read everything
+    assert {path.parent.name for path in text_files(str(tmp_path / "books"))[0]} == {"part-1", "part-2"}
+    denied.add("part-2")
+    with pytest.raises(UserError, match=r"books/part-2: Permission denied; make it readable, or move it away"):
+        parse_config([f"--dataset_name={tmp_path / 'books'}"])
