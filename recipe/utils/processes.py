@@ -3,10 +3,13 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
 from recipe.utils.errors import UserError
+
+LONGEST_TURN = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,21 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:
-        """Context: the main process goes first, then one of each other node, then the rest."""
+        """Context: the main process goes first, then one of each other node, then the rest. What it does may take days,
+        such as preparing a text, which a collective call that waits for the others may not."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
-        for _ in range(turn):
-            self.anywhere(False)
+        group = None
+        if self.hosts is not None:
+            group = torch.distributed.new_group(backend="gloo", timeout=LONGEST_TURN)
+
+        def wait(turns: int) -> None:
+            for _ in range(turns if group else 0):
+                torch.distributed.barrier(group)
+
+        wait(turn)
         try:
             yield
         finally:
-            for _ in range(2 - turn):
-                self.anywhere(False)
+            wait(2 - turn)
+            if group:
+                torch.distributed.destroy_process_group(group)

@@ -27,7 +27,7 @@ from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from tests import processes
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, TINY, by_step, environment, flags, launch, ok
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl, write_tokens
 
 
@@ -383,3 +383,29 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         )
         assert ran.returncode == 0, ran.stderr
         assert int(re.search(r"VmHWM:\s+(\d+) kB", ran.stdout)[1]) < 600_000, name
+
+
+SLOW = """
+import sys, time
+from datetime import timedelta
+import recipe.data.open
+import recipe.engine.strategy
+from recipe.train import main
+
+def prepare(data, at_once=recipe.data.open.prepare):
+    time.sleep(30)
+    at_once(data)
+
+recipe.engine.strategy.TIMEOUT, recipe.data.open.prepare = timedelta(seconds=15), prepare
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_other_processes_wait_for_a_text_longer_than_for_a_collective_call(tmp_path):
+    """The main process prepares it in 30 s here, where a collective call may take 15: 40 minutes, unless patched."""
+    (tmp_path / "d.txt").write_text(TEXT)
+    (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{SLOW}")
+    run = TINY | {"max_steps": 2, "warmup_steps": 1, "dataset_name": tmp_path / "d.txt", "output_dir": tmp_path / "run"}
+    ok(launch("ddp", 2, tmp_path / "train.py", *flags(**run), cwd=tmp_path))
+    assert by_step(tmp_path / "run")[2]["val_loss"] > 0
