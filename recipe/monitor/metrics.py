@@ -30,6 +30,7 @@ from recipe.utils.files import replace_file
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
 
+AIM = 0.98  # of train_hours, for a machine that slows down in the decay, whose length is decided before it
 # Columns that are null in the lines of steps that did not measure them.
 _MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 
@@ -322,9 +323,9 @@ def sha256_before(log: bytes, step: int) -> str:
 
 
 def time_to_decay(times: dict[str, float], config: Config) -> bool:
-    """Whether wsd's decay must begin for the run to end after train_hours: the steps that it then takes, and the pauses
+    """Whether wsd's decay must begin for the run to end in train_hours: the steps that it then takes, and the pauses
     between them, last as those before did. `times` are of Metrics.state_dict; first steps are slower than others."""
-    left = 3600 * config.run.train_hours - times["first_steps"]
+    left = AIM * 3600 * config.run.train_hours - times["first_steps"]
     used = times["seconds"] + times["pauses"] - times["first_steps"]
     return used >= (1 - config.optimizer.decay_fraction) * left
 
