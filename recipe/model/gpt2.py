@@ -33,6 +33,7 @@ _REQUIRED = {
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
+    "tie_word_embeddings": True,
 }
 
 
@@ -193,8 +194,6 @@ class GPT2LMHeadModel(nn.Module):
         self.loss = loss
         checkpoint = checkpoint or partial(torch_checkpoint.checkpoint, use_reentrant=False)
         self.transformer = Transformer(config, gradient_checkpointing, attention or causal_attention, checkpoint)
-        # A tied head is not a second Parameter: moving a module to an XLA device would silently untie it.
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self._init_weights(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
@@ -209,8 +208,8 @@ class GPT2LMHeadModel(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """(V, D)"""
-        return self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
+        """(V, D): the embedding. As a second Parameter it would silently be untied where a module moves to XLA."""
+        return self.transformer.wte.weight
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) of final hidden states (..., D)."""
@@ -248,10 +247,9 @@ class GPT2LMHeadModel(nn.Module):
         Raises UserError for missing, unexpected or misshapen tensors.
         """
         tensors = {k: v for k, v in tensors.items() if not _OLD_BUFFERS.search(k)}
+        tensors.pop("lm_head.weight", None)  # the embedding once more
         if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
-            tensors = {k if k == "lm_head.weight" else f"transformer.{k}": v for k, v in tensors.items()}
-        if self.lm_head is None:
-            tensors.pop("lm_head.weight", None)
+            tensors = {f"transformer.{k}": v for k, v in tensors.items()}
         own = self.state_dict()
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(f"{origin}: missing {some(missing)}")

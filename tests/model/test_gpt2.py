@@ -158,9 +158,10 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
         own_model(tmp_path / "nowhere")
 
 
-def test_refuses_what_it_does_not_do():
-    with pytest.raises(UserError, match="activation_function is 'relu'"):
-        GPT2LMHeadModel(GPT2Config(activation_function="relu"))
+@pytest.mark.parametrize(("name", "value"), [("activation_function", "relu"), ("tie_word_embeddings", False)])
+def test_refuses_what_it_does_not_do(name, value):
+    with pytest.raises(UserError, match=f"{name} is {value!r}"):
+        GPT2LMHeadModel(GPT2Config(**{name: value}))
 
 
 def test_init_from_a_run_names_its_checkpoint(tmp_path):
