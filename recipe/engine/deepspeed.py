@@ -31,7 +31,7 @@ class ZeroStrategy(Strategy):
     """ZeRO-1, 2 or 3, on GPUs or on CPU processes."""
 
     @classmethod
-    def open(cls, precision: str, sharding: str = "") -> Strategy:
+    def open(cls, precision: str) -> Strategy:
         """As Strategy's."""
         cpu = _prepare_environment()
         precision = hardware.resolve_precision(precision, cpu=cpu)

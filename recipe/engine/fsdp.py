@@ -38,12 +38,14 @@ class FsdpStrategy(Strategy):
     weights before sharding.
     """
 
+    _sharding = "fsdp"
+
     @classmethod
-    def open(cls, precision: str, sharding: str = "") -> Strategy:
+    def open(cls, precision: str) -> Strategy:
         """As Strategy's."""
         precision = hardware.resolve_precision(precision, cpu=wants_cpu())
         take_settings(precision)
-        return super().open(precision, "fsdp")
+        return super().open(precision)
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
         """As Strategy's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since

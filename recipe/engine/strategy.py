@@ -45,6 +45,7 @@ class Strategy:
     """
 
     spike_filter: SpikeFilter
+    _sharding = ""  # of the Runtime that `open` makes
     _accelerator: Accelerator
 
     def __init__(self, device: Device, runtime: Runtime, accelerator: Accelerator | None = None):
@@ -54,7 +55,7 @@ class Strategy:
             self._accelerator = accelerator
 
     @classmethod
-    def open(cls, precision: str, sharding: str = "") -> Strategy:
+    def open(cls, precision: str) -> Strategy:
         """The strategy of this launch. A collective call. Raises UserError for a launch that it cannot train."""
         precision = hardware.resolve_precision(precision, cpu=wants_cpu())
         half = precision if precision in ("bf16", "fp16") else "no"
@@ -62,7 +63,7 @@ class Strategy:
         handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
         kinds = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
         accelerator = start_accelerator(precision, half, handlers, kinds)
-        runtime = Runtime(processes_of(accelerator), sharding)
+        runtime = Runtime(processes_of(accelerator), cls._sharding)
         return cls(local_device(accelerator.device, precision, runtime), runtime, accelerator)
 
     def __str__(self) -> str:

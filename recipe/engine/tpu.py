@@ -50,7 +50,7 @@ class TpuStrategy(Strategy):
     """DDP over one process a chip, or one chip alone."""
 
     @classmethod
-    def open(cls, precision: str, sharding: str = "") -> Strategy:
+    def open(cls, precision: str) -> Strategy:
         """As Strategy's; or, in the process that Accelerate has started, becomes the launcher of a process a chip."""
         precision = hardware.supported_precision(precision, "a TPU", gpu=False, bf16=True)
         world_size, several_hosts = (
@@ -65,13 +65,13 @@ class TpuStrategy(Strategy):
             start_processes(several_hosts)
         if wants_fsdp():
             take_settings(precision)
-            cls, sharding = TpuFsdpStrategy, "fsdp"
+            cls = TpuFsdpStrategy
         if world_size > 1 and not torch.distributed.is_initialized():
             torch.distributed.init_process_group(_BACKENDS, timeout=TIMEOUT)
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the nearest that Accelerate knows: it moves nothing to its device
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU)
         accelerator = start_accelerator(precision, "no", [], kinds)
-        runtime = Runtime(processes_of(accelerator), sharding)
+        runtime = Runtime(processes_of(accelerator), cls._sharding)
         return cls(_device(precision), runtime, accelerator)
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:

@@ -82,7 +82,7 @@ class XlaStrategy(Strategy):
     device: XlaDevice
 
     @classmethod
-    def open(cls, precision: str, sharding: str = "") -> Strategy:
+    def open(cls, precision: str) -> Strategy:
         """As Strategy's."""
         check_xla_launch()
         xr.use_spmd()  # before anything is on the device
