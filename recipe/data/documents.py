@@ -125,20 +125,19 @@ class Column:
         return (ids[inside[0] : inside[-1] + 1] if len(inside) else inside).astype(DTYPE)
 
 
-def tokenized(
-    pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int | None = None
-) -> Iterator[tuple[Piece, np.ndarray]]:
+def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """The pieces with their tokens, (tokens,), uint16, of which the first of a document is end-of-text. Texts are
-    tokenized on threads, by default one a core: tokenizers release the GIL."""
+    tokenized on a thread for each core: tokenizers release the GIL."""
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
     last = None
-    for piece, tokens in _encoded(pieces, tokenizer, threads or os.cpu_count() or 1):
+    for piece, tokens in _encoded(pieces, tokenizer):
         yield piece, tokens if piece.document == last else np.concatenate([end_of_text, tokens])
         last = piece.document
 
 
-def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer, threads: int) -> Iterator[tuple[Piece, np.ndarray]]:
+def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """The pieces' tokens in order; a few batches are tokenized ahead."""
+    threads = os.cpu_count() or 1
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
         texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))

@@ -51,11 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def prepare(data: DataConfig, threads: int | None = None) -> Manifest:
+def prepare(data: DataConfig) -> Manifest:
     """Makes the shards of `train_text` in the directory `dataset_name`, or finishes making them; returns the manifest.
-    `threads` tokenize, by default one a core. Raises UserError."""
+    Raises UserError."""
     out = Path(data.dataset_name)
-    producer = Producer(data, threads)
+    producer = Producer(data)
     if manifest := producer.finished():
         logger.info("data       %s is complete already: %s", out, _summary(manifest))
         return manifest

@@ -49,9 +49,9 @@ class Producer:
 
     manifest: Manifest  # from `open` on
 
-    def __init__(self, data: DataConfig, threads: int | None = None):
-        """`threads` tokenize, by default one a core. Raises UserError where the text cannot be read, or where shards
-        would come among files that are not this recipe's."""
+    def __init__(self, data: DataConfig):
+        """Raises UserError where the text cannot be read, or where shards would come among files that are not this
+        recipe's."""
         self.source, self.tokenizer = open_text(data), open_tokenizer(data.tokenizer)
         self.out = out = Path(data.dataset_name)
         if out.is_dir() and not (out / MANIFEST).exists():
@@ -61,7 +61,7 @@ class Producer:
                     f"{out} holds other files ({some(sorted(others), 1)}), and shards are not mixed with them; name an "
                     "empty or a new directory"
                 )
-        self._threads, self.shard_tokens, self._window = threads, data.shard_tokens, data.sequence_length + 1
+        self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
         self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
         self.val_fraction = 0.0 if self.val_documents or data.val_data else data.val_fraction
         self.options = {
@@ -261,7 +261,7 @@ class Producer:
             first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
             held_out = {document.tobytes() for document in np.split(val, first)}
         longest = max(map(len, held_out), default=0)  # in bytes
-        pieces = tokenized(self._pieces_from(split, position), self.tokenizer, self._threads)
+        pieces = tokenized(self._pieces_from(split, position), self.tokenizer)
         for number, group in groupby(pieces, key=lambda piece: piece[0].document):
             beginning, size, at = [], 0, 0
             while size <= longest and (piece := next(group, None)):
