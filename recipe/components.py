@@ -86,8 +86,7 @@ def open_components(
             to_device=strategy.device.put,
             pin=strategy.device.type == "cuda",
         )
-        if checkpoint and processes.is_main:
-            set_aside(directory, checkpoint)
+        rewound = checkpoint is not None and processes.is_main and set_aside(directory, checkpoint)
         metrics = Metrics(config, strategy, batches, step)
         stateful = {
             "data": train_data,
@@ -96,7 +95,7 @@ def open_components(
             "spike_filter": strategy.spike_filter,
             "grad_scaler": strategy.grad_scaler,
         }
-        if checkpoint and checkpoint.rewound:
+        if rewound:
             state = state | {"tracker": {}}  # it takes each step once: rewound steps are a new run there
         for name, component in stateful.items() if checkpoint else []:
             if state[name]:  # of a loss scale there may be none
@@ -176,18 +175,18 @@ def open_run_directory(
     verified by the main process for all of them. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
     with ExitStack() as closing:
-        directory, chosen, rewound = RunDirectory(run_dir), None, False
+        directory, chosen = RunDirectory(run_dir), None
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
                 directory = closing.enter_context(run_directory(run_dir, fresh=config.run.fresh))
-                chosen, rewound = continue_from(run_dir, flat, locked=True)
-        chosen, rewound = processes.broadcast_object((chosen, rewound))
+                chosen, _ = continue_from(run_dir, flat, locked=True)
+        chosen = processes.broadcast_object(chosen)
         if chosen is None:
             yield directory, None
             return
         if processes.anywhere(not chosen.exists()):
             raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
-        checkpoint = load_checkpoint(chosen, rewound=rewound)
+        checkpoint = load_checkpoint(chosen)
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
             logger.info("resume     from step %d (%s)", checkpoint.step, chosen)

@@ -74,7 +74,6 @@ class Checkpoint:
     Attributes:
         optimizer_state: {"<state>.<parameter name>": tensor}.
         state: trainer_state.json.
-        rewound: the run has newer checkpoints, of an earlier plan, which this plan does not continue.
     """
 
     path: Path
@@ -82,7 +81,6 @@ class Checkpoint:
     weights: dict[str, torch.Tensor]
     optimizer_state: dict[str, torch.Tensor]
     state: dict
-    rewound: bool = False
 
 
 def save_checkpoint(checkpoint: Checkpoint, files: dict[str, bytes]) -> None:
@@ -250,10 +248,10 @@ def verify(path: Path) -> list[str]:
     return problems + [f"{name} {problem}" for name, problem in by_file.items() if problem]
 
 
-def load_checkpoint(path: Path, *, rewound: bool = False) -> Checkpoint:
+def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a verified checkpoint onto the CPU. Raises UserError where a file cannot be read."""
     state, loaded = state_of(path), []
     for name in ("model.safetensors", "optimizer.safetensors"):
         with reading(path / name, f"try again, or move {path.name} away to continue from an earlier checkpoint"):
             loaded.append(load_file(path / name))
-    return Checkpoint(path, state["step"], *loaded, state, rewound)
+    return Checkpoint(path, state["step"], *loaded, state)

@@ -133,8 +133,9 @@ def _check_free(run_dir: Path) -> None:
 
 def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> tuple[Path | None, bool]:
     """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
-    none, and whether it is rewound (see Checkpoint). It is the newest or, if max_steps has grown since wsd lowered the
-    learning rate, the last one before that. `locked` as in `newest_intact`, as which it raises, and OSError."""
+    none, and whether there are newer ones, of an earlier plan. It is the newest or, if max_steps has grown since wsd
+    lowered the learning rate, the last one before that. `locked` as in `newest_intact`, as which it raises, and
+    OSError."""
     newest = newest_intact(run_dir, locked=locked)
     if newest is None or config["lr_scheduler_type"] != "wsd":
         return newest, False
@@ -193,17 +194,16 @@ def _optimizer(config: dict) -> OptimizerConfig:
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
-def set_aside(directory: RunDirectory, checkpoint: Checkpoint) -> None:
-    """Moves what is newer than `checkpoint`, if that is rewound, into the next free `decayed_<newest step>`, with a
-    copy of metrics.jsonl: a run directory of its own. Raises UserError.
+def set_aside(directory: RunDirectory, checkpoint: Checkpoint) -> bool:
+    """Moves what is newer than `checkpoint`, from which the run continues, into the next free `decayed_<newest step>`,
+    with a copy of metrics.jsonl: a run directory of its own. Returns whether anything is. Raises UserError.
 
     The newest is moved last: if this process is killed before, the next one finds the same newest, and goes on.
     """
-    if not checkpoint.rewound:
-        return
-    directory.check()
     run_dir = directory.path
-    newer = [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]
+    if not (newer := [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]):
+        return False
+    directory.check()
     name, log = f"decayed_{step_of(newer[-1]):08d}", run_dir / "metrics.jsonl"
     numbered = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
     aside = next(path for path in numbered if not (path / newer[-1].name).exists())  # one without it is unfinished
@@ -217,3 +217,4 @@ def set_aside(directory: RunDirectory, checkpoint: Checkpoint) -> None:
         fsync(aside)
         fsync(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
     logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", aside)
+    return True

@@ -143,8 +143,8 @@ def test_an_extension_that_is_killed_while_it_moves_the_decay_aside_ends_the_sam
 
     def start() -> Path:
         with run_directory(run) as directory:
-            chosen, rewound = continue_from(run, config)
-            set_aside(directory, load_checkpoint(chosen, rewound=rewound))
+            chosen, _ = continue_from(run, config)
+            set_aside(directory, load_checkpoint(chosen))
             MetricsLog(run / "metrics.jsonl", step_of(chosen)).close()
         return chosen
 
