@@ -36,8 +36,7 @@ class Device:
     eval_multiples: tuple[int, int, int] = (1, 1, 1)  # to which evaluations pad sequences, positions, scored tokens
     sum_dtype: torch.dtype = torch.float64  # for sums over many steps
     flush: Callable[[], object] = field(default=lambda: None)  # makes a lazy device run what it has recorded so far
-    idle_gpus: int = 0  # GPUs of this node that the launch does not use
-    note: str = ""  # what else to tell the user
+    note: str = ""  # what to tell the user
 
     @property
     def model_options(self) -> dict:
@@ -79,7 +78,7 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
     local_world_size = runtime.processes.local_world_size
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name, idle = torch.cuda.get_device_name(device), torch.cuda.device_count() - local_world_size
         return Device(
             "cuda",
             name,
@@ -90,8 +89,8 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
             peak_flops=hardware.peak_flops(name),
             pad_vocab_to=128,  # for tensor cores; on a CPU it costs 7 %, and a TPU gains nothing
             eval_multiples=(1, 64, 1),  # few lengths: cuDNN plans attention with a mask for each of them
-            idle_gpus=max(0, torch.cuda.device_count() - local_world_size),
             no_compile=runtime.no_compile,
+            note=f"{idle} more GPUs are idle; accelerate_configs/ddp.yaml uses them" if idle > 0 else "",
         )
     if device.type == "cpu":
         hardware.use_deterministic_algorithms()

@@ -129,8 +129,6 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
         yield f"mpirun or srun has started {tasks} of these, and each trains alone; accelerate launch connects them"
-    if device.idle_gpus:
-        yield f"{device.idle_gpus} more GPUs are idle; accelerate_configs/ddp.yaml uses them"
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
         yield f"other programs use {busy:.1f} of {os.cpu_count()} cores: this run and they share them"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
