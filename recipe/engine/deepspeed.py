@@ -185,6 +185,12 @@ def _prepare_environment() -> bool:
 
         # Otherwise it looks for compilers, and compiles for a minute an operator that only inference calls.
         deepspeed.ops.__compatible_ops__ = {}
+    zero_stage()
+    return cpu
+
+
+def zero_stage() -> int:
+    """The stage that the launch asks for. Raises UserError where a file cannot be read, or sets more than sharding."""
     file = Path(os.environ.get(_CONFIG_FILE, ""))
     if not file.is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)
@@ -194,12 +200,11 @@ def _prepare_environment() -> bool:
             f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
             "sharding, the recipe precision, accumulation and clipping"
         )
-    check_sharding_only(file)
-    return cpu
+    return stage_in(file)
 
 
-def check_sharding_only(file: Path) -> None:
-    """Raises UserError where DeepSpeed's `file` cannot be read, or sets more than sharding."""
+def stage_in(file: Path) -> int:
+    """The stage in DeepSpeed's `file`. Raises UserError where that cannot be read, or sets more than sharding."""
     with reading(file, "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
         config = dict(json.loads(file.read_bytes()))
     if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
@@ -207,6 +212,7 @@ def check_sharding_only(file: Path) -> None:
     for key in config.keys() - {"zero_optimization", "steps_per_print"}:
         if config[key] != "auto":
             raise UserError(f"{file}: {key} is not about sharding and belongs to the recipe; remove it")
+    return stage
 
 
 class _Internals:

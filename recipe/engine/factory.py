@@ -1,12 +1,9 @@
 """Opens the strategy that the launch asked for, or one that stands for devices that are not here."""
 
-import json
 import os
-from pathlib import Path
 
 from accelerate.utils import is_torch_xla_available
 
-from recipe.config import ROOT
 from recipe.engine import hardware
 from recipe.engine.device import planned_device
 from recipe.engine.launch import check_launch, has_torch_tpu, wants_deepspeed, wants_fsdp, wants_tpu
@@ -59,7 +56,8 @@ def _planned(precision: str, devices: str) -> Strategy:
         sharding = "fsdp"
         take_settings(planned_device(name, precision, Runtime(Processes())).precision)
     elif wants_deepspeed():
-        file = ROOT / Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
-        sharding = f"zero{json.loads(file.read_text())['zero_optimization']['stage']}"
+        from recipe.engine.deepspeed import zero_stage
+
+        sharding = f"zero{zero_stage()}"
     runtime = Runtime(Processes(rank, count, rank, min(count, 8), is_main=rank == 0), sharding)
     return Strategy(planned_device(name, precision, runtime), runtime)

@@ -195,14 +195,14 @@ def test_an_fsdp_launch_that_would_not_be_honored_is_refused(monkeypatch, asked,
     ],
 )
 def test_a_sharding_file_that_decides_more_than_sharding_is_refused(tmp_path, change, message):
-    from recipe.engine.deepspeed import check_sharding_only
+    from recipe.engine.deepspeed import stage_in
 
     shipped = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
     (tmp_path / "zero.json").write_text(json.dumps(shipped))
-    check_sharding_only(tmp_path / "zero.json")
+    assert stage_in(tmp_path / "zero.json") == 1
     (tmp_path / "zero.json").write_text(json.dumps(shipped | change))
     with pytest.raises(UserError, match=message):
-        check_sharding_only(tmp_path / "zero.json")
+        stage_in(tmp_path / "zero.json")
 
 
 def test_kaggles_address_of_the_tpu_is_dropped_before_torch_xla_starts(monkeypatch):
