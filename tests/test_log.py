@@ -31,3 +31,9 @@ def test_durations():
     seconds = (0.4, 59.4, 60, 200, 2820, 3599, 11_520, 180_000, 442_800)
     expected = ["0.4 s", "59 s", "1 min", "3 min 20 s", "47 min", "59 min 59 s", "3 h 12 min", "2 d 2 h", "5 d 3 h"]
     assert [units.duration(s) for s in seconds] == expected
+
+
+def test_sizes():
+    """Of three digits, also where the rounding reaches the next unit: 1,907 steps of 524,288 tokens are 1 B."""
+    sizes = {7: "7", 999_400: "999 k", 999_500: "1 M", 1_234_567: "1.23 M", 1907 * 524_288: "1 B", 10**13: "10 T"}
+    assert {size: units.si(size, "B") for size in sizes} == sizes

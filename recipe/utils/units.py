@@ -23,7 +23,7 @@ def gb(size: float) -> str:
 def si(value: float, billion: str = "G") -> str:
     """1234567 -> '1.23 M'; a billion bytes are a G, a billion tokens a B."""
     for unit, size in (("T", 1e12), (billion, 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
+        if value >= 0.9995 * size:  # or 999.8 M would be rounded to 1e+03 M
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
 
