@@ -196,7 +196,7 @@ def newest_state(run: RunConfig) -> dict:
 def files_of(checkpoint: Path, *, state: bool = False) -> list[Path]:
     """The checkpoint's files that `from_pretrained` reads, or all of its own with `state`; none that was added
     later."""
-    names = set(json.loads((checkpoint / "manifest.json").read_text())["files"])
+    names = set(manifest_of(checkpoint))
     return sorted(checkpoint / name for name in (names | {"manifest.json"} if state else names - _FOR_TRAINING))
 
 
