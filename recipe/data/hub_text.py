@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 
 from recipe.config import DataConfig
@@ -54,8 +55,6 @@ class HubText:
 
     def newest(self) -> dict:
         """{"commit": the newest one of `dataset_revision`}. Raises UserError."""
-        from huggingface_hub import HfApi
-
         try:
             revision = self._data.dataset_revision or None
             info = within(ANSWER_S, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=ANSWER_S))
