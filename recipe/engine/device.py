@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -35,7 +35,6 @@ class Device:
     pad_vocab_to: int = 1  # the rows of the head's product are rounded up to a multiple of this
     eval_multiples: tuple[int, int, int] = (1, 1, 1)  # to which evaluations pad sequences, positions, scored tokens
     sum_dtype: torch.dtype = torch.float64  # for sums over many steps
-    flush: Callable[[], object] = field(default=lambda: None)  # makes a lazy device run what it has recorded so far
     note: str = ""  # what to tell the user
 
     @property
@@ -66,6 +65,9 @@ class Device:
     def seed(self, seed: int) -> None:
         """Seeds the device's random numbers, from which dropout draws."""
         torch.manual_seed(seed)
+
+    def flush(self) -> None:
+        """Makes a lazy device run what it has recorded so far."""
 
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),

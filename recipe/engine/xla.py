@@ -65,6 +65,10 @@ class XlaDevice(Device):
         """One mask for the whole batch, divided like its rows: devices draw different ones."""
         torch_xla.manual_seed(seed, str(self.torch_device))
 
+    def flush(self) -> None:
+        """As Device's."""
+        torch_xla.sync()
+
     def counters(self) -> dict[str, int | None]:
         """Also compilations, the number of programs compiled so far: if it keeps growing, time is lost. The peak
         memory of a TPU is not known."""
@@ -199,7 +203,6 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
         adamw="capturable",  # keeps the step count in tensors
         eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled
         sum_dtype=torch.float32,
-        flush=torch_xla.sync,
         note=jax if flash and not find_spec("jax") else "",
         mesh=mesh,
     )
