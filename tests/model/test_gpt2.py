@@ -158,7 +158,10 @@ def test_loads_openais_layout_and_names_what_does_not_fit(tmp_path):
         own_model(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("name", "value"), [("activation_function", "relu"), ("tie_word_embeddings", False)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("activation_function", "relu"), ("tie_word_embeddings", False), ("layer_norm_epsilon", 1e-6)],
+)
 def test_refuses_what_it_does_not_do(name, value):
     with pytest.raises(UserError, match=f"{name} is {value!r}"):
         GPT2LMHeadModel(GPT2Config(**{name: value}))
