@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint.format import Checkpoint, load_checkpoint, newest_state, state_of
 from recipe.checkpoint.manager import CheckpointManager
 from recipe.checkpoint.run_dir import RunDirectory, check_same_run, continue_from, run_directory, set_aside
-from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, RunConfig, data_sets
+from recipe.config import ROOT, UNDECIDED, BatchPlan, Config, data_sets
 from recipe.config.catalog import is_text
 from recipe.config.parse import check
 from recipe.data.dataset import check_same_data
@@ -277,34 +277,22 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
     """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
     one, where a restart would start over, and where the run cannot have its optimizer or loss. A collective
     call."""
-    _check_optimizer(config.optimizer.optim, strategy)
-    _check_loss(config.run, strategy.device.type)
-    _check_restarts(config.run)
-    here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
-    here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
-    _check_same_everywhere(here | {"precision": strategy.device.precision}, strategy.runtime.processes)
-
-
-def _check_optimizer(optim: str, strategy: Strategy) -> None:
-    supported = strategy.runtime.optimizers
+    run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
     if supported and optim not in supported:
         raise UserError(
             f"optim {optim} is not supported on {strategy}; launch with accelerate_configs/ddp.yaml or single.yaml, or "
             f"choose --optim {' or '.join(supported)} and its learning rate"
         )
-
-
-def _check_loss(run: RunConfig, device_type: str) -> None:
-    if run.fused_loss is True and not (run.plan_device or can_fuse(device_type)):
+    if run.fused_loss is True and not (run.plan_device or can_fuse(strategy.device.type)):
         raise UserError("fused_loss needs a GPU with CUDA, and Triton; remove fused_loss")
-
-
-def _check_restarts(run: RunConfig) -> None:
     if run.fresh and (limit := max_restarts()):
         raise UserError(
             f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
             f"or move {run.output_dir} away"
         )
+    here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
+    here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
+    _check_same_everywhere(here | {"precision": strategy.device.precision}, strategy.runtime.processes)
 
 
 def _check_same_everywhere(here: dict, processes: Processes) -> None:
