@@ -85,20 +85,18 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)  # or it is a matter of luck how far rounding takes a kernel
     try:
         for check in (devices, sum_, products, attention, loss, muon, disk):
-            right = report.check(check.__name__.rstrip("_"), partial(check, config, strategy))
+            right = report.check(check.__name__.rstrip("_"), check, config, strategy)
             if check is sum_ and not right:  # processes that disagree wait for each other for ever
                 return report.close()
-        chosen, place, kept = strategy.device.precision, report.place, {}
+        chosen = strategy.device.precision
         compiled = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
         for precision in dict.fromkeys(("fp32", chosen)):
             how = compiled if precision == chosen else {}
             for optim in strategy.runtime.optimizers or ("adamw", "muon"):
-                directory = place / f"{optim}-{precision}"
-                run_ = partial(follows_golden, directory, optim, report.opened(precision), how, kept)
-                report.check(f"{optim} {precision}", run_)
-        resume = partial(resumes, place / f"adamw-{chosen}", report.opened(chosen), compiled, kept)
-        report.check("resume", resume)
-        report.check("trial", partial(trial, config, argv, place, report.opened(chosen)))
+                name = f"{optim} {precision}"
+                report.check(name, follows_golden, report.place, optim, report.opened(precision), how)
+        report.check("resume", resumes, report.place, report.opened(chosen), compiled)
+        report.check("trial", trial, config, argv, report.place, report.opened(chosen))
         strategy.runtime.close()
         return report.close()
     finally:
@@ -149,13 +147,13 @@ class Report:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, _: self._exit(128 + number))
 
-    def check(self, name: str, function: Callable[[], Found | None]) -> bool:
-        """Prints what it finds, and returns whether that is right. A collective call."""
+    def check(self, name: str, function: Callable[..., Found | None], *arguments) -> bool:
+        """Prints what the function finds, and returns whether that is right. A collective call."""
         timer = threading.Timer(LIMIT_S, self._end, (name, f"it hangs: not finished after {LIMIT_S} s"))
         timer.daemon = True
         timer.start()
         try:
-            found = function()
+            found = function(*arguments)
         except Exception as error:  # perhaps of this process only: the others may wait for it for ever
             self._end(name, str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
         timer.cancel()
@@ -201,24 +199,25 @@ class Report:
 # Training runs.
 
 
-def run(fields: dict, strategy: Strategy, argv: list[str] | None = None) -> list[dict]:
-    """Trains with these fields, beside the flags `argv`, of which they override the same ones, and returns the lines
-    of metrics.jsonl. A collective call."""
+def run(fields: dict, strategy: Strategy, argv: list[str] | None = None) -> None:
+    """Trains with these fields, beside the flags `argv`, of which they override the same ones. A collective call."""
     torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
     train(parse_config([*(argv or []), *(f"--{name}={value}" for name, value in fields.items())]), strategy)
-    processes, written = strategy.runtime.processes, fields["output_dir"] / "metrics.jsonl"
-    return processes.broadcast_object(read_metrics(written) if processes.is_main else [])
 
 
-def golden_run(directory: Path, optim: str, strategy: Strategy, how: dict) -> list[float | None]:
-    """The losses of its 20 steps, with the fields `how`; None, which NaN is too, of one that was not taken. Raises
-    UserError where the processes cannot share its sequences."""
+def golden_run(directory: Path, optim: str, strategy: Strategy, how: dict) -> None:
+    """Trains the 20 steps, with the fields `how`. Raises UserError where the processes cannot share its sequences."""
     processes, devices = strategy.runtime.processes.world_size, strategy.device.count
     if 48 % (processes * devices):
         raise UserError(f"not tried: 48 sequences do not divide by {processes} processes x {devices}")
     fields = GOLDEN["fields"] | {"micro_batch_size": 48 // processes // devices // 2 or 1, "optim": optim}
     fields |= {"precision": strategy.device.precision, "dataset_name": directory.with_name("data")} | how
-    losses = {line["step"]: line["loss"] for line in run(fields | {"output_dir": directory}, strategy)}
+    run(fields | {"output_dir": directory}, strategy)
+
+
+def golden_losses(directory: Path) -> list[float | None]:
+    """Those of a golden run's 20 steps, on the main process; None, which NaN is too, of one that was not taken."""
+    losses = {line["step"]: line["loss"] for line in read_metrics(directory / "metrics.jsonl")}
     return [losses.get(step) for step in range(1, 21)]
 
 
@@ -227,24 +226,30 @@ def apart(losses: list[float | None], expected: list[float | None]) -> list[floa
     return [math.inf if a is None or b is None else abs(a - b) for a, b in zip(losses, expected, strict=True)]
 
 
-def follows_golden(directory: Path, optim: str, strategy: Strategy, how: dict, kept: dict[Path, list]) -> Found:
-    """A golden run beside the CPU's; its losses are `kept`."""
-    kept[directory] = golden_run(directory, optim, strategy, how)
-    nats, allowed = apart(kept[directory], GOLDEN[optim]["loss"]), NATS[strategy.device.precision]
+def follows_golden(place: Path, optim: str, strategy: Strategy, how: dict) -> Found:
+    """A golden run beside the CPU's."""
+    directory, allowed = place / f"{optim}-{strategy.device.precision}", NATS[strategy.device.precision]
+    golden_run(directory, optim, strategy, how)
+    if not strategy.runtime.processes.is_main:
+        return "", ""
+    nats = apart(golden_losses(directory), GOLDEN[optim]["loss"])
     first = next((step for step, one in enumerate(nats, 1) if one > allowed), None)
     wrong = f"they part at step {first}: see the lines above, or NaN in docs/troubleshooting.md" if first else ""
     steps = f"20 {'compiled ' * bool(how.get('torch_compile'))}steps"
     return f"{steps}, losses within {max(nats):.1e} of a CPU's in fp32 ({allowed:g} allowed)", wrong
 
 
-def resumes(directory: Path, strategy: Strategy, how: dict, kept: dict[Path, list]) -> Found:
-    """A golden run that begins with the checkpoint of another one's middle, that in `directory`, beside that one."""
-    resumed, main = directory.with_name("resumed"), strategy.runtime.processes.is_main
+def resumes(place: Path, strategy: Strategy, how: dict) -> Found:
+    """A golden run that begins with the checkpoint of another one's middle, beside that one."""
+    directory, allowed = place / f"adamw-{strategy.device.precision}", NATS[strategy.device.precision]
+    resumed, main = place / "resumed", strategy.runtime.processes.is_main
     if main:
         shutil.copytree(checkpoint_path(directory, 10), checkpoint_path(resumed, 10))
-    losses, allowed = golden_run(resumed, "adamw", strategy, how), NATS[strategy.device.precision]
-    nats = max(apart(losses[10:], kept[directory][10:]))
-    same = main and all(
+    golden_run(resumed, "adamw", strategy, how)
+    if not main:
+        return "", ""
+    nats = max(apart(golden_losses(resumed)[10:], golden_losses(directory)[10:]))
+    same = all(
         torch.equal(tensor, load_file(checkpoint_path(resumed, 20) / file)[name])
         for file in ("model.safetensors", "optimizer.safetensors")
         for name, tensor in load_file(checkpoint_path(directory, 20) / file).items()
@@ -272,11 +277,12 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
         fields |= {"dataset_name": place / "data", "tokenizer": "gpt2"}
         note = f"; on the text that ships, since {there} is not prepared yet"
-    lines = [line for line in run(fields, strategy, argv) if line["tokens_per_second"]]
-    if len(lines) < 2:
-        return "", "not two steps in half a minute: this device is too slow for the recipe"
+    run(fields, strategy, argv)
     if not processes.is_main:
         return "", ""
+    lines = [line for line in read_metrics(fields["output_dir"] / "metrics.jsonl") if line["tokens_per_second"]]
+    if len(lines) < 2:
+        return "", "not two steps in half a minute: this device is too slow for the recipe"
     later = lines[1:]  # the first step compiles
     middle = {name: statistics.median(line[name] or 0 for line in later) for name in ("tokens_per_second", "data_wait")}
     mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
