@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 
 from recipe.checkpoint.format import checkpoint_path, checkpoints, state_of
 from recipe.checkpoint.provenance import versions
-from recipe.config import AUTO, ROOT, BatchPlan, Config, parse_config
+from recipe.config import AUTO, ROOT, Config, batch_arithmetic, parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.engine.launch import EXIT_GRACE_S, fail
@@ -137,6 +137,7 @@ class Report:
                 del os.environ[name]
             elif os.environ.get(name) != self._launched[name]:  # the rest stays where a library may have found it
                 os.environ[name] = self._launched[name]
+        torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
         strategy = open_strategy(precision, deterministic=self._deterministic)
         self._listen()
         return strategy
@@ -199,10 +200,9 @@ class Report:
 # Training runs.
 
 
-def run(fields: dict, strategy: Strategy, argv: list[str] | None = None) -> None:
-    """Trains with these fields, beside the flags `argv`, of which they override the same ones. A collective call."""
-    torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
-    train(parse_config([*(argv or []), *(f"--{name}={value}" for name, value in fields.items())]), strategy)
+def config_of(fields: dict, argv: Sequence[str] = ()) -> Config:
+    """The configuration with these fields, beside the flags `argv`, of which they override the same ones."""
+    return parse_config([*argv, *(f"--{name}={value}" for name, value in fields.items())])
 
 
 def golden_run(directory: Path, optim: str, strategy: Strategy, how: dict) -> None:
@@ -212,7 +212,7 @@ def golden_run(directory: Path, optim: str, strategy: Strategy, how: dict) -> No
         raise UserError(f"not tried: 48 sequences do not divide by {processes} processes x {devices}")
     fields = GOLDEN["fields"] | {"micro_batch_size": 48 // processes // devices // 2 or 1, "optim": optim}
     fields |= {"precision": strategy.device.precision, "dataset_name": directory.with_name("data")} | how
-    run(fields | {"output_dir": directory}, strategy)
+    train(config_of(fields | {"output_dir": directory}), strategy)
 
 
 def golden_losses(directory: Path) -> list[float | None]:
@@ -277,7 +277,7 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
         fields |= {"dataset_name": place / "data", "tokenizer": "gpt2"}
         note = f"; on the text that ships, since {there} is not prepared yet"
-    run(fields, strategy, argv)
+    train(config_of(fields, argv), strategy)
     if not processes.is_main:
         return "", ""
     lines = [line for line in read_metrics(fields["output_dir"] / "metrics.jsonl") if line["tokens_per_second"]]
@@ -287,10 +287,9 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
     middle = {name: statistics.median(line[name] or 0 for line in later) for name in ("tokens_per_second", "data_wait")}
     mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
     settled = state_of(checkpoints(fields["output_dir"])[-1])["config"]  # which has what stood on auto
-    ours = {name: settled[name] for name in ("gradient_checkpointing", "fused_loss")}
-    config = replace(config, run=replace(config.run, **ours))
-    sequences = tokens // data.sequence_length
-    batch = BatchPlan(sequences, processes.world_size, micro * device.count, 1, device.count)
+    auto = {name: settled[name] for name in ("micro_batch_size", "gradient_checkpointing", "fused_loss")}
+    config = config_of(fields | auto, argv)
+    batch = batch_arithmetic(config, processes.world_size, device.count)
     plan = step_memory(config, batch, **memory_kind(config, strategy)).peak
     found = f"{len(lines)} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
     found += f", MFU {100 * mfu:.0f} %" if mfu else ""
