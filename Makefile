@@ -48,6 +48,8 @@ BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CO
 # What tells in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
 	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
+# The targets below, under their headings, with what is said behind ##.
+LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {split($$0, part, /:.*\#\# /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
 # Installs into the environment of a target, under the constraints named next.
 INSTALL = .ci/install $(@D)
 
@@ -58,12 +60,12 @@ INSTALL = .ci/install $(@D)
 start:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
 	@echo
-	@awk '/^(train|best|sample|report|plan):.*## / {split($$0, part, /:.*## /); line[part[1]] = part[2]} END {n = split("train best sample report plan", order, " "); for (i = 1; i <= n; i++) printf "  make %-14s %s\n", order[i], line[order[i]]}' $(firstword $(MAKEFILE_LIST))
+	@$(LIST) | grep -E '^  make (train|best|plan|sample|report) '
 	@echo "  make help           all targets and their variables"
 
 help:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
-	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {split($$0, part, /:.*## /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
+	@$(LIST)
 	@echo
 	@echo "  CONFIG is a recipe (recipe/configs), ACCELERATE its hardware,"
 	@echo "  PROCESSES how many, ARGS anything else:"
