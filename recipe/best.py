@@ -99,7 +99,6 @@ class Choice:
 
     size: Size
     tokens: float
-    epochs: float
     loss: float
     limit: str
 
@@ -154,10 +153,9 @@ class Outlook:
                 return [*found[:-1], replace(found[-1], limit="memory")]
             if found and block_parameters(size) > MOST_PARAMETERS * self.text.tokens:
                 return [*found[:-1], replace(found[-1], limit="text")]
-            able, unique = self.tokens_per_second(size) * seconds, self.text.tokens
-            tokens = min(able, MOST_EPOCHS * unique)
-            limit = "text" if tokens < able else "time"
-            found.append(Choice(size, tokens, tokens / unique, self.loss(size, tokens), limit))
+            able, most = self.tokens_per_second(size) * seconds, MOST_EPOCHS * self.text.tokens
+            tokens, limit = (most, "text") if most < able else (able, "time")
+            found.append(Choice(size, tokens, self.loss(size, tokens), limit))
         return found
 
     def best(self, seconds: float) -> Choice:
@@ -403,7 +401,7 @@ def announce(outlook: Outlook, choices: list[Choice], best: Choice) -> None:
     here = choices.index(best)
     for choice in choices[max(0, here - 1) : here + 2]:
         bits = choice.loss / math.log(2) / outlook.text.token_bytes
-        epochs = f", {choice.epochs:.2g} epochs" if outlook.text.tokens < math.inf else ""
+        epochs = f", {choice.tokens / outlook.text.tokens:.2g} epochs" if outlook.text.tokens < math.inf else ""
         what = described(choice.size), choice.loss, bits, si(choice.tokens, "B"), epochs
         start = "best" if choice == best else ""
         logger.info(f"{start:<10} %s: loss %.3f (%.2f bits a byte) after %s tokens%s", *what)
