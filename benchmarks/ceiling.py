@@ -5,7 +5,6 @@ the driver, clocks and power. Writes ceiling.json.
 """
 
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,8 @@ from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.utils.errors import ArgumentParser
 
-SMI = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,memory.used"
+SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
+SMI += ("temperature.gpu", "memory.used")
 FLASH, CUDNN, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 KERNELS = {"chosen": [FLASH, CUDNN, EFFICIENT, SDPBackend.MATH], "flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
 
@@ -42,15 +42,6 @@ def seconds(work: Callable[[], object], least: float = 0.2) -> float:
         wait()
         times.append((time.perf_counter() - begun) / 5)
     return statistics.median(times)
-
-
-def state() -> dict[str, str]:
-    """Of the GPU, by nvidia-smi; empty without one."""
-    command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        return dict(zip(SMI.split(","), output.splitlines()[0].split(", "), strict=True))
-    return {}
 
 
 def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, float]:
@@ -97,9 +88,9 @@ def main(argv: list[str]) -> int:
     precision = hardware.resolve_precision("auto", cpu=on_cpu)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     numbers = torch.empty(2**26 if on_cpu else 2**29, dtype=torch.uint8, device=device())
-    results = report.circumstances() | {"idle": state()}
+    results = report.circumstances() | {"idle": hardware.nvidia_smi(*SMI)}
     with torch.no_grad(), ThreadPoolExecutor() as pool:
-        busy = pool.submit(state)  # takes part of a second, as the products do
+        busy = pool.submit(hardware.nvidia_smi, *SMI)  # takes part of a second, as the products do
         results["flops"] = products(B * length, m.n_embd, -(-m.vocab_size // 128) * 128, dtype)
         results["busy"] = busy.result()
         results["copied_bytes_per_second"] = 2 * numbers.nbytes / seconds(numbers.clone)

@@ -14,14 +14,12 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -323,13 +321,9 @@ def disk(config: Config, strategy: Strategy) -> Found:
 
 def devices(config: Config, strategy: Strategy) -> Found:
     """What there is."""
-    device, driver = strategy.device, ""
-    if device.type == "cuda":
-        command = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
-        with suppress(OSError, subprocess.SubprocessError):
-            output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-            driver = f", driver {output.splitlines()[0]}"
+    device, found = strategy.device, hardware.nvidia_smi("driver_version", "power.limit", "clocks.max.sm")
     memory = f", {gb(device.memory)}" if device.memory else ""
+    driver = f", driver {', '.join(found.values())}" if found and device.type == "cuda" else ""
     return f"{strategy}{memory}, {device.precision}, torch {torch.__version__}{driver}", ""
 
 

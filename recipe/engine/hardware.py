@@ -6,6 +6,7 @@ import platform
 import re
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -226,6 +227,15 @@ def processor() -> str:
     with suppress(OSError, IndexError):
         return re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
     return platform.processor() or "CPU"
+
+
+def nvidia_smi(*fields: str) -> dict[str, str]:
+    """What nvidia-smi reports of the first GPU, by its names of fields; empty without one."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return dict(zip(fields, output.splitlines()[0].split(", "), strict=True))
+    return {}
 
 
 def compile_graph(model: torch.nn.Module, mode: str) -> None:
