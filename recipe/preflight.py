@@ -130,11 +130,7 @@ class Report:
 
     def opened(self, precision: str) -> Strategy:
         """A strategy in this precision, as if the process had been launched only now. A collective call."""
-        for name in os.environ.keys() | self._launched.keys():
-            if name not in self._launched:
-                del os.environ[name]
-            elif os.environ.get(name) != self._launched[name]:  # the rest stays where a library may have found it
-                os.environ[name] = self._launched[name]
+        os.environ |= self._launched  # with what FSDP and DeepSpeed have taken out of it
         torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
         strategy = open_strategy(precision, deterministic=self._deterministic)
         self._listen()
