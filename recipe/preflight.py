@@ -34,9 +34,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in train.py
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
-from recipe.checkpoint.format import checkpoint_path, checkpoints, state_of
+from recipe.checkpoint.format import checkpoint_path, state_of
 from recipe.checkpoint.provenance import versions
 from recipe.config import AUTO, ROOT, Config, batch_arithmetic, parse_config
 from recipe.engine import hardware
@@ -48,9 +47,9 @@ from recipe.estimate.memory import checkpoint_bytes, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.model.gpt2 import causal_attention
 from recipe.model.loss import next_token_loss
-from recipe.monitor.metrics import read_metrics
 from recipe.optim.muon import orthogonalize
 from recipe.train import run as train
+from recipe.utils.checkpoints import checkpoints, manifest_of, read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
@@ -243,14 +242,10 @@ def resumes(place: Path, strategy: Strategy, how: dict) -> Found:
     if not main:
         return "", ""
     nats = max(apart(golden_losses(resumed)[10:], golden_losses(directory)[10:]))
-    same = all(
-        torch.equal(tensor, load_file(checkpoint_path(resumed, 20) / file)[name])
-        for file in ("model.safetensors", "optimizer.safetensors")
-        for name, tensor in load_file(checkpoint_path(directory, 20) / file).items()
-    )
-    found = (
-        "weights and optimizer state equal to the bit" if same else f"losses within {nats:.1e} ({allowed:g} allowed)"
-    )
+    found = f"losses within {nats:.1e} ({allowed:g} allowed)"
+    once, again = (manifest_of(checkpoint_path(run, 20)) for run in (directory, resumed))  # with checksums
+    if all(once[file] == again[file] for file in ("model.safetensors", "optimizer.safetensors")):
+        found = "weights and optimizer state equal to the bit"
     wrong = "" if nats <= allowed else "what is read is not what was saved, or two runs differ"
     return f"saved at step 10, resumed to 20: {found}", wrong
 
