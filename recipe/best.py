@@ -169,7 +169,7 @@ class Outlook:
 
     def _fits(self, size: Size) -> bool:
         config = config_of(recipe(size, self.text, 1e6, 1), "--max_steps=1000", "--micro_batch_size=1")
-        config = replace(config, model=model_of(size, self.vocabulary))
+        config = config.replace(vocab_size=self.vocabulary)
         batch = batch_arithmetic(config, 1, self.strategy.device.count)
         needed = step_memory(config, batch, **memory_kind(config, self.strategy)).peak
         return needed <= HEADROOM * self._memory
@@ -481,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
         if planned:
             return ExitCode.DONE
         config = parse_config(["--config", str(path), *words])
-        code = run(replace(config, run=replace(config.run, fresh=False)), strategy)
+        code = run(config.replace(fresh=False), strategy)
         strategy.runtime.close()
         return code
     except (UserError, OSError, RuntimeError) as error:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -238,7 +238,7 @@ def with_vocabulary(config: Config, processes: Processes) -> Config:
     call. Raises UserError, on all processes."""
     with processes.shared_error("the tokenizer cannot be loaded"), processes.main_process_first():
         tokenizer = open_tokenizer(config.data.tokenizer)
-    return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    return config.replace(vocab_size=tokenizer.vocab_size)
 
 
 def with_steps(config: Config, processes: Processes, *, due: bool = False) -> Config:
@@ -247,14 +247,13 @@ def with_steps(config: Config, processes: Processes, *, due: bool = False) -> Co
     processes."""
     if config.run.train_hours:
         steps = processes.broadcast_object(_decided(config, due) if processes.is_main else None)
-        return replace(config, optimizer=replace(config.optimizer, max_steps=steps))
+        return config.replace(max_steps=steps)
     if not (epochs := config.run.num_train_epochs):
         return config
     with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
         windows = training_windows(config)
     steps = max(1, ceil(epochs * windows / (config.optimizer.total_batch_tokens // config.data.sequence_length)))
-    optimizer, run = replace(config.optimizer, max_steps=steps), replace(config.run, num_train_epochs=0.0)
-    config = replace(config, optimizer=optimizer, run=run)
+    config = config.replace(max_steps=steps, num_train_epochs=0.0)
     check(config)
     return config
 

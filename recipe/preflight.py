@@ -20,7 +20,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -356,7 +355,7 @@ def attention(config: Config, strategy: Strategy) -> Found:
 
 def loss(config: Config, strategy: Strategy) -> Found:
     """The run's loss."""
-    config, chosen = fused_loss(replace(config, run=replace(config.run, fresh=True)), strategy)  # which tries it
+    config, chosen = fused_loss(config.replace(fresh=True), strategy)  # which tries it
     run, D, V = config.run, config.model.n_embd, config.model.vocab_size
     targets = torch.randint(0, V, (1, 256))
     how: dict = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": strategy.device.pad_vocab_to}

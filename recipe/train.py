@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)
     while (code := pretrain(config, batch, strategy)) is None:  # of train_hours so many are over that the decay is due
-        config = with_steps(replace(config, run=replace(config.run, fresh=False)), processes, due=True)
+        config = with_steps(config.replace(fresh=False), processes, due=True)
         start, steps = config.optimizer.decay_start, config.optimizer.max_steps
         logger.info("decay      begins after step %s; the run has %s steps", f"{start:,}", f"{steps:,}")
     return code

@@ -249,6 +249,15 @@ class Config:
         """Whether `train_hours` have not decided yet how many steps the run has."""
         return self.run.train_hours > 0 and self.optimizer.max_steps == UNDECIDED
 
+    def replace(self, **values) -> "Config":
+        """A copy with other values of these fields, whichever part they are in."""
+        parts = {}
+        for name, part in vars(self).items():
+            own = {field: values.pop(field) for field in vars(part) if field in values}
+            parts[name] = dataclasses.replace(part, **own)
+        assert not values, values
+        return Config(**parts)
+
     def flat(self) -> dict:
         """All fields as one flat dict for JSON. `dataset_name` of a mixture is a list of {"name": directory, "weight":
         share, and the fields that are other than the run's}."""

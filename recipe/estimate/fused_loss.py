@@ -4,7 +4,6 @@ A trial takes about a second, and some more to compile what it is compared with,
 effects: its random numbers are its own, and its memory is freed.
 """
 
-import dataclasses
 from functools import partial
 
 import torch
@@ -35,20 +34,18 @@ def fused_loss(config: Config, strategy: Strategy) -> tuple[Config, str]:
         return config, ""
     able = device.type == "cuda" if config.run.plan_device else can_fuse(device.type)
     if processes.anywhere(not able):
-        return _with(config, False), ""
+        return config.replace(fused_loss=False), ""
     if config.run.dry_run:
-        return _with(config, True), "loss       fused kernel, if the run finds it right and faster"
+        return config.replace(fused_loss=True), "loss       fused kernel, if the run finds it right and faster"
     kept = processes.broadcast_object(_of_checkpoint(config, device.chip) if processes.is_main else None)
     if kept is not None:
-        return _with(config, kept), f"loss       {'' if kept else 'not '}fused, as in the run's newest checkpoint"
+        line = f"loss       {'' if kept else 'not '}fused, as in the run's newest checkpoint"
+        return config.replace(fused_loss=kept), line
     measured, wrong = _tried(config, device)
     if processes.anywhere(bool(wrong)):
-        return _with(config, False), f"loss       not fused: {wrong or 'the kernel fails on another process'}"
-    return _with(config, True), f"loss       fused kernel, checked here: {measured}"
-
-
-def _with(config: Config, fused: bool) -> Config:
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, fused_loss=fused))
+        why = wrong or "the kernel fails on another process"
+        return config.replace(fused_loss=False), f"loss       not fused: {why}"
+    return config.replace(fused_loss=True), f"loss       fused kernel, checked here: {measured}"
 
 
 def _of_checkpoint(config: Config, chip: str) -> bool | None:

@@ -1,6 +1,6 @@
 """Parameters, FLOPs, memory and disk of a run, by arithmetic. Nothing here builds a model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from recipe.config import BatchPlan, Config, ModelConfig
 from recipe.optim.muon import share_of
@@ -190,6 +190,6 @@ def remedies(config: Config, batch: BatchPlan, limit: float, **kind) -> str:
     if batch.micro > batch.devices:
         helps.append("a smaller --micro_batch_size")
     for option, fields in _OPTIONS.items():
-        if step_memory(replace(config, run=replace(config.run, **fields)), batch, **kind).peak < now.peak:
+        if step_memory(config.replace(**fields), batch, **kind).peak < now.peak:
             helps.append(option)
     return f"what helps: {', '.join([*helps, 'or ' * bool(helps) + _SHARDING])}"

@@ -6,7 +6,6 @@ allocated later (AdamW's moments, DDP's buckets) is added by arithmetic. A trial
 deleted, and the random numbers continue as if there had been none.
 """
 
-import dataclasses
 import gc
 import logging
 from functools import partial
@@ -45,7 +44,7 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
     if wanted != AUTO and switch != "auto":
         return config, ""
     device, processes = strategy.device, strategy.runtime.processes
-    share = batch_arithmetic(_with(config, 1, switch), processes.world_size, device.count).accumulation
+    share = batch_arithmetic(config.replace(micro_batch_size=1), processes.world_size, device.count).accumulation
     sizes = [n for n in range(1, share + 1) if share % n == 0] if wanted == AUTO else [min(wanted, share)]
     earlier = processes.broadcast_object(_of_checkpoint(config, strategy) if processes.is_main else None)
     if earlier and earlier[0] in sizes:
@@ -63,13 +62,7 @@ def micro_batch(config: Config, strategy: Strategy) -> tuple[Config, str]:
             size, checkpointing, why = _Search(strategy, device.memory).chosen(config, sizes)
     how = f", with{'' if checkpointing else 'out'} gradient checkpointing" if switch == "auto" else ""
     line = f"micro      {plural(size, 'sequence')} a device{how}: {why}"
-    return _with(config, size, checkpointing), line
-
-
-def _with(config: Config, size: int, checkpointing: bool | str) -> Config:
-    optimizer = dataclasses.replace(config.optimizer, micro_batch_size=size)
-    run = dataclasses.replace(config.run, gradient_checkpointing=checkpointing)
-    return dataclasses.replace(config, optimizer=optimizer, run=run)
+    return config.replace(micro_batch_size=size, gradient_checkpointing=checkpointing), line
 
 
 def memory_kind(config: Config, strategy: Strategy) -> dict:
@@ -91,14 +84,15 @@ class _Search:
         switch = config.run.gradient_checkpointing
         if switch == "auto":
             useful = [n for n in sizes if n * config.data.sequence_length >= USEFUL] or sizes[-1:]
-            size, why = self._fitting(_with(config, useful[0], False), useful)
+            size, why = self._fitting(config.replace(gradient_checkpointing=False), useful)
             if size:
                 return size, False, why
             if config.optimizer.micro_batch_size != AUTO:
                 return sizes[0], True, "without it a step does not fit"
-        size, why = self._fitting(_with(config, sizes[0], bool(switch)), sizes)
+        config = config.replace(gradient_checkpointing=bool(switch))
+        size, why = self._fitting(config, sizes)
         if not size:
-            one, kind = _with(config, 1, bool(switch)), memory_kind(config, self.strategy)
+            one, kind = config.replace(micro_batch_size=1), memory_kind(config, self.strategy)
             batch = batch_arithmetic(one, self.processes.world_size, self.device.count)
             way_out = remedies(one, batch, HEADROOM * self.memory, **kind)
             raise UserError(f"not even one sequence per device fits: {why}; {way_out}")
@@ -111,7 +105,7 @@ class _Search:
         budget = HEADROOM * (self.memory if dry or free is None else min(free, self.memory))
         kind, devices = memory_kind(config, self.strategy), (self.processes.world_size, self.device.count)
         estimates = {
-            n: step_memory(config, batch_arithmetic(_with(config, n, False), *devices), **kind).peak
+            n: step_memory(config, batch_arithmetic(config.replace(micro_batch_size=n), *devices), **kind).peak
             for n in (1, *sizes)
         }
         # ZeRO and FSDP shard the model itself, or halve it first.
