@@ -420,21 +420,20 @@ def parse_request(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--text", default=os.path.relpath(TEXT), help="a file, a directory, a glob, or a data set on the Hub"
     )
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--hours", type=float, help="of everything, this search included (default: 0.1)")
+    amount.add_argument("--hours", type=float, default=0.1, help="of everything, this search included (default: 0.1)")
     amount.add_argument("--tokens", type=float, default=0.0, help="to train on, by the size that needs so many")
     amount.add_argument("--dollars", type=float, help="hours, by --price_per_hour")
     parser.add_argument("--price_per_hour", type=float, default=0.0, help="dollars an hour of all devices")
     parser.add_argument("--print_run", action="store_true", help="only print where the run is, or would be")
     parser.add_argument("--device", default="", help="only plan, for devices that are not here, such as 8xh100")
     request, words = parser.parse_known_args(argv)
-    amount_of = f"{request.hours or 0.1:g}h"
+    amount_of = f"{request.hours:g}h"
     if request.dollars is not None:
         if not request.price_per_hour > 0:
             raise UserError("--dollars needs --price_per_hour, of all devices together")
         amount_of, request.hours = f"{request.dollars:g}usd", request.dollars / request.price_per_hour
     elif request.tokens:
-        amount_of = f"{request.tokens:g}-tokens"
-    request.hours = 0 if request.tokens else 0.1 if request.hours is None else request.hours
+        amount_of, request.hours = f"{request.tokens:g}-tokens", 0
     if not request.tokens >= 0:
         raise UserError(f"--tokens {request.tokens:g}: give how many to train on, such as 1e9")
     if not request.tokens and not 3600 * request.hours >= SHORTEST_S:
