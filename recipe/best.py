@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # see train.py
@@ -49,8 +50,8 @@ from recipe.estimate.cost import expected_flops
 from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
 from recipe.estimate.micro_batch import memory_kind
 from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, law, line_through, model_of, published_law
-from recipe.monitor.metrics import read_metrics
 from recipe.train import run
+from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
@@ -75,7 +76,7 @@ SAMPLE_BYTES = 1 << 24  # of text, to train a tokenizer on
 READ = 0.02 * 50e6  # bytes of text that are looked at for each second given: that takes a fiftieth of it
 # Fields that are not the user's here.
 CHOSEN = {"n_layer", "n_head", "n_embd", "n_positions", "sequence_length", "total_batch_tokens", "init_from"}
-Fields = dict[str, tuple[object, str]]  # of a recipe: value, and why
+Fields = dict[str, tuple[Any, str]]  # of a recipe: value, and why
 
 
 @dataclass(frozen=True)
@@ -377,8 +378,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     fields = recipe(best.size, outlook.text, best.tokens, processes.world_size)
     needed = best.tokens / outlook.tokens_per_second(best.size)
     if request.tokens or needed < WELL_BEFORE * seconds:
-        batch = batch_tokens(best.tokens, model_of(best.size).n_positions * processes.world_size)
-        steps = max(1, round(best.tokens / batch))
+        steps = max(1, round(best.tokens / fields["total_batch_tokens"][0]))
         fields["max_steps"] = steps, "all that was asked for" if request.tokens else "more epochs bring nothing"
         if not request.tokens:
             logger.info("time       about %s of the %s that are left", duration(needed), duration(seconds))
