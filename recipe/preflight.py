@@ -257,7 +257,7 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
     micro = most if opt.micro_batch_size == AUTO else opt.micro_batch_size
     tokens = processes.world_size * device.count * micro * max(1, most // micro) * data.sequence_length
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
-    fields |= {"total_batch_tokens": min(tokens, opt.total_batch_tokens), "eval_tokens": tokens, "max_hours": 0.01}
+    fields |= {"total_batch_tokens": min(tokens, opt.total_batch_tokens), "eval_tokens": tokens, "max_hours": 0.03}
     fields |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
     fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
     fields["output_dir"], note = place / "trial", ""
@@ -270,7 +270,7 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
         return "", ""
     lines = [line for line in read_metrics(fields["output_dir"] / "metrics.jsonl") if line["tokens_per_second"]]
     if len(lines) < 2:
-        return "", "not two steps in half a minute: this device is too slow for the recipe"
+        return "", "not two steps in two minutes: this device is too slow for the recipe"
     later = lines[1:]  # the first step compiles
     middle = {name: statistics.median(line[name] or 0 for line in later) for name in ("tokens_per_second", "data_wait")}
     mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
