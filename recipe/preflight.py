@@ -64,6 +64,8 @@ GOLDEN = json.loads((ROOT / "recipe" / "golden.json").read_text())
 NATS = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
 RELATIVE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 SLOW = 0.8  # of the median process's speed, for one whose GPU is too hot or has other work
+# NVLink one way, B/s, by a part of the GPU's name: Nvidia's data sheets. A PCIe card may have none.
+LINKS = {"A100-SXM": 300e9, "H100 80GB HBM3": 450e9, "H200": 450e9, "B200": 900e9}
 Found = tuple[str, str]  # what a check found, and what is wrong: empty where all is well
 
 
@@ -326,8 +328,10 @@ def sum_(config: Config, strategy: Strategy) -> Found | None:
     total = processes.sum(numbers * (processes.rank + 1))
     right = gathered(strategy, bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
     rate = 2 * (n - 1) / n * numbers.nbytes / hardware.seconds_of(partial(processes.sum, numbers))
+    link = next((link for name, link in LINKS.items() if name in strategy.device.name), None)
+    beside = f" (NVLink: {si(link)}B/s)" if link and processes.nodes == 1 else ""
     who = ", ".join(str(rank) for rank, fine in enumerate(right) if not fine)
-    found = f"over {n} processes, {si(rate)}B/s"
+    found = f"over {n} processes, {si(rate)}B/s{beside}"
     return found, f"wrong on process {who}: its link or its memory is broken" if who else ""
 
 
