@@ -116,7 +116,7 @@ class Outlook:
         self.strategy, self.text, self.vocabulary, self.law = strategy, text, vocabulary, law
         processes, device = strategy.runtime.processes, strategy.device
         expected = {size: expected_flops(device, processes.world_size, model_of(size, vocabulary)) for size in SIZES}
-        known = expected, device.memory or psutil.virtual_memory().available
+        known = expected, device.memory or psutil.virtual_memory().available // processes.local_world_size
         self._expected, self._memory = processes.broadcast_object(known)  # each process measures its own
         self.rates: dict[int, float] = {}
         self.losses: list[tuple[float, float]] = []

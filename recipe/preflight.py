@@ -122,8 +122,9 @@ class Report:
         if self._processes.is_main:
             RESULT.parent.mkdir(exist_ok=True)
             RESULT.unlink(missing_ok=True)  # a model card would quote it, were this process killed
-            for leftover in RESULT.parent.glob(".preflight-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            for other in RESULT.parent.glob(".preflight-*"):
+                if time.time() - os.path.getmtime(other) > 3600:  # or it may be that of another node's preflight
+                    shutil.rmtree(other, ignore_errors=True)
             place = tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)
         self.place = Path(self._processes.broadcast_object(place))
         self._listen()
@@ -265,7 +266,7 @@ def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> F
     fields["output_dir"], note = place / "trial", ""
     if not (data.streaming or data.mixture or there.exists()):
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
-        fields |= {"dataset_name": place / "data", "tokenizer": "gpt2"}
+        fields |= {"dataset_name": place / "data", "val_data": "", "tokenizer": "gpt2"}
         note = f"; on the text that ships, since {there} is not prepared yet"
     train(config_of(fields, argv), strategy)
     if not processes.is_main:

@@ -1,6 +1,7 @@
 """recipe/preflight.py: what it says of a sound machine, and of one that is broken in three places."""
 
 import json
+import os
 import signal
 import time
 
@@ -73,14 +74,17 @@ def test_a_compiler_that_computes_something_else_is_named(tmp_path):
 
 
 def test_flags_of_a_run_do_not_fail_a_machine_and_a_killed_preflight_leaves_no_verdict(tmp_path):
-    (tmp_path / "runs" / ".preflight-before").mkdir(parents=True)
+    for name in ("before", "beside"):  # a leftover, and that of another preflight which runs now
+        (tmp_path / "runs" / f".preflight-{name}").mkdir(parents=True)
+    os.utime(tmp_path / "runs/.preflight-before", (0, time.time() - 4000))
     (tmp_path / "runs/preflight.json").write_text('{"passed": true}')
-    flags = ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run"]
+    flags = ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run", "--val_data", "data/val"]
     preflight = programs.Running(ROOT / "recipe/preflight.py", *flags, env=environment(), cwd=tmp_path)
     while "adamw" not in preflight.stdout and preflight.codes == [None]:
         time.sleep(0.1)
     assert not (tmp_path / "runs/preflight.json").exists()
     assert not (tmp_path / "runs/.preflight-before").exists()
+    assert (tmp_path / "runs/.preflight-beside").exists()
     assert preflight.wait(200) == 0, preflight.stdout + preflight.stderr
     assert "tokens/s" in said(preflight.stdout)["trial"]
 
