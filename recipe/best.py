@@ -194,7 +194,7 @@ def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
         "total_batch_tokens": (batch, "grows with the length of the run"),
         "micro_batch_size": ("auto", "as many as fit"),
         "optim": ("muon", "half of AdamW's tokens, docs/results.md"),
-        "muon_learning_rate": (rounded(min(0.02, 0.01 * (batch / 1024) ** 0.5)), "grows with the batch"),
+        "muon_learning_rate": (rounded(min(0.02, 0.01 * max(1, batch / 4096) ** 0.5)), "more for a batch above 4,096"),
         "muon_weight_decay": (0.02, "no other was better in a run this short"),
         "learning_rate": (rounded(0.012 * max(1, width / 128) ** -0.7), "of embeddings; lower if wider"),
         "adam_beta1": (0.8, "as tuned beside Muon, docs/log.md"),
