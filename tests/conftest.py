@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes as programs
-from tests.faults.shim import built as shim
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes import ROOT, environment
 
 # Tests must not depend on, or wait for, a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -115,22 +113,6 @@ def flags(**fields) -> list[str]:
     return [f"--{k}={v}" for k, v in fields.items()]
 
 
-def environment(changes: dict | None = None) -> dict:
-    """Of a run on the CPU, on a machine with GPUs too; a thread a process: the same sums whatever the machine."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (changes or {})
-    if variables["ACCELERATE_USE_CPU"] == "true":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    variables.pop("PYTHONPATH", None)
-    if variables.get("RECIPE_FAULT"):  # for tests/faults/plugin.py in new interpreters
-        variables["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "faults" / "load"), str(ROOT)))
-        variables["LD_PRELOAD"] = shim()
-    return variables
-
-
-# What `accelerate launch` tells the processes of an engine; tests/engine/ holds the real launcher to the same results.
-LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none"}
-
-
 def launch(
     config: str | Path,
     processes: int,
@@ -145,13 +127,13 @@ def launch(
     path = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
     if path.stem.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
-    variables = environment(env)
     if real or path is config:
         options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
         words = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
-        return subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(words, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=timeout)
+    asked = {}
     if path.stem.startswith("zero"):
-        variables |= {
+        asked = {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{path.stem}.json",
             "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
@@ -159,8 +141,7 @@ def launch(
         }
     if path.stem == "fsdp":
         asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-        variables = asked | variables
-    return programs.run(*command, env=LAUNCHED | variables, cwd=cwd, processes=processes, timeout=timeout)
+    return programs.run(*command, env=asked | (env or {}), cwd=cwd, processes=processes, timeout=timeout)
 
 
 def ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -173,9 +154,8 @@ def run_train(
     *arguments: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, timeout: int = 600
 ) -> subprocess.CompletedProcess:
     """Runs recipe/train.py as a user would: plain python, or two and more CPU processes as accelerate starts them."""
-    if processes > 1:
-        return launch("ddp", processes, "recipe/train.py", *arguments, env=env, timeout=timeout)
-    return programs.run(ROOT / "recipe/train.py", *arguments, env=environment(env), cwd=cwd, timeout=timeout)
+    ranks = processes if processes > 1 else 0
+    return programs.run(ROOT / "recipe/train.py", *arguments, env=env, cwd=cwd, processes=ranks, timeout=timeout)
 
 
 def interpreted(*words: str) -> dict | list:

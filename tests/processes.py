@@ -1,8 +1,8 @@
 """Runs the recipe's programs in forked processes, which need not import torch again.
 
-    run("recipe/train.py", "--max_steps=4", env=...)    as `python recipe/train.py --max_steps=4`
-    run("-m", "recipe.hub.export", "runs/mine", env=...)    as `python -m recipe.hub.export runs/mine`
-    run("recipe/train.py", env=..., processes=2)    as `accelerate launch` of two CPU processes, without the launcher
+    run("recipe/train.py", "--max_steps=4")    as `python recipe/train.py --max_steps=4`
+    run("-m", "recipe.hub.export", "runs/mine")    as `python -m recipe.hub.export runs/mine`
+    run("recipe/train.py", processes=2)    as `accelerate launch` of two CPU processes, without the launcher
 
 They are children of multiprocessing's forkserver, which has imported the libraries once. What an import depends on (see
 FRESH) is given to a new interpreter instead. Tests of launchers, signals to a process group and the like start the real
@@ -28,15 +28,30 @@ from tests.faults.shim import built as shim
 ROOT = Path(__file__).resolve().parents[1]
 # Variables that are read while a library is imported.
 FRESH = ("HF_", "HOME", "MALLOC_", "MKL_", "OMP_", "PJRT_", "TORCH_", "TRACKIO", "TRANSFORMERS_", "WANDB_")
+# What `accelerate launch` tells the processes of an engine; tests/engine/ holds the real launcher to the same results.
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "TORCHELASTIC_RUN_ID": "none"}
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
 
-class Running:
-    """A program under exactly the variables `env`: one process, or `processes` that find each other as torchrun's."""
+def environment(changes: dict | None = None) -> dict:
+    """Of a run on the CPU, on a machine with GPUs too; a thread a process: the same sums whatever the machine."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | (changes or {})
+    if variables["ACCELERATE_USE_CPU"] == "true":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    variables.pop("PYTHONPATH", None)
+    if variables.get("RECIPE_FAULT"):  # for tests/faults/plugin.py in new interpreters
+        variables["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests" / "faults" / "load"), str(ROOT)))
+        variables["LD_PRELOAD"] = shim()
+    return variables
 
-    def __init__(self, *argv, env: dict[str, str], cwd: Path = ROOT, processes: int = 0):
+
+class Running:
+    """A program: one process, or `processes` that find each other as torchrun's. `env` is what differs in its
+    environment."""
+
+    def __init__(self, *argv, env: dict[str, str] | None = None, cwd: Path = ROOT, processes: int = 0):
         self.args, self._directory = tuple(map(str, argv)), tempfile.TemporaryDirectory()
         self.ranks = []
         _start_server()
@@ -45,8 +60,10 @@ class Running:
             shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
             shared["MASTER_PORT"] = s.getsockname()[1]
         for rank in range(processes or 1):
-            own = shared | {"RANK": rank, "LOCAL_RANK": rank} if processes else {}
-            variables = env | {name: str(value) for name, value in own.items()}
+            variables = environment(env)
+            if processes:
+                own = shared | {"RANK": rank, "LOCAL_RANK": rank}
+                variables = LAUNCHED | variables | {name: str(value) for name, value in own.items()}
             outputs = [self._output(name, rank) for name in ("stdout", "stderr")]
             process = _context.Process(target=_become, args=(self.args, variables, str(cwd), outputs))
             process.start()
@@ -114,12 +131,12 @@ class Running:
 
 
 def run(
-    *argv, env: dict[str, str], cwd: Path = ROOT, processes: int = 0, timeout: float = 600
+    *argv, env: dict[str, str] | None = None, cwd: Path = ROOT, processes: int = 0, timeout: float = 600
 ) -> subprocess.CompletedProcess:
     """Runs a program to its end; kills it, and raises TimeoutExpired, after `timeout` seconds."""
-    if not processes and _needs_fresh(env):
+    if not processes and _needs_fresh(variables := environment(env)):
         words = [sys.executable, *map(str, argv)]
-        return subprocess.run(words, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)
+        return subprocess.run(words, env=variables, cwd=cwd, timeout=timeout, capture_output=True, text=True)
     running = Running(*argv, env=env, cwd=cwd, processes=processes)
     code = running.wait(timeout)
     return subprocess.CompletedProcess(running.args, code, running.stdout, running.stderr)

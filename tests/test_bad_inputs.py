@@ -27,7 +27,7 @@ from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare import prepare
 from tests import processes as programs
-from tests.conftest import LAUNCHED, ROOT, SHAKESPEARE, TINY, environment, flags, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, flags, run_train
 from tests.data import write_shard
 
 GOOD = np.arange(4000, dtype="<u2")
@@ -274,7 +274,7 @@ def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
 
 def refused(argv: list, env: dict | None = None) -> str:
     """The error of a run of two processes: printed once, before the launcher ends the other; no process trains."""
-    ranks = programs.Running("recipe/train.py", *argv, env=LAUNCHED | environment(env), processes=2)
+    ranks = programs.Running("recipe/train.py", *argv, env=env, processes=2)
     assert ranks.wait(120) == 2, ranks.stdout + ranks.stderr
     # The second was ended while it was starting, or heard that before its first step.
     assert ranks.codes in ([2, 2], [2, -signal.SIGTERM], [2, 75]), ranks.stdout + ranks.stderr

@@ -13,11 +13,11 @@ from recipe.config import parse_config
 from recipe.config.fields import FIELDS
 from recipe.estimate import scaling
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, environment, launch, metrics, ok
+from tests.conftest import ROOT, SHAKESPEARE, launch, metrics, ok
 
 
 def call(at, *words, script=ROOT / "recipe/best.py"):
-    return programs.run(script, *words, cwd=at, env=environment())
+    return programs.run(script, *words, cwd=at)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 from tests import processes as programs
-from tests.conftest import ROOT, environment, ok
+from tests.conftest import ROOT, ok
 
 RECIPES = sorted((ROOT / "recipe" / "configs").glob("*.yaml"))
 
@@ -94,7 +94,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
 def test_a_mistake_in_any_command_is_one_line(command):
-    result = programs.run(*command, env=environment())
+    result = programs.run(*command)
     assert (result.returncode, result.stderr) == (2, f"error: {COMMANDS[command]}\n")
 
 
@@ -131,7 +131,7 @@ def test_help_has_every_field_with_the_recipes_value(capsys):
     ],
 )
 def test_help_says_what_each_command_does(command, usage, does):
-    printed = ok(programs.run(*command, "--help", env=environment())).stdout
+    printed = ok(programs.run(*command, "--help")).stdout
     assert printed.startswith(f"usage: {usage} [--config RECIPE]")
     assert does in printed.partition("Model:")[0]
 

@@ -136,7 +136,7 @@ def test_commands_that_train_print_their_plan(clone, started):
         trained.add(tuple(words[words.index("recipe/train.py") + 1 :]))
     assert len(trained) > 20
     for words in trained:
-        result = programs.run("recipe/train.py", *words, "--dry_run", "--fresh", cwd=clone, env=environment())
+        result = programs.run("recipe/train.py", *words, "--dry_run", "--fresh", cwd=clone)
         assert result.returncode == 0, (words, result.stderr)
         assert ("usage:" if "--help" in words else "sequences") in result.stdout, words
 
@@ -162,7 +162,7 @@ def test_all_other_commands_run(clone, started):
     for words in others:
         line = " ".join(words).removeprefix("-m ")
         shorter = next((options for program, options in SHORTER.items() if line.startswith(program)), [])
-        result = programs.run(*words, *shorter, cwd=clone, env=environment())
+        result = programs.run(*words, *shorter, cwd=clone)
         assert result.returncode == 0, (words, result.stdout, result.stderr)
         assert result.stdout, words
 
@@ -189,7 +189,7 @@ def test_make_overfit_learns_a_batch_by_heart(tmp_path):
     printed = subprocess.run(command, cwd=ROOT, env=by_hand(), capture_output=True, text=True, check=True).stdout
     words = shlex.split(printed.replace("\\\n", " ").partition("recipe/train.py ")[2])
     words += ["--dataset_name", str(tmp_path / "data")]
-    result = ok(programs.run("recipe/train.py", *words, env=environment()))
+    result = ok(programs.run("recipe/train.py", *words))
     losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"]]
     assert losses[0] == pytest.approx(10.8, abs=0.1)
     assert losses[-1] < 0.1

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests import processes as programs
-from tests.conftest import ROOT, environment, launch
+from tests.conftest import ROOT, launch
 
 
 def said(output: str) -> dict[str, str]:
@@ -20,7 +20,7 @@ def said(output: str) -> dict[str, str]:
 def test_a_sound_machine_passes(tmp_path):
     (tmp_path / "runs").mkdir()
     options = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2"]
-    result = programs.run(ROOT / "recipe/preflight.py", *options, env=environment(), cwd=tmp_path)
+    result = programs.run(ROOT / "recipe/preflight.py", *options, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = said(result.stdout)
     assert {line.split()[0] for line in lines.values()} == {"ok"}
@@ -35,7 +35,7 @@ def test_a_sound_machine_passes(tmp_path):
 
 
 def test_a_ctrl_c_leaves_nothing(tmp_path):
-    preflight = programs.Running(ROOT / "recipe/preflight.py", env=environment(), cwd=tmp_path)
+    preflight = programs.Running(ROOT / "recipe/preflight.py", cwd=tmp_path)
     while not list(tmp_path.glob("runs/.preflight-*")) and preflight.codes == [None]:
         time.sleep(0.1)
     preflight.send_signal(signal.SIGINT)
@@ -47,7 +47,7 @@ def test_a_ctrl_c_leaves_nothing(tmp_path):
 @pytest.mark.slow
 def test_what_is_broken_is_named(tmp_path):
     """An attention that is 10 % off, and a bit of a checkpoint's weights."""
-    broken = environment({"RECIPE_FAULT": "wrong@kernel.saved"})
+    broken = {"RECIPE_FAULT": "wrong@kernel.saved"}
     result = programs.run(ROOT / "recipe/preflight.py", "--precision", "bf16", env=broken, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     lines = said(result.stdout)
@@ -64,7 +64,7 @@ def test_what_is_broken_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_compiler_that_computes_something_else_is_named(tmp_path):
     """Where the recipe compiles."""
-    broken = environment({"RECIPE_FAULT": "wrong@compiled"})
+    broken = {"RECIPE_FAULT": "wrong@compiled"}
     options = ["--precision", "fp32", "--torch_compile", "true"]
     result = programs.run(ROOT / "recipe/preflight.py", *options, env=broken, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
@@ -79,7 +79,7 @@ def test_flags_of_a_run_do_not_fail_a_machine_and_a_killed_preflight_leaves_no_v
     os.utime(tmp_path / "runs/.preflight-before", (0, time.time() - 4000))
     (tmp_path / "runs/preflight.json").write_text('{"passed": true}')
     flags = ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run", "--val_data", "data/val"]
-    preflight = programs.Running(ROOT / "recipe/preflight.py", *flags, env=environment(), cwd=tmp_path)
+    preflight = programs.Running(ROOT / "recipe/preflight.py", *flags, cwd=tmp_path)
     while "adamw" not in preflight.stdout and preflight.codes == [None]:
         time.sleep(0.1)
     assert not (tmp_path / "runs/preflight.json").exists()

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import optimizers
 from recipe.utils.errors import ExitCode
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment
+from tests.conftest import ROOT, SHAKESPEARE, TINY
 
 
 def test_tuning_ends_where_no_neighbor_is_better():
@@ -62,7 +62,7 @@ def test_the_command_compares_and_goes_on_where_it_was(tmp_path, monkeypatch, ca
     arguments = ["--dataset_name", str(SHAKESPEARE), "--sizes", "tiny"]
     arguments += [f"--runs={tmp_path / 'runs'}", f"--out={tmp_path}"]
     monkeypatch.chdir(tmp_path)
-    forked = SimpleNamespace(run=lambda command, **_: programs.run(*command[1:], env=environment()), DEVNULL=None)
+    forked = SimpleNamespace(run=lambda command, **_: programs.run(*command[1:]), DEVNULL=None)
     monkeypatch.setattr(optimizers, "subprocess", forked)
     assert optimizers.main(arguments) == 0
     result = json.loads((tmp_path / "optimizers.json").read_text())

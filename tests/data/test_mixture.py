@@ -20,7 +20,7 @@ from recipe.data.prepare import main as prepare
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import TINY, by_step, environment, ok, run_train
+from tests.conftest import TINY, by_step, ok, run_train
 from tests.data import DOCUMENTS, TEXT, streams, write_jsonl
 
 
@@ -149,12 +149,12 @@ def test_what_the_run_records(prepared, tmp_path):
 def test_validation_by_eval_is_of_one_data_set(prepared):
     """And gives the loss of that one in the run."""
     at, _ = prepared
-    ran = processes.run("-m", "eval.perplexity", "runs/mixed", env=environment(), cwd=at)
+    ran = processes.run("-m", "eval.perplexity", "runs/mixed", cwd=at)
     assert ran.returncode == 2
     assert re.search(r"the model was trained on 3 data sets\. Name one: --data data/a-\w+", ran.stderr)
     windows = TINY["eval_tokens"] // TINY["sequence_length"] // 3
     words = "runs/mixed", "--data=data/b", f"--limit_windows={windows}", f"--output={at}/b.json"
-    ran = ok(processes.run("-m", "eval.perplexity", *words, env=environment(), cwd=at))
+    ran = ok(processes.run("-m", "eval.perplexity", *words, cwd=at))
     loss = json.loads((at / "b.json").read_text())["perplexity"]["loss"]
     assert loss == pytest.approx(by_step(at / "runs" / "mixed")[20]["val_loss/b"], abs=1e-5)
 

@@ -22,7 +22,7 @@ from recipe.data.tokenizer import open_tokenizer
 from recipe.hub.model_card import model_card
 from recipe.utils.errors import UserError
 from tests import processes
-from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, environment, flags, ok, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, by_step, flags, ok, run_train
 from tests.data import TEXT, data_of, tokens_in
 
 VOCABULARY, END = 600, "<|done|>"
@@ -217,5 +217,5 @@ def test_the_documented_way_to_train_one(tmp_path, monkeypatch):
     (tmp_path / "recipe").symlink_to(ROOT / "recipe")
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    result = ok(processes.run(*command.split(), "--dry_run", env=environment(), cwd=tmp_path))
+    result = ok(processes.run(*command.split(), "--dry_run", cwd=tmp_path))
     assert "model      1,833,728 parameters" in result.stdout  # (8,000 + 128) x 128 + 4 blocks

@@ -27,7 +27,7 @@ from recipe.data.tokenizer import encoding, open_tokenizer
 from recipe.utils.errors import UserError
 from recipe.utils.log import set_up_logging
 from tests import processes
-from tests.conftest import ROOT, TINY, by_step, environment, flags, launch, ok
+from tests.conftest import ROOT, TINY, by_step, flags, launch, ok
 from tests.data import DOCUMENTS, TEXT, contents, data_of, tokens_in, tokens_of, write_jsonl, write_tokens
 
 
@@ -335,10 +335,7 @@ def test_files_that_cannot_be_used(tmp_path, name, data, message):
 
 def test_the_command(reference, tmp_path, capsys):
     command = ["--train_text", str(reference.text), "--val_fraction", "0.1", "--shard_tokens", "3000"]
-    ran = processes.run(
-        "-m", "recipe.data.prepare", *command, "--dataset_name", str(tmp_path / "out"), env=environment()
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = ok(processes.run("-m", "recipe.data.prepare", *command, "--dataset_name", str(tmp_path / "out")))
     first, last = ran.stdout.splitlines()
     assert first.startswith(f"data       tokenizing {reference.text} into {tmp_path}")
     assert f"{len(reference.contents)} shards, " in last

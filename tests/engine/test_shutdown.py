@@ -42,7 +42,7 @@ def start(tmp_path):
         script = tmp_path / f"{len(started)}.py"
         begin = "stop.heartbeat()" if begun else ""
         script.write_text(PROGRAM.format(body=body, before=before, begin=begin))
-        started.append(programs.Running(script, env=os.environ | env))
+        started.append(programs.Running(script, env=env))
         until(lambda: started[-1].stdout == "ready\n")
         return started[-1]
 

@@ -17,20 +17,16 @@ from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.estimate.fused_loss import GRADIENT, LOSS, compare, fused_loss
 from tests import processes as programs
-from tests.conftest import TINY, by_step, environment, flags, interpreted, launch
+from tests.conftest import TINY, by_step, flags, interpreted, ok
 
 PROBE = ("-m", "tests.estimate.fused_loss_probe")
 SHORT = TINY | {"max_steps": 8, "save_steps": 4}
 
 
-def run(shards, directory, kernel: str, processes: int = 1, **fields) -> str:
+def run(shards, directory, kernel: str, processes: int = 0, **fields) -> str:
     """The loss's line in the panel of a run where the kernel is right, wrong, slow or broken; "" if it has none."""
     command = *PROBE, *flags(**SHORT | {"dataset_name": shards, "output_dir": directory} | fields)
-    if processes > 1:
-        result = launch("ddp", processes, *command, env={"FUSED": kernel})
-    else:
-        result = programs.run(*command, env=environment({"FUSED": kernel}))
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(programs.run(*command, env={"FUSED": kernel}, processes=processes))
     return next((line for line in result.stdout.splitlines() if line.startswith("loss  ")), "")
 
 

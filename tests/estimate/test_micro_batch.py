@@ -12,20 +12,17 @@ from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import micro_batch
 from tests import processes as programs
-from tests.conftest import TINY, by_step, environment, flags, launch, run_train
+from tests.conftest import TINY, by_step, flags, run_train
 
 SETTINGS = TINY | {"total_batch_tokens": 256, "sequence_length": 32, "dropout": 0.1, "micro_batch_size": "auto"}
 
 
-def run(shards, directory, memory: str, processes: int = 1, code: int = 0, **fields):
+def run(shards, directory, memory: str, processes: int = 0, code: int = 0, **fields):
     """A run on a CPU that plays a device with so many bytes."""
     arguments = flags(**SETTINGS | {"dataset_name": shards, "output_dir": directory} | fields)
     variables = {"FIT_MEMORY": memory, "FIT_PARAMETERS": str(parameter_count(parse_config(arguments).model))}
     command = ("-m", "tests.estimate.micro_batch_probe", *arguments)
-    if processes > 1:
-        result = launch("ddp", processes, *command, env=variables)
-    else:
-        result = programs.run(*command, env=environment(variables))
+    result = programs.run(*command, env=variables, processes=processes)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 

@@ -17,7 +17,7 @@ from recipe.checkpoint.format import checkpoints, step_of, verify
 from recipe.config import DataConfig
 from recipe.data.prepare import prepare
 from tests import processes as programs
-from tests.conftest import LAUNCHED, SHAKESPEARE, TINY, assert_equal_tensors, environment, flags, metrics
+from tests.conftest import SHAKESPEARE, TINY, assert_equal_tensors, flags, metrics
 from tests.faults.shim import built as shim
 
 HANG = 60  # seconds after which a run that should have ended counts as hung
@@ -49,9 +49,8 @@ class Run(programs.Running):
     def __init__(self, directory: Path, processes: int, fault: str, fields: dict):
         self.directory, self.fault, self.log = directory, fault, directory / "faults.log"
         variables = {MARK: str(directory), "RECIPE_FAULT": fault, "RECIPE_FAULT_LOG": str(self.log)}
-        variables |= LAUNCHED if processes > 1 else {}
         ranks = processes if processes > 1 else 0
-        super().__init__("recipe/train.py", *flags(**fields), env=environment(variables), processes=ranks)
+        super().__init__("recipe/train.py", *flags(**fields), env=variables, processes=ranks)
 
     @property
     def output(self) -> str:

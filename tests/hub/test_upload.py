@@ -21,7 +21,7 @@ from recipe.hub.upload import Uploads
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
-from tests.conftest import TINY, by_step, environment, flags
+from tests.conftest import TINY, by_step, flags
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
 from tests.hub.server import Model
@@ -55,12 +55,12 @@ def push(run: Path, *more: str, repo: str = REPO) -> int:
 # Whole runs
 
 
-def train(hub: Hub, shards: Path, run: Path, *, token: str = TOKEN, start=processes.run, **fields):
+def train(hub: Hub, shards: Path, run: Path, **fields):
     """The run of the fixture whole_run, which pushes."""
     settings = TINY | {"push_to_hub": True, "hub_model_id": REPO, "milestone_steps": 10, "dropout": 0.1}
     settings |= {"dataset_name": shards, "output_dir": run} | fields
     command = ("tests/hub/with_hub.py", hub.url, "recipe/train.py", *flags(**settings))
-    return start(*command, env=environment({"HUB_TOKEN": token}))
+    return processes.run(*command, env={"HUB_TOKEN": TOKEN})
 
 
 def losses(run: Path) -> dict[int, tuple]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import conftest
+from tests import processes
 from tests.conftest import EQUAL, ROOT, by_step, flags
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items):
 
 def environment(chips: int) -> dict:
     """Of a machine with so many chips, for programs of their own."""
-    env = conftest.environment({"ACCELERATE_USE_CPU": "false", "TPU_CHIPS": str(chips) if chips else ""})
+    env = processes.environment({"ACCELERATE_USE_CPU": "false", "TPU_CHIPS": str(chips) if chips else ""})
     env.pop("CUDA_VISIBLE_DEVICES", None)
     path = {"PYTHONPATH": f"{HERE / 'site'}:{ROOT}", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     return env | path
