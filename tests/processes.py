@@ -87,6 +87,11 @@ class Running:
         return self._printed("stderr")
 
     @property
+    def output(self) -> str:
+        """Standard output, and then standard error."""
+        return self.stdout + self.stderr
+
+    @property
     def codes(self) -> list[int | None]:
         """Exit codes by rank; negative: the signal it died of; None: it runs."""
         return [process.exitcode for process in self.ranks]
@@ -96,6 +101,13 @@ class Running:
         for process in self.ranks if rank is None else [self.ranks[rank]]:
             if process.exitcode is None:
                 os.kill(process.pid, number)
+
+    def until(self, text: str, seconds: float = 60) -> None:
+        """Waits for a text in the output."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            assert time.monotonic() < deadline, f"{text!r} did not come\n{self.output}"
+            time.sleep(0.02)
 
     def wait(self, timeout: float = 600, *, together: bool = True, grace: float = 30) -> int:
         """The exit code of the first that failed, or 0. `together`: as with torchrun, the first that fails ends the

@@ -275,9 +275,9 @@ def test_a_python_without_the_dependencies_is_told_which_one_has_them(tmp_path):
 def refused(argv: list, env: dict | None = None) -> str:
     """The error of a run of two processes: printed once, before the launcher ends the other; no process trains."""
     ranks = programs.Running("recipe/train.py", *argv, env=env, processes=2)
-    assert ranks.wait(120) == 2, ranks.stdout + ranks.stderr
+    assert ranks.wait(120) == 2, ranks.output
     # The second was ended while it was starting, or heard that before its first step.
-    assert ranks.codes in ([2, 2], [2, -signal.SIGTERM], [2, 75]), ranks.stdout + ranks.stderr
+    assert ranks.codes in ([2, 2], [2, -signal.SIGTERM], [2, 75]), ranks.output
     assert "Traceback" not in ranks.stderr
     errors = [line for line in ranks.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ranks.stderr

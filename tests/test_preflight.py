@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 
@@ -36,10 +35,9 @@ def test_a_sound_machine_passes(tmp_path):
 
 def test_a_ctrl_c_leaves_nothing(tmp_path):
     preflight = programs.Running(ROOT / "recipe/preflight.py", cwd=tmp_path)
-    while not list(tmp_path.glob("runs/.preflight-*")) and preflight.codes == [None]:
-        time.sleep(0.1)
+    preflight.until("ok     devices")
     preflight.send_signal(signal.SIGINT)
-    assert preflight.wait(60) == 130, preflight.stdout + preflight.stderr
+    assert preflight.wait(60) == 130, preflight.output
     assert preflight.stderr == ""
     assert list(tmp_path.glob("runs/*")) == []
 
@@ -76,16 +74,15 @@ def test_a_compiler_that_computes_something_else_is_named(tmp_path):
 def test_flags_of_a_run_do_not_fail_a_machine_and_a_killed_preflight_leaves_no_verdict(tmp_path):
     for name in ("before", "beside"):  # a leftover, and that of another preflight which runs now
         (tmp_path / "runs" / f".preflight-{name}").mkdir(parents=True)
-    os.utime(tmp_path / "runs/.preflight-before", (0, time.time() - 4000))
+    os.utime(tmp_path / "runs/.preflight-before", (0, 0))
     (tmp_path / "runs/preflight.json").write_text('{"passed": true}')
     flags = ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run", "--val_data", "data/val"]
     preflight = programs.Running(ROOT / "recipe/preflight.py", *flags, cwd=tmp_path)
-    while "adamw" not in preflight.stdout and preflight.codes == [None]:
-        time.sleep(0.1)
+    preflight.until("adamw")
     assert not (tmp_path / "runs/preflight.json").exists()
     assert not (tmp_path / "runs/.preflight-before").exists()
     assert (tmp_path / "runs/.preflight-beside").exists()
-    assert preflight.wait(200) == 0, preflight.stdout + preflight.stderr
+    assert preflight.wait(200) == 0, preflight.output
     assert "tokens/s" in said(preflight.stdout)["trial"]
 
 

@@ -43,19 +43,12 @@ def start(tmp_path):
         begin = "stop.heartbeat()" if begun else ""
         script.write_text(PROGRAM.format(body=body, before=before, begin=begin))
         started.append(programs.Running(script, env=env))
-        until(lambda: started[-1].stdout == "ready\n")
+        started[-1].until("ready\n")
         return started[-1]
 
     yield start
     for running in started:
         running.kill()
-
-
-def until(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("before", "asked"), [("", True), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", False)])
@@ -95,7 +88,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_wherever_it_is(start, second):
     """Of which torchrun makes a SIGTERM, for processes in sessions of their own."""
     running = start(DEADLOCK)
     running.send_signal(signal.SIGINT)
-    until(lambda: "stopping" in running.stdout)
+    running.until("stopping")
     running.send_signal(signal.SIGINT)  # the same Ctrl-C, passed on by a launcher
     time.sleep(1.2)
     assert running.codes == [None]
@@ -113,18 +106,18 @@ def test_hours_that_are_over_before_the_first_step_end_the_run_after_it(start, h
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_launcher_that_is_killed_takes_the_run_along(start, tmp_path, launched):
+def test_a_launcher_that_is_killed_takes_the_run_along(start, launched):
     """Only a launcher: a shell that ends leaves what was started with nohup."""
-    body = f"{LOOP}\n    open({str(tmp_path / 'stopped')!r}, 'w').close()"
+    body = f"{LOOP}\n    print('stopped', flush=True)"
     env = {"ACCELERATE_MIXED_PRECISION": "no"} if launched else {}
     running = start(body, before="if os.fork(): time.sleep(60)", **env)
     running.send_signal(signal.SIGKILL)
     try:
         if launched:
-            until((tmp_path / "stopped").exists)
+            running.until("stopped")
         else:
             time.sleep(1.5)
-            assert not (tmp_path / "stopped").exists()
+            assert "stopped" not in running.output
     finally:
         os.killpg(running.ranks[0].pid, signal.SIGKILL)
 

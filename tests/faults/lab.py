@@ -53,10 +53,6 @@ class Run(programs.Running):
         super().__init__("recipe/train.py", *flags(**fields), env=variables, processes=ranks)
 
     @property
-    def output(self) -> str:
-        return self.stdout + self.stderr
-
-    @property
     def last_step(self) -> int:
         """The last optimizer step that the output reports as done."""
         return max(map(int, re.findall(r"^step (\d+)  ", self.stdout, re.MULTILINE)), default=0)
@@ -72,13 +68,6 @@ class Run(programs.Running):
         assert not codes or set(self.codes) <= set(codes), f"exit codes {self.codes}, expected {codes}\n{self.output}"
         assert "Traceback" not in self.output, self.output
         return self
-
-    def until(self, text: str) -> None:
-        """Waits for a text in the output."""
-        deadline = time.monotonic() + HANG
-        while text not in self.output:
-            assert time.monotonic() < deadline, f"{text!r} did not come\n{self.output}"
-            time.sleep(0.02)
 
     def leftovers(self) -> list[psutil.Process]:
         """Processes that this run left behind, after half a minute at most."""
