@@ -1,15 +1,11 @@
 """Run by tests on a strategy: three steps of a tiny model, then facts that only the process itself can see, as JSON.
 
-probe.py PRECISION eager|compile
+python -m tests.engine.probe PRECISION eager|compile
 """
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch.distributed.tensor import DTensor

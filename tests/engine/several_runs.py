@@ -1,13 +1,9 @@
 """Run by tests: one run after the other on one engine, since starting it takes longer than the runs.
 
-several_runs.py "OUTPUT_DIR [flags of its own],OUTPUT_DIR ..." flags of recipe/train.py
+python -m tests.engine.several_runs "OUTPUT_DIR [flags of its own],OUTPUT_DIR ..." flags of recipe/train.py
 """
 
 import sys
-from pathlib import Path
-
-if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipe.config import parse_config
 from recipe.engine.factory import open_strategy

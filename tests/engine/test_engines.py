@@ -20,6 +20,7 @@ from tests.engine.test_gpu import REFERENCE, curve
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 OTHERS = list(NAMES)
+SEVERAL = ("-m", "tests.engine.several_runs")
 
 
 def slow_but(names, fast: str) -> list:
@@ -48,7 +49,7 @@ def engine_run(shards, one_device, once):
         directory.mkdir()
         forget_last(one_device[0], directory / "moved")
         runs = f"{directory}/full,{directory}/moved"
-        result = ok(launch(engine, 2, "tests/engine/several_runs.py", runs, *settings(shards), real=True))
+        result = ok(launch(engine, 2, *SEVERAL, runs, *settings(shards), real=True))
         # Accelerate warns that an engine of DeepSpeed's is already there, since these are two runs.
         assert [line for line in result.stderr.splitlines() if "currently tied for this" not in line] == []
         return result.stdout
@@ -86,7 +87,7 @@ def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run,
     for engine, directory in full.items():
         forget_last(directory, tmp_path / engine)
     runs = ",".join(str(tmp_path / engine) for engine in engines)
-    result = ok(launch("single", 1, "tests/engine/several_runs.py", runs, *settings(shards, micro_batch_size=8)))
+    result = ok(launch("single", 1, *SEVERAL, runs, *settings(shards, micro_batch_size=8)))
     assert result.stdout.count("from step 40") == len(engines)
     for engine, directory in full.items():
         assert_same_losses(by_step(tmp_path / engine), by_step(directory), first=41)
@@ -148,7 +149,7 @@ def probe(once):
 
     def get(config: str, processes: int, precision: str, mode: str) -> list[dict]:
         def make(directory):
-            result = launch(config, processes, "tests/engine/probe.py", precision, mode)
+            result = launch(config, processes, "-m", "tests.engine.probe", precision, mode)
             lines = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("PROBE ")]
             assert len(lines) == processes, result.stdout + result.stderr
             return sorted(lines, key=lambda line: line["rank"])

@@ -1,10 +1,6 @@
 """Run by tests: recipe/train.py, and at its end how many matrices this process has orthogonalized."""
 
 import sys
-from pathlib import Path
-
-if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipe.optim import muon
 from recipe.train import main

@@ -17,6 +17,7 @@ from tests.conftest import EQUAL, TINY, assert_equal_tensors, by_step, flags, la
 
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 MUON = {"optim": "muon"} | WSD
+COUNTED = ("-m", "tests.optim.counted_run")
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,7 @@ def one_device(shards, once):
     """50 steps of 12 sequences, which two and three processes can share: (directory, losses by step)."""
 
     def make(directory):
-        result = launch("single", 1, "tests/optim/counted_run.py", *settings(shards, directory))
+        result = launch("single", 1, *COUNTED, *settings(shards, directory))
         assert result.returncode == 0, result.stdout + result.stderr
         return counts(result.stdout)
 
@@ -62,7 +63,7 @@ ENGINES = [("ddp", 3), ("fsdp", 3), ("zero1", 3), ("zero2", 2)]
 @pytest.mark.parametrize(("config", "processes"), ENGINES)
 def test_muon_takes_the_same_steps_on_any_engine(shards, one_device, tmp_path, config, processes):
     """In fp32; all processes together orthogonalize each matrix once a step."""
-    result = launch(config, processes, "tests/optim/counted_run.py", *settings(shards, tmp_path / "run"))
+    result = launch(config, processes, *COUNTED, *settings(shards, tmp_path / "run"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert sum(counts(result.stdout)) == 50 * MATRICES
     assert losses(tmp_path / "run") == pytest.approx(one_device[1], abs=1e-5)
@@ -80,7 +81,7 @@ def test_a_checkpoint_of_muon_moves_from_engine_to_engine(shards, one_device, tm
         for later in steps(run):
             if later > step:
                 shutil.rmtree(run / f"step_{later:08d}")
-        result = launch(config, processes, "tests/optim/counted_run.py", *settings(shards, run))
+        result = launch(config, processes, *COUNTED, *settings(shards, run))
         assert f"from step {step}" in result.stdout, result.stdout + result.stderr
         assert counts(result.stdout) == [(50 - step) * MATRICES // processes] * processes
         assert losses(run) == pytest.approx(one_device[1], abs=1e-5)
