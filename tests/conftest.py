@@ -114,7 +114,7 @@ def flags(**fields) -> list[str]:
 
 
 def launch(
-    config: str | Path,
+    config: str,
     processes: int,
     *command,
     env: dict | None = None,
@@ -122,24 +122,23 @@ def launch(
     timeout: int = 600,
     real: bool = False,
 ) -> subprocess.CompletedProcess:
-    """A script under a file of accelerate_configs/ (or another), in `processes` processes; `real`: through the launcher
-    itself."""
-    path = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    if path.stem.startswith("zero") and find_spec("deepspeed") is None:
+    """A script under a file of accelerate_configs/, in `processes` processes; `real`: through the launcher itself."""
+    if config.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed, which is installed on Linux only")
-    if real or path is config:
+    if real:
+        path = ROOT / "accelerate_configs" / f"{config}.yaml"
         options = f"--quiet --num_processes {processes} --main_process_port 0 --config_file"
         words = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), path, *command]
         return subprocess.run(words, cwd=cwd, env=environment(env), capture_output=True, text=True, timeout=timeout)
     asked = {}
-    if path.stem.startswith("zero"):
+    if config.startswith("zero"):
         asked = {
             "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{path.stem}.json",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{config}.json",
             "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
         }
-    if path.stem == "fsdp":
+    if config == "fsdp":
         asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
     return programs.run(*command, env=asked | (env or {}), cwd=cwd, processes=processes, timeout=timeout)
 
@@ -165,8 +164,7 @@ def interpreted(*words: str) -> dict | list:
     result = subprocess.run(command, capture_output=True, text=True, env=variables)
     if "only 0-dimensional arrays can be converted" in result.stderr:
         pytest.skip("the interpreter of this Triton (3.6) cannot count with this numpy (2.5)")
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(ok(result).stdout)
 
 
 def metrics(run: Path) -> list[dict]:

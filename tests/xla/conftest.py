@@ -28,10 +28,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs torch_xla and PJRT_DEVICE=CPU: make test-xla"))
 
 
-def launch(config: str | Path, *command, devices: int = 1):
+def launch(config: str, *command, devices: int = 1):
     """What a user types: `accelerate launch --config_file ... recipe/train.py ...`, with or without torch_xla."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "XLA_USE_SPMD": "0"}  # not what an engine within this process set
-    if "tpu" in str(config):
+    if "tpu" in config:
         env |= {"CPU_NUM_DEVICES": str(devices), "ACCELERATE_USE_CPU": "false"}
     else:
         env["USE_TORCH_XLA"] = "0"
