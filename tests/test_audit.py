@@ -19,7 +19,7 @@ from recipe.checkpoint.format import load_checkpoint
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, metrics, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, metrics, ok, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -324,7 +324,7 @@ def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, mon
 
     def make(run):
         fields = flags(**TINY | KEPT | {"dataset_name": shards, "output_dir": run})
-        assert launch(engine, 2, "recipe/train.py", *fields).returncode == 0
+        ok(launch(engine, 2, "recipe/train.py", *fields))
 
     run = shutil.copytree(once(f"audited {engine}", make)[0], tmp_path / "run")
     if forgery == "val_loss":

@@ -27,9 +27,7 @@ def searched(once):
     def search(at):
         at.mkdir()
         (at / "my.txt").write_text(4 * SHAKESPEARE.read_text())  # a fast processor reads it once in this time
-        done = call(at, "--text", "my.txt", "--hours", "0.03", "--dry_run", "--seed", "7")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return ok(call(at, "--text", "my.txt", "--hours", "0.03", "--dry_run", "--seed", "7")).stdout
 
     return once("best", search)
 
@@ -61,8 +59,7 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     monkeypatch.chdir(at)
     config = parse_config(["--config", str(recipe)])
     short = ["--config", recipe, "--max_steps", "20", "--warmup_steps", "2"]
-    done = call(at, *short, script=ROOT / "recipe/train.py")
-    assert done.returncode == 0, done.stderr
+    ok(call(at, *short, script=ROOT / "recipe/train.py"))
     model = AutoModelForCausalLM.from_pretrained(at / "runs/my-0.03h/step_00000020")
     assert (model.config.n_layer, model.config.n_embd) == (config.model.n_layer, config.model.n_embd)
     assert AutoTokenizer.from_pretrained(at / "runs/my-0.03h/step_00000020").vocab_size <= best.OWN_TOKENS
@@ -101,8 +98,7 @@ def test_only_a_text_that_was_read_four_times_well_before_the_time_ends_a_run(sp
     just enough, if the speed stays as it is."""
     words = ["--text", SHAKESPEARE, "--hours", "0.05", "--run_name", "read", "--dry_run"]
     (tmp_path / "tried.py").write_text(TRIED)
-    done = call(tmp_path, speed, *words, script=tmp_path / "tried.py")
-    assert done.returncode == 0, done.stderr
+    done = ok(call(tmp_path, speed, *words, script=tmp_path / "tried.py"))
     values = yaml.safe_load((tmp_path / "runs/read/recipe.yaml").read_text())
     assert values["n_embd"] == 128
     assert {"train_hours", "max_steps"} & values.keys() == {length}
@@ -141,9 +137,8 @@ def test_it_ends_within_the_time_given_with_the_loss_it_announced(tmp_path):
     for file in Path(sysconfig.get_path("stdlib")).glob("*.py"):
         (tmp_path / "library" / f"{file.stem}.txt").write_bytes(file.read_bytes())
     begun = time.monotonic()
-    done = call(tmp_path, "--text", "library/*.txt", "--hours", "0.05", "--run_name", "timed")
+    done = ok(call(tmp_path, "--text", "library/*.txt", "--hours", "0.05", "--run_name", "timed"))
     seconds = time.monotonic() - begun
-    assert done.returncode == 0, done.stderr
     decay_start = int(re.search(r"^decay .* after step ([\d,]+);", done.stdout, re.MULTILINE)[1].replace(",", ""))
     trained = {line["step"]: line["seconds"] for line in metrics(tmp_path / "runs/timed")}
     before = trained[min(trained, key=lambda step: abs(step - decay_start))]
@@ -172,8 +167,7 @@ def test_several_processes_search_together(engine, tmp_path):
 def test_a_plan_by_dollars_for_devices_that_are_not_here(text, size, length, tmp_path):
     """llm.c trained 124M for $20 on as many A100s; and little text does not become more by money."""
     words = ["--device", "8xh100", "--dollars", "20", "--price_per_hour", "28", "--run_name", "rich"]
-    done = call(tmp_path, "--text", text, *words)
-    assert done.returncode == 0, done.stderr
+    done = ok(call(tmp_path, "--text", text, *words))
     assert re.search(f"^best       {size}: loss ", done.stdout, re.MULTILINE)
     recipe = (tmp_path / "runs/rich/recipe.yaml").read_text()
     assert re.search(f"^{length}: ", recipe, re.MULTILINE)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT, TINY, environment, flags, metrics
+from tests.conftest import ROOT, TINY, environment, flags, metrics, ok
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = {
@@ -44,9 +44,7 @@ def call(copy, shards, tmp_path):
         line = line.replace("accelerate launch", launcher).replace("python recipe", f"{sys.executable} recipe")
         variables = environment() | {"PYTHONPATH": str(copy)}
         words = ["bash", "-c", f"{line} {settings}"]
-        result = subprocess.run(words, cwd=copy, env=variables, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
+        return ok(subprocess.run(words, cwd=copy, env=variables, capture_output=True, text=True, timeout=300)).stdout
 
     return run
 

@@ -178,8 +178,7 @@ def test_make_train_trains_and_prints_a_sample(shards, tmp_path):
         f"BIN={Path(sys.executable).parent}",
         f"ARGS={' '.join(arguments)}",
     ]
-    result = subprocess.run(words, cwd=ROOT, env=by_hand(), capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(subprocess.run(words, cwd=ROOT, env=by_hand(), capture_output=True, text=True, timeout=600))
     assert "step_00000005: 1,635,744 parameters" in result.stdout  # the sampler's first line
 
 

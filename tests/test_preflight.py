@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests import processes as programs
-from tests.conftest import ROOT, launch
+from tests.conftest import ROOT, launch, ok
 
 
 def said(output: str) -> dict[str, str]:
@@ -19,8 +19,7 @@ def said(output: str) -> dict[str, str]:
 def test_a_sound_machine_passes(tmp_path):
     (tmp_path / "runs").mkdir()
     options = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2"]
-    result = programs.run(ROOT / "recipe/preflight.py", *options, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(programs.run(ROOT / "recipe/preflight.py", *options, cwd=tmp_path))
     lines = said(result.stdout)
     assert {line.split()[0] for line in lines.values()} == {"ok"}
     assert {"devices", "attention", "loss", "muon", "disk", "adamw fp32", "muon fp32", "resume", "trial"} <= {*lines}
@@ -97,6 +96,5 @@ def test_a_process_whose_sums_are_wrong_is_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["fsdp", "zero1"])
 def test_engines_pass(config):
-    result = launch(config, 2, "recipe/preflight.py")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch(config, 2, "recipe/preflight.py"))
     assert "losses within" in said(result.stdout)["adamw fp32"]

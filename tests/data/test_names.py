@@ -210,8 +210,7 @@ def test_epochs_of_the_data_decide_the_length_and_are_named(here):
 
     ran = run("--num_train_epochs=1.5", "--dry_run")
     assert "before the text is prepared" in ran.stderr
-    ran = run("--num_train_epochs=1.5")
-    assert ran.returncode == 0, ran.stderr
+    ran = ok(run("--num_train_epochs=1.5"))
     (shards,) = (here / "data").iterdir()
     windows = (len(tokens_in(shards, "train")) - 1) // 32
     steps = math.ceil(1.5 * windows / 2)

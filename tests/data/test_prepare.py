@@ -376,10 +376,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             "print(open('/proc/self/status').read())"
         )
         words = ["--train_text", str(tmp_path / name), "--dataset_name", str(tmp_path / f"{name}.out")]
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
-        assert ran.returncode == 0, ran.stderr
+        command = [sys.executable, "-c", code, *words]
+        ran = ok(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300))
         assert int(re.search(r"VmHWM:\s+(\d+) kB", ran.stdout)[1]) < 600_000, name
 
 

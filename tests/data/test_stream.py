@@ -21,7 +21,7 @@ from recipe.data.shards import Manifest, find_shards
 from recipe.data.stream import BuilderProcess, open_manifest
 from recipe.utils.errors import UserError
 from tests.checkpoint import change_state
-from tests.conftest import ROOT, TINY, flags, run_train
+from tests.conftest import ROOT, TINY, flags, ok, run_train
 from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming
 
 
@@ -214,7 +214,7 @@ def test_no_file_outside_its_directory_is_touched_for_a_manifest(prepared, tmp_p
         point_outside(state["data"]["manifest"], 0)
         state["data"]["shards"][0][0] = thesis.name
 
-    assert run(20).returncode == 0
+    ok(run(20))
     if whose == "manifest.json":
         shutil.rmtree(tmp_path / "run")
         manifest = json.loads((out / whose).read_text())

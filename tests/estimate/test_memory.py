@@ -9,7 +9,7 @@ import pytest
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import HEADROOM, step_memory
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ok
 
 SMALL = "--n_layer=2 --n_head=2 --n_embd=128 --sequence_length=128 --micro_batch_size=4 --total_batch_tokens=1024"
 GPT2 = "--n_layer=4 --micro_batch_size=4 --total_batch_tokens=8192"
@@ -30,8 +30,7 @@ def measure(real: list[str], fake: list[str]) -> list[dict]:
     words = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]
     command = [sys.executable, "-m", "tests.estimate.memory_probe", *words]
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
+    result = ok(subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600))
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 

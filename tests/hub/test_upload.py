@@ -21,7 +21,7 @@ from recipe.hub.upload import Uploads
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
-from tests.conftest import TINY, by_step, flags
+from tests.conftest import TINY, by_step, flags, ok
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
 from tests.hub.server import Model
@@ -71,8 +71,7 @@ def test_a_run_uploads_its_milestones_and_its_last_checkpoint(shards, whole_run,
     """And learns what it learns without; the token it was given is in none of its files and lines."""
     run = tmp_path / "run"
     with Hub(tmp_path / "hub", TOKEN) as hub:
-        result = train(hub, shards, run, hub_private_repo=True)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = ok(train(hub, shards, run, hub_private_repo=True))
         on_the_hub(hub, run)
         assert hub.models[REPO].private
         assert all(f"{hub.url}/{REPO}/tree/{branch}" in result.stdout for branch in BRANCHES)

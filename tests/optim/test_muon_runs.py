@@ -13,7 +13,7 @@ from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
 from recipe.checkpoint.run_dir import continue_from, run_directory, set_aside
 from recipe.config import parse_config
 from recipe.monitor.metrics import MetricsLog
-from tests.conftest import EQUAL, TINY, assert_equal_tensors, by_step, flags, launch, run_train, tensors, train
+from tests.conftest import EQUAL, TINY, assert_equal_tensors, by_step, flags, launch, ok, run_train, tensors, train
 
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 MUON = {"optim": "muon"} | WSD
@@ -31,9 +31,7 @@ def one_device(shards, once):
     """50 steps of 12 sequences, which two and three processes can share: (directory, losses by step)."""
 
     def make(directory):
-        result = launch("single", 1, *COUNTED, *settings(shards, directory))
-        assert result.returncode == 0, result.stdout + result.stderr
-        return counts(result.stdout)
+        return counts(ok(launch("single", 1, *COUNTED, *settings(shards, directory))).stdout)
 
     directory, found = once("muon-one-device", make)
     assert found == [50 * MATRICES]
@@ -63,8 +61,7 @@ ENGINES = [("ddp", 3), ("fsdp", 3), ("zero1", 3), ("zero2", 2)]
 @pytest.mark.parametrize(("config", "processes"), ENGINES)
 def test_muon_takes_the_same_steps_on_any_engine(shards, one_device, tmp_path, config, processes):
     """In fp32; all processes together orthogonalize each matrix once a step."""
-    result = launch(config, processes, *COUNTED, *settings(shards, tmp_path / "run"))
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ok(launch(config, processes, *COUNTED, *settings(shards, tmp_path / "run")))
     assert sum(counts(result.stdout)) == 50 * MATRICES
     assert losses(tmp_path / "run") == pytest.approx(one_device[1], abs=1e-5)
     found, expected = (tensors(at / "step_00000050") for at in (tmp_path / "run", one_device[0]))
@@ -81,8 +78,8 @@ def test_a_checkpoint_of_muon_moves_from_engine_to_engine(shards, one_device, tm
         for later in steps(run):
             if later > step:
                 shutil.rmtree(run / f"step_{later:08d}")
-        result = launch(config, processes, *COUNTED, *settings(shards, run))
-        assert f"from step {step}" in result.stdout, result.stdout + result.stderr
+        result = ok(launch(config, processes, *COUNTED, *settings(shards, run)))
+        assert f"from step {step}" in result.stdout
         assert counts(result.stdout) == [(50 - step) * MATRICES // processes] * processes
         assert losses(run) == pytest.approx(one_device[1], abs=1e-5)
 

@@ -8,7 +8,7 @@ from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim.optimizer import make_optimizer, named_state, norm_and_divisor
 from recipe.optim.schedule import set_lr
-from tests.conftest import EQUAL, by_step, flags, launch, train
+from tests.conftest import EQUAL, by_step, flags, launch, ok, train
 
 
 def tiny_model() -> GPT2LMHeadModel:
@@ -49,8 +49,7 @@ def test_the_matrices_of_the_blocks_move_at_a_rate_of_their_own():
 def test_the_rate_of_the_matrices_is_the_same_on_any_engine(shards, once, tmp_path, config):
     fields = EQUAL | {"matrix_learning_rate": EQUAL["learning_rate"] / 4, "max_steps": 20}
     directory, _ = once("matrix-rate", lambda run: train(shards, run, **fields) and None)
-    result = launch(config, 2, "recipe/train.py", *flags(**fields, dataset_name=shards, output_dir=tmp_path / "run"))
-    assert result.returncode == 0, result.stdout + result.stderr
+    ok(launch(config, 2, "recipe/train.py", *flags(**fields, dataset_name=shards, output_dir=tmp_path / "run")))
     found, expected = ({s: line["loss"] for s, line in by_step(at).items()} for at in (tmp_path / "run", directory))
     assert found == pytest.approx(expected, abs=1e-5)
 
