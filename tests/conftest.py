@@ -203,6 +203,14 @@ def whole_run(shards, once):
     return run, by_step(run), output
 
 
+def forget_after(step: int, run: Path) -> Path:
+    """The run as it was after a step: without the checkpoints that it saved later."""
+    for later in run.glob("step_*"):
+        if int(later.name[5:]) > step:
+            shutil.rmtree(later)
+    return run
+
+
 def own_model(directory: Path):
     """This project's model with the configuration and the weights of a directory."""
     from recipe.model.gpt2 import GPT2LMHeadModel, read_config, read_weights

@@ -19,7 +19,7 @@ from recipe.checkpoint.format import load_checkpoint
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
 from tests.checkpoint import change_state, replace_files
-from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, launch, metrics, ok, train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, forget_after, launch, metrics, ok, train
 
 KEPT = {"save_steps": 5, "save_total_limit": 9, "logging_steps": 2, "sample_steps": 10}
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -43,8 +43,7 @@ def resumed_run(shards, once):
 
     def make(run):
         train(shards, run, **KEPT)
-        for step in (15, 20):
-            shutil.rmtree(run / f"step_{step:08d}")
+        forget_after(10, run)
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "metrics.jsonl").write_text("".join(lines[:-5]) + lines[-5][:40])
         train(shards, run, **KEPT)
@@ -198,8 +197,7 @@ def test_an_audit_that_is_told_to_end_leaves_nothing(whole_run, tmp_path):
 def test_elsewhere_it_holds_within_what_rounding_does(resumed_run, tmp_path, capsys, replayed_once, end):
     """From step 0 on the weights' update is that from the seed's weights."""
     run = shutil.copytree(resumed_run, tmp_path / "run")
-    for step in range(end + 5, 25, 5):
-        shutil.rmtree(run / f"step_{step:08d}")
+    forget_after(end, run)
     code, sentences = audited(capsys, run, *ELSEWHERE)
     assert sentences[0].startswith(f"step {end - 5} to {end}: holds: ")
     assert re.search(r"losses within \de-0[789], rounding .* weights by their update within \de-0[4567],", sentences[0])
@@ -343,7 +341,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys):
     (data / "manifest.json").unlink()  # whose checksums would stop the run, as those in its checkpoint would
     files = {"shards": data / "train_*.bin", "val_data": data / "val_*.bin"}
     train(**files, run=run, **KEPT)
-    shutil.rmtree(run / "step_00000020")
+    forget_after(15, run)
     tokens = data / "train_000000.bin"
     as_it_was = tokens.read_bytes()
     altered = np.frombuffer(as_it_was, np.uint16).copy()

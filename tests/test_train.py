@@ -22,6 +22,7 @@ from tests.conftest import (
     by_step,
     environment,
     flags,
+    forget_after,
     metrics,
     ok,
     run_train,
@@ -104,9 +105,7 @@ def test_stop_and_resume_equals_never_stopping_bit_for_bit(shards, whole_run, tm
     if processes > 1:
         expected = tmp_path / "expected"
         lines, _ = train(shards, expected, processes, dropout=0.1)
-    run = tmp_path / "run"
-    shutil.copytree(expected, run)
-    shutil.rmtree(run / "step_00000020")
+    run = forget_after(10, shutil.copytree(expected, tmp_path / "run"))
     resumed, output = train(shards, run, processes, dropout=0.1)
     assert "from step 10" in output
     assert_equal_tensors(run / "step_00000020", expected / "step_00000020")

@@ -7,7 +7,7 @@ import pytest
 
 from recipe import audit
 from recipe.checkpoint.format import checkpoints
-from tests.conftest import TINY, assert_equal_tensors, by_step, flags, ok, run_train
+from tests.conftest import TINY, assert_equal_tensors, by_step, flags, forget_after, ok, run_train
 
 SECONDS = 8
 FIELDS = {name: value for name, value in TINY.items() if name != "max_steps"}
@@ -41,9 +41,7 @@ def test_it_decays_and_is_complete_in_time(shards, tmp_path, processes, capsys):
     assert "holds the whole run" in run_train(*command, processes=processes).stdout
 
     if processes == 1:
-        again = tmp_path / "again"  # killed between the two parts
-        shutil.copytree(run, again)
-        shutil.rmtree(again / f"step_{last:08d}")
+        again = forget_after(start, shutil.copytree(run, tmp_path / "again"))  # killed between the two parts
         resumed = run_train(*command[:-1], f"--output_dir={again}")
         assert f"from step {start}" in resumed.stdout
         assert_equal_tensors(again / f"step_{last:08d}", run / f"step_{last:08d}")

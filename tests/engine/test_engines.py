@@ -14,7 +14,7 @@ import torch
 
 from recipe.data import tokenizer
 from recipe.evaluation import continuation
-from tests.conftest import assert_equal_tensors, by_step, launch, ok, own_model, tensors
+from tests.conftest import assert_equal_tensors, by_step, forget_after, launch, ok, own_model, tensors
 from tests.engine.conftest import assert_same_losses, settings
 from tests.engine.test_gpu import REFERENCE, curve
 
@@ -25,12 +25,6 @@ SEVERAL = ("-m", "tests.engine.several_runs")
 
 def slow_but(names, fast: str) -> list:
     return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def forget_last(directory, copy) -> None:
-    """A copy of a run, as it was after step 40."""
-    shutil.copytree(directory, copy)
-    shutil.rmtree(copy / "step_00000050")
 
 
 def test_the_losses_that_a_gpu_has_to_follow(shards, tmp_path, pytestconfig):
@@ -47,7 +41,7 @@ def engine_run(shards, one_device, once):
 
     def make_on(engine: str, directory):
         directory.mkdir()
-        forget_last(one_device[0], directory / "moved")
+        forget_after(40, shutil.copytree(one_device[0], directory / "moved"))
         runs = f"{directory}/full,{directory}/moved"
         result = ok(launch(engine, 2, *SEVERAL, runs, *settings(shards), real=True))
         # Accelerate warns that an engine of DeepSpeed's is already there, since these are two runs.
@@ -85,7 +79,7 @@ def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run,
     """One file format: what each engine writes for one device, and reads from it, any other reads and writes."""
     full = {engine: engine_run(engine)[0] / "full" for engine in engines}
     for engine, directory in full.items():
-        forget_last(directory, tmp_path / engine)
+        forget_after(40, shutil.copytree(directory, tmp_path / engine))
     runs = ",".join(str(tmp_path / engine) for engine in engines)
     result = ok(launch("single", 1, *SEVERAL, runs, *settings(shards, micro_batch_size=8)))
     assert result.stdout.count("from step 40") == len(engines)
@@ -95,9 +89,8 @@ def test_a_checkpoint_of_any_engine_is_resumed_on_one_device(shards, engine_run,
 
 def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
     """Ten steps, after which all that it has gathered, a checkpoint and a sample, is what one device has."""
-    run, fields = tmp_path / "run", {"sample_steps": 50}
-    forget_last(one_device[0], run)
-    result = ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run, **fields)))
+    run = forget_after(40, shutil.copytree(one_device[0], tmp_path / "run"))
+    result = ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run, sample_steps=50)))
     assert "FSDP over 2 processes" in result.stdout
     assert "from step 40" in result.stdout
     lines = by_step(run)
@@ -115,9 +108,9 @@ def test_fsdp_continues_a_run_of_one_device(shards, one_device, tmp_path):
 @pytest.mark.slow
 def test_fsdp_stopped_and_resumed_is_the_same_to_the_bit(shards, engine_run, tmp_path):
     full = engine_run("fsdp")[0] / "full"
-    forget_last(full, tmp_path / "run")
-    ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=tmp_path / "run")))
-    assert_equal_tensors(tmp_path / "run" / "step_00000050", full / "step_00000050")
+    run = forget_after(40, shutil.copytree(full, tmp_path / "run"))
+    ok(launch("fsdp", 2, "recipe/train.py", *settings(shards, output_dir=run)))
+    assert_equal_tensors(run / "step_00000050", full / "step_00000050")
 
 
 # Many CPUs compute in bf16 only slowly.

@@ -16,7 +16,7 @@ from eval import hellaswag
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import step_memory
 from recipe.model.loss import IGNORE_INDEX, next_token_loss
-from tests.conftest import EQUAL, ROOT, TINY, flags, launch, metrics, ok
+from tests.conftest import EQUAL, ROOT, TINY, flags, forget_after, launch, metrics, ok
 from tests.model.loss_probe import distances, relative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -43,7 +43,7 @@ def half_of_a_cpus_run(shards, once):
 
     def make(directory):
         curve(shards, directory, "single", cpu=True)
-        shutil.rmtree(directory / "step_00000050")
+        forget_after(25, directory)
 
     return once("cpu-run", make)[0]
 

@@ -17,7 +17,7 @@ from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
 from recipe.estimate.fused_loss import GRADIENT, LOSS, compare, fused_loss
 from tests import processes as programs
-from tests.conftest import TINY, by_step, flags, interpreted, ok
+from tests.conftest import TINY, by_step, flags, forget_after, interpreted, ok
 
 PROBE = ("-m", "tests.estimate.fused_loss_probe")
 SHORT = TINY | {"max_steps": 8, "save_steps": 4}
@@ -62,9 +62,7 @@ def test_a_kernel_that_is_right_and_faster_is_used(chosen, plain):
 
 
 def test_a_resumed_run_keeps_the_choice_and_does_not_check_it_again(shards, chosen, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(chosen[0], directory)
-    shutil.rmtree(directory / "step_00000008")
+    directory = forget_after(4, shutil.copytree(chosen[0], tmp_path / "run"))
     assert run(shards, directory, "slow") == "loss       fused, as in the run's newest checkpoint"
     assert fused(directory) is True
     assert losses(directory) == losses(chosen[0])

@@ -12,7 +12,7 @@ from recipe.estimate.fused_loss import fused_loss
 from recipe.estimate.memory import parameter_count
 from recipe.estimate.micro_batch import micro_batch
 from tests import processes as programs
-from tests.conftest import TINY, by_step, flags, run_train
+from tests.conftest import TINY, by_step, flags, forget_after, run_train
 
 SETTINGS = TINY | {"total_batch_tokens": 256, "sequence_length": 32, "dropout": 0.1, "micro_batch_size": "auto"}
 
@@ -53,17 +53,16 @@ def test_a_run_with_auto_is_the_run_with_that_number(shards, automatic, tmp_path
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_number_it_began_with(shards, automatic, tmp_path):
-    directory, fields = tmp_path / "run", {"save_steps": 4, "eval_steps": "end", "max_steps": 6}
-    shutil.copytree(automatic[0], directory)
-    shutil.rmtree(directory / "step_00000006")
+    fields = {"save_steps": 4, "eval_steps": "end", "max_steps": 6}
+    directory = forget_after(4, shutil.copytree(automatic[0], tmp_path / "run"))
     result = run(shards, directory, "90e6", **fields)
     assert "micro      4 sequences a device: as in the run's newest checkpoint" in result.stdout
     assert "trial" not in result.stderr
     assert losses(directory) == losses(automatic[0])
     # A number given by hand is taken and reported; another way of training is tried again.
-    shutil.rmtree(directory / "step_00000006")
+    forget_after(4, directory)
     assert "micro_batch_size 4 -> 2" in run(shards, directory, "90e6", micro_batch_size=2, **fields).stdout
-    shutil.rmtree(directory / "step_00000006")
+    forget_after(4, directory)
     assert "trial" in run(shards, directory, "90e6", gradient_checkpointing="true", **fields).stderr
 
 

@@ -13,7 +13,19 @@ from recipe.checkpoint.format import checkpoints, load_checkpoint, step_of
 from recipe.checkpoint.run_dir import continue_from, run_directory, set_aside
 from recipe.config import parse_config
 from recipe.monitor.metrics import MetricsLog
-from tests.conftest import EQUAL, TINY, assert_equal_tensors, by_step, flags, launch, ok, run_train, tensors, train
+from tests.conftest import (
+    EQUAL,
+    TINY,
+    assert_equal_tensors,
+    by_step,
+    flags,
+    forget_after,
+    launch,
+    ok,
+    run_train,
+    tensors,
+    train,
+)
 
 WSD = {"lr_scheduler_type": "wsd", "decay_fraction": 0.4}
 MUON = {"optim": "muon"} | WSD
@@ -75,9 +87,7 @@ def test_a_checkpoint_of_muon_moves_from_engine_to_engine(shards, one_device, tm
     for step, (config, processes) in zip(
         (10, 20, 30, 40), (("fsdp", 2), ("zero1", 2), ("ddp", 2), ("single", 1)), strict=True
     ):
-        for later in steps(run):
-            if later > step:
-                shutil.rmtree(run / f"step_{later:08d}")
+        forget_after(step, run)
         result = ok(launch(config, processes, *COUNTED, *settings(shards, run)))
         assert f"from step {step}" in result.stdout
         assert counts(result.stdout) == [(50 - step) * MATRICES // processes] * processes

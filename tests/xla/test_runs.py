@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.conftest import by_step, tensors
+from tests.conftest import by_step, forget_after, tensors
 from tests.xla.conftest import column, train, train_here
 
 
@@ -82,15 +82,11 @@ def test_checkpoints_move_to_and_from_one_device(shards, base, tmp_path, capsys)
     """Saved on XLA, five steps elsewhere, saved there, five steps on XLA: the losses of never having moved. To and from
     one device those of all other engines move (tests/engine)."""
     expected = column(base[1], "loss")
-    there, back = tmp_path / "there", tmp_path / "back"
-    shutil.copytree(base[0], there)
-    for step in (10, 15):
-        shutil.rmtree(there / f"step_{step:08d}")
+    there = forget_after(5, shutil.copytree(base[0], tmp_path / "there"))
     lines, output = train(shards, there, config="single", **MOVES)
     assert "from step 5" in output
     assert column(lines, "loss")[5:10] == pytest.approx(expected[5:10], abs=1e-5)
-    shutil.copytree(there, back)
-    shutil.rmtree(back / "step_00000015")
+    back = forget_after(10, shutil.copytree(there, tmp_path / "back"))
     lines = train_here(shards, back, **MOVES)
     assert "from step 10" in capsys.readouterr().out
     assert column(lines, "loss")[10:] == pytest.approx(expected[10:], abs=1e-5)
