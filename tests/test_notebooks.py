@@ -18,6 +18,7 @@ import pytest
 
 from recipe.config import parse_config
 from recipe.notebooks import session as module
+from tests.canary import WANDB_KEY
 from tests.conftest import ROOT, TINY, by_step, environment, flags
 from tests.hub import REPO, TOKEN, Hub
 
@@ -30,7 +31,6 @@ CODE = {  # code cells by their id
 }
 # The cells that all notebooks have to the letter: it is enough to run them once.
 SAME = {"hellaswag", "sample", "report"}
-KEY = "c0ffee" * 6 + "c0de"  # of wandb
 
 # They install nothing, there is no network; what they were asked for is checked.
 INSTALLER = """#!/bin/sh
@@ -130,7 +130,7 @@ def test_two_t4s(shards, whole_run, tmp_path):
         secrets = f"""
             class UserSecretsClient:
                 def get_secret(self, label):
-                    return {{"HF_TOKEN": {hub.token!r}, "WANDB_API_KEY": {KEY!r}}}[label]
+                    return {{"HF_TOKEN": {hub.token!r}, "WANDB_API_KEY": {WANDB_KEY!r}}}[label]
             """
         env = {k: v for k, v in hub.environment.items() if k != "HF_TOKEN"}
         env |= modules(tmp_path / "modules", kaggle_secrets=secrets) | {"WANDB_MODE": "offline"}
@@ -154,7 +154,7 @@ def test_two_t4s(shards, whole_run, tmp_path):
     assert f"all done; the run is in {run}" in printed["push"]
     assert pushed["model.safetensors"] == (run / "step_00000020" / "model.safetensors").read_bytes()
     assert hub.token not in json.dumps(printed)
-    assert KEY not in json.dumps(printed)
+    assert WANDB_KEY not in json.dumps(printed)
 
 
 @pytest.mark.slow

@@ -17,10 +17,8 @@ from recipe.config import parse_config
 from recipe.monitor import trackers
 from recipe.monitor.trackers import Tracker, check_tracker, metric_names
 from recipe.utils.errors import UserError
+from tests.canary import HUB_TOKEN, WANDB_KEY
 from tests.conftest import TINY, flags
-
-SECRET = "hf_" + "Tracker012345678" * 2  # redaction recognizes it by its shape
-KEY = "c0ffee" * 6 + "c0de"
 
 EACH = ("tensorboard", "wandb", "trackio")
 installed = {name: pytest.mark.skipif(not find_spec(name), reason=f"needs {name}") for name in EACH}
@@ -42,9 +40,8 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
+def said(caplog):
     """The messages so far."""
-    monkeypatch.setattr(logging.getLogger("recipe"), "propagate", True)
     caplog.set_level(logging.INFO, "recipe")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("recipe")]
 
@@ -120,15 +117,15 @@ def test_no_secret_and_no_home_directory_in_what_a_tracker_uploads(tmp_path, hom
         import trackio.sqlite_storage
 
         monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", home / "trackio")
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("sys.argv", ["recipe/train.py", "--a-word-of-the-command-line"])
-    track(tmp_path / "run", name, 0, 10, val_data=SECRET, init_from=f"{home}/prompt")
+    track(tmp_path / "run", name, 0, 10, val_data=HUB_TOKEN, init_from=f"{home}/prompt")
     written = [p for top in (tmp_path / "run", home) for p in top.rglob("*") if p.is_file()]
     content = {path: path.read_bytes() for path in written}
     assert b"~/prompt" in b"".join(content.values())
     for path, data in content.items():
-        words = [SECRET, KEY, "--a-word-of-the-command-line"]
+        words = [HUB_TOKEN, WANDB_KEY, "--a-word-of-the-command-line"]
         if path.suffix in (".wandb", ".db") or "tfevents" in path.name or "files" in path.parts:
             words.append(str(home))  # wandb's own log, which stays on this disk, names directories
         assert not [word for word in words if word.encode() in data], path
@@ -138,7 +135,7 @@ def test_no_secret_and_no_home_directory_in_what_a_tracker_uploads(tmp_path, hom
 def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, said, method):
     broken = MagicMock()
     fails = getattr(broken.return_value, method) if method else broken
-    fails.side_effect = RuntimeError(f"no luck with {SECRET}\nand a second line")
+    fails.side_effect = RuntimeError(f"no luck with {HUB_TOKEN}\nand a second line")
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", broken)
     track(tmp_path / "run", "tensorboard", 0, 10, 20)
     warned = [line for line in said() if line.startswith("WARNING")]
