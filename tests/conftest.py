@@ -4,9 +4,11 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -165,6 +167,17 @@ def interpreted(*words: str) -> dict | list:
     if "only 0-dimensional arrays can be converted" in result.stderr:
         pytest.skip("the interpreter of this Triton (3.6) cannot count with this numpy (2.5)")
     return json.loads(ok(result).stdout)
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """In the place of a full disk: a limit of what this process may write to a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def metrics(run: Path) -> list[dict]:

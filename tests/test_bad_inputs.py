@@ -6,7 +6,6 @@ The table goes through main() in this process; the tests below it are for what n
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from recipe.checkpoint.format import checkpoints, verify
 from recipe.config import DataConfig
 from recipe.data.prepare import prepare
 from tests import processes as programs
-from tests.conftest import ROOT, SHAKESPEARE, TINY, flags, run_train
+from tests.conftest import ROOT, SHAKESPEARE, TINY, files_of_at_most, flags, run_train
 from tests.data import write_shard
 
 GOOD = np.arange(4000, dtype="<u2")
@@ -329,14 +328,10 @@ def test_24_a_checkpoint_that_leads_elsewhere_is_skipped(command, place):
 
 
 def test_a_full_disk_is_named(command, place, monkeypatch):
-    """In the place of a full disk a limit of what a file may hold, which is less than the shard or tokenizer.json."""
+    """Under a shard, and under tokenizer.json."""
     monkeypatch.setenv("TMPDIR", str(place.path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    try:
+    with files_of_at_most(200_000):
         (code, _, preparing), (again, _, training) = command(place.prepare(SHAKESPEARE)), command(place.train())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (code, again) == (2, 2)
     assert "out/train.part cannot be written (File too large); " in preparing
     assert f"{place.path} cannot be written (File too large" in training

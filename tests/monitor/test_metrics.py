@@ -2,8 +2,7 @@
 
 import json
 import os
-import resource
-from contextlib import closing, contextmanager
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -18,20 +17,11 @@ from recipe.monitor.metrics import Metrics, MetricsLog, RunningLoss
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
+from tests.conftest import files_of_at_most
 
 
 def steps_in(path) -> list[int]:
     return [line["step"] for line in read_metrics(path)]
-
-
-@contextmanager
-def files_of_at_most(size: int):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_running_loss_is_the_mean_since_the_last_reading_and_survives_a_checkpoint():
@@ -66,7 +56,7 @@ def test_a_resumed_log_drops_what_will_be_written_again_and_half_a_line(tmp_path
 
 
 def test_a_full_disk_costs_one_warning_and_no_line(tmp_path, caplog):
-    """In the place of a full disk a limit of what a file may hold, which cuts a line in two."""
+    """Which cuts a line in two."""
     with closing(MetricsLog(tmp_path / "metrics.jsonl", 0)) as log:
         log.write({"step": 0})
         with files_of_at_most(20):
