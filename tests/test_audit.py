@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,23 +52,23 @@ def resumed_run(shards, once):
     return once("to be audited", make)[0]
 
 
+REPLAYS: dict[tuple, Path] = {}
+
+
 @pytest.fixture
-def replayed_once(monkeypatch, tmp_path_factory, request):
+def replayed_once(monkeypatch, tmp_path_factory):
     """Replays of the same interval with the same flags are made once for this module."""
-    made, replay = request.config.stash.setdefault(_made, {}), audit.replay
+    replay = audit.replay
 
     def look_up(interval, run, command):
         key = (interval.first, *command[command.index("--config") + 2 :])
-        if key not in made:
+        if key not in REPLAYS:
             checkpoint = replay(interval, run, command)
             copy = shutil.copytree(checkpoint.path.parent, tmp_path_factory.mktemp("replays") / "run")
-            made[key] = copy / checkpoint.path.name
-        return load_checkpoint(made[key])
+            REPLAYS[key] = copy / checkpoint.path.name
+        return load_checkpoint(REPLAYS[key])
 
     monkeypatch.setattr(audit, "replay", look_up)
-
-
-_made = pytest.StashKey()
 
 
 def change_weight(checkpoint, value=None) -> None:
