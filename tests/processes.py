@@ -21,6 +21,7 @@ import time
 from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from tests.faults.shim import built as shim
@@ -140,6 +141,33 @@ class Running:
                 except ProcessLookupError:
                     process.kill()
                 process.join()
+
+
+class Forked(Running):
+    """In the place of subprocess.Popen: a Python program that leads a process group and prints into a file."""
+
+    def __init__(self, command, stdout, env: dict[str, str] | None = None, **_):
+        self._file = Path(stdout.name)
+        super().__init__(*command[1:], env=env)
+        self.pid = self.ranks[0].pid
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:
+            time.sleep(0.01)
+
+    def _output(self, *_) -> Path:
+        return self._file
+
+    def poll(self) -> int | None:
+        """The exit code; None: it runs."""
+        return self.codes[0]
+
+    @property
+    def returncode(self) -> int | None:
+        """The same."""
+        return self.poll()
+
+
+# In the place of a module's subprocess.
+forking = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
 
 
 def run(

@@ -19,6 +19,7 @@ from recipe import audit
 from recipe.checkpoint.format import load_checkpoint
 from recipe.monitor.metrics import sha256_before
 from recipe.utils.checkpoints import checkpoints
+from tests import processes as programs
 from tests.checkpoint import change_state, replace_files
 from tests.conftest import ROOT, SHAKESPEARE, TINY, environment, flags, forget_after, launch, metrics, ok, train
 
@@ -52,11 +53,17 @@ def resumed_run(shards, once):
     return once("to be audited", make)[0]
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Replays need not import torch again."""
+    monkeypatch.setattr(audit, "subprocess", programs.forking)
+
+
 REPLAYS: dict[tuple, Path] = {}
 
 
 @pytest.fixture
-def replayed_once(monkeypatch, tmp_path_factory):
+def replayed_once(forked, monkeypatch, tmp_path_factory):
     """Replays of the same interval with the same flags are made once for this module."""
     replay = audit.replay
 
@@ -206,7 +213,7 @@ def test_elsewhere_it_holds_within_what_rounding_does(resumed_run, tmp_path, cap
     assert code == 0
 
 
-def test_the_history_of_a_run_holds(shards, tmp_path, capsys):
+def test_the_history_of_a_run_holds(shards, tmp_path, capsys, forked):
     """A wsd run with a decay, which was extended from before it with another micro-batch, and whose checkpoints but the
     newest are pruned; and beside them the decayed one, as on the Hub."""
     run, plan = tmp_path / "run", KEPT | {"lr_scheduler_type": "wsd", "decay_fraction": 0.5, "save_steps": 100}
@@ -223,14 +230,14 @@ def test_the_history_of_a_run_holds(shards, tmp_path, capsys):
     assert "at step 4, of which there is no checkpoint" in sentences[0]
 
 
-def test_other_masks_of_dropout_are_not_compared(whole_run, capsys):
+def test_other_masks_of_dropout_are_not_compared(whole_run, capsys, forked):
     code, sentences = audited(capsys, whole_run[0], *ELSEWHERE)
     assert code == 69
     assert "cannot be compared here: two replays here are too far apart in losses (micro_batch" in sentences[0]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_an_audit_of_a_stream_leaves_its_directory(shards, tmp_path, capsys, mixed):
+def test_an_audit_of_a_stream_leaves_its_directory(shards, tmp_path, capsys, forked, mixed):
     text, file = SHAKESPEARE.read_text(), tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text[i : i + 1000]}) + "\n" for i in range(0, 300_000, 1000)))
     name, data = tmp_path / "data", {"train_text": str(file), "streaming": "true", "val_documents": 5}
@@ -337,7 +344,7 @@ def test_a_forgery_on_two_processes_is_found(shards, once, tmp_path, capsys, mon
     assert said[forgery] in sentences[0]
 
 
-def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys):
+def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
     data, run = shutil.copytree(shards, tmp_path / "data"), tmp_path / "run"
     (data / "manifest.json").unlink()  # whose checksums would stop the run, as those in its checkpoint would
     files = {"shards": data / "train_*.bin", "val_data": data / "val_*.bin"}

@@ -1,11 +1,8 @@
 """Everything that is timed does the same work; the scoreboard drives recipe/train.py itself."""
 
 import json
-import os
 import subprocess
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,25 +19,9 @@ SIZES |= {"micro_batch_size": 4, "total_batch_tokens": 128}
 FIELDS = SIZES | {"config": "shakespeare", "precision": "fp32"}
 
 
-class Forked(programs.Running):
-    """In the place of subprocess.Popen: a program that need not import torch again."""
-
-    def __init__(self, command, stdout, cwd, env, **_):
-        super().__init__(*command[1:], env=env, cwd=cwd)
-        self._log, self.pid = Path(stdout.name), self.ranks[0].pid
-        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # until it leads a group, as Popen's does
-            time.sleep(0.01)
-
-    def poll(self):
-        (code,) = self.codes
-        if code is not None:
-            self._log.write_text(self.stdout + self.stderr)
-        return code
-
-
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
+    monkeypatch.setattr(runs, "subprocess", programs.forking)
 
 
 @pytest.fixture(scope="module")

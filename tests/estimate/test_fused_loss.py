@@ -68,8 +68,10 @@ def test_a_resumed_run_keeps_the_choice_and_does_not_check_it_again(shards, chos
     assert losses(directory) == losses(chosen[0])
 
 
-def test_an_audit_replays_the_choice(chosen, capsys):
-    launcher = f"env FUSED=slow {sys.executable} {' '.join(PROBE)}"
+def test_an_audit_replays_the_choice(chosen, capsys, monkeypatch):
+    monkeypatch.setattr(audit, "subprocess", programs.forking)
+    monkeypatch.setenv("FUSED", "slow")
+    launcher = f"{sys.executable} {' '.join(PROBE)}"
     assert audit.main([str(chosen[0]), "--last", "2", "--launch", launcher]) == 0
     assert capsys.readouterr().out.count("4 steps to the bit") == 2
     assert audit.main([str(chosen[0])]) == 69  # here is no such kernel

@@ -87,8 +87,9 @@ def config_of(run: Path, **changes):
     return parse_config(flags(**TINY | fields | {"output_dir": run} | changes))
 
 
-def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, shards, capsys):
+def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, shards, capsys, monkeypatch):
     """With data that a flag names, since the paths in the configuration are somebody else's."""
+    monkeypatch.setattr(audit, "subprocess", processes.forking)
     assert push(run) == 0
     assert audit.main(["--repo", REPO]) == 2
     assert "only uploads of --push_to_hub state" in capsys.readouterr().err
