@@ -53,7 +53,6 @@ TINY = {
 
 # The same on every engine, accumulation and clipping at work. A rate of 1e-2 would blow up rounding itself.
 EQUAL = TINY | {
-    "sequence_length": 16,
     "total_batch_tokens": 128,
     "max_steps": 50,
     "learning_rate": 1e-3,

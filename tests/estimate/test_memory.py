@@ -1,7 +1,6 @@
 """The estimated peak memory of a step, compared with every allocation of a real step."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,11 +8,10 @@ import pytest
 
 from recipe.config import batch_arithmetic, parse_config
 from recipe.estimate.memory import HEADROOM, step_memory
-from tests.conftest import ROOT, ok
+from tests.conftest import ROOT, environment, ok
 
 SMALL = "--n_layer=2 --n_head=2 --n_embd=128 --sequence_length=128 --micro_batch_size=4 --total_batch_tokens=1024"
 GPT2 = "--n_layer=4 --micro_batch_size=4 --total_batch_tokens=8192"
-XL = "--config=gpt2-xl --torch_compile=false --n_layer=8"
 
 REAL = SMALL + " --precision=fp32 --gradient_checkpointing=true"
 # Its update takes more than its micro-steps.
@@ -22,15 +20,14 @@ MUON += " --micro_batch_size=1 --total_batch_tokens=128 of 512"
 CHUNKS = SMALL + " --loss_chunk_size=128"
 FAKE = [
     GPT2 + " --gradient_checkpointing=true",
-    XL + " --total_batch_tokens=8192",
+    "--config=gpt2-xl --torch_compile=false --n_layer=8 --total_batch_tokens=8192",
 ]
 
 
 def measure(real: list[str], fake: list[str]) -> list[dict]:
     words = [f"--real={options}" for options in real] + [f"--fake={options}" for options in fake]
     command = [sys.executable, "-m", "tests.estimate.memory_probe", *words]
-    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    result = ok(subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600))
+    result = ok(subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600))
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 

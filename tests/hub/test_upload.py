@@ -35,11 +35,11 @@ def uploads_of(run: Path, **changes) -> Uploads:
     return Uploads(run, REPO, milestone_steps=10, final=run / "step_00000020", **changes)
 
 
-def on_the_hub(hub: Hub, run: Path, branches: dict[str, int] = BRANCHES) -> None:
+def on_the_hub(hub: Hub, run: Path) -> None:
     """Each checkpoint is on its branch, in one commit, byte by byte, with a card that has its validation loss."""
     repository, recorded = hub.models[REPO], by_step(run)
-    assert set(repository.branches) == {"main", *branches}
-    for branch, step in branches.items():
+    assert set(repository.branches) == {"main", *BRANCHES}
+    for branch, step in BRANCHES.items():
         files = dict(hub.files(REPO, branch))
         card = ModelCard(files.pop("README.md").decode())
         losses = [e.metric_value for e in card.data.eval_results if e.metric_name.startswith("validation loss")]

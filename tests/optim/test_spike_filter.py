@@ -38,12 +38,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_stops_the_run_when
         spike_filter.check(8)
 
 
-def z_scores(values: list[float], window: int = 128) -> list[float]:
-    """llm.c's, written out: none until the window is full, then of each value among the last ones, itself included."""
+def z_scores(values: list[float]) -> list[float]:
+    """llm.c's, written out: none until the window is full, then of each value among the last 128, itself included."""
     scores = []
     for i, value in enumerate(values):
-        last = np.asarray(values[max(0, i + 1 - window) : i + 1], np.float64)
-        scores.append((value - last.mean()) / last.std() if i >= window else float("nan"))
+        last = np.asarray(values[max(0, i - 127) : i + 1], np.float64)
+        scores.append((value - last.mean()) / last.std() if i >= 128 else float("nan"))
     return scores
 
 
