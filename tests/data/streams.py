@@ -1,15 +1,11 @@
-"""A text of documents, its prepared shards, and streams that make the same ones."""
+"""A text of documents, and streams that make the shards which the fixture `prepared` has of it."""
 
 import dataclasses
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from recipe.config import DataConfig
 from recipe.data.dataset import TokenDataset
-from recipe.data.prepare import prepare
 from recipe.data.shards import find_shards
 from recipe.data.stream import BuilderProcess, StreamedDataset, open_manifest
 from tests.data import TEXT
@@ -18,20 +14,6 @@ T, BATCH = 32, 8
 # 600 documents of 2 to 850 characters; every 50th has the text of an earlier one, of a validation document among them
 DOCUMENTS = [TEXT[i * 900 : i * 900 + 2 + (i * 37) % 849] for i in range(600)]
 DOCUMENTS[50::50] = DOCUMENTS[7:18]
-
-
-def make_prepared(directory) -> SimpleNamespace:
-    """The shards as `prepare` makes them: `data` is the configuration that streams the same."""
-    text = directory / "d.parquet"
-    pq.write_table(pa.table({"text": DOCUMENTS}), text, row_group_size=60)
-    data = DataConfig(
-        dataset_name=str(directory / "out"),
-        train_text=str(text),
-        val_documents=20,
-        shard_tokens=8000,
-        sequence_length=T,
-    )
-    return SimpleNamespace(data=data, manifest=prepare(data), text=text, out=directory / "out")
 
 
 def local(prepared) -> TokenDataset:

@@ -37,13 +37,12 @@ def test_shares_are_exact_in_every_thousand_sequences(counts):
 
 
 @pytest.mark.slow
-def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(tmp_path):
+def test_a_reader_that_gets_nothing_of_a_stream_holds_nobody_up(prepared, tmp_path):
     """Two readers, room for two shards of the stream: one gets all that comes from it, through eight shards."""
-    text = streams.make_prepared(tmp_path)
-    data = streams.at(text, tmp_path / "s", disk_budget_gb=streams.budget(text, 2))
+    data = streams.at(prepared, tmp_path / "s", disk_budget_gb=streams.budget(prepared, 2))
     sets, steps, batch = [MixtureEntry("local", 500, None), MixtureEntry("stream", 500, None)], 75, 32
     dataset, _ = dealt(np.arange(steps * batch), (500, 500), 3)
-    local, done = streams.local(text), threading.Event()
+    local, done = streams.local(prepared), threading.Event()
     with streams.streaming(data, readers=2) as s:
         readers = [MixedDataset(sets, [local, stream], batch, 3) for stream in s.datasets]
 
@@ -79,7 +78,7 @@ def train(at, *words):
 
 
 @pytest.fixture(scope="module")
-def prepared(once):
+def mixed_run(once):
     """A directory with the texts, their prepared shards, the recipe, and its run of 20 steps."""
 
     def make(at):
@@ -95,12 +94,12 @@ def prepared(once):
 
 
 @pytest.fixture
-def copy(prepared, tmp_path):
-    shutil.copytree(prepared[0], tmp_path / "copy")
+def copy(mixed_run, tmp_path):
+    shutil.copytree(mixed_run[0], tmp_path / "copy")
     return tmp_path / "copy"
 
 
-def test_resumed_and_streamed_is_the_same_run(prepared, copy):
+def test_resumed_and_streamed_is_the_same_run(mixed_run, copy):
     """Stopped after 10 steps, and then with one of the three streamed, to the bit."""
     forget_after(10, copy / "runs" / "mixed")
     (copy / "mixed.yaml").write_text(recipe(streaming=True))
@@ -109,16 +108,16 @@ def test_resumed_and_streamed_is_the_same_run(prepared, copy):
     output = train(copy)
     assert "data       streaming c.jsonl" in output
     assert "from step 10" in output
-    lines, expected = by_step(copy / "runs" / "mixed"), by_step(prepared[0] / "runs" / "mixed")
+    lines, expected = by_step(copy / "runs" / "mixed"), by_step(mixed_run[0] / "runs" / "mixed")
     assert list(lines) == list(expected) == list(range(21))
     columns = "tokens", "loss", "val_loss", "val_loss/a", "val_loss/b", "val_loss/c", "grad_norm"
     for step, column in itertools.product(lines, columns):
         assert lines[step].get(column) == expected[step].get(column), (step, column)
 
 
-def test_what_the_run_records(prepared, tmp_path):
+def test_what_the_run_records(mixed_run, tmp_path):
     """The loss of each data set and in all, by shares; the shares in the card, the panel and the report."""
-    at, output = prepared
+    at, output = mixed_run
     run = at / "runs" / "mixed"
     assert "mixture    50 % a, 10 % b, 40 % c, exact in every 1,000 sequences" in output
     for line in by_step(run).values():
@@ -146,9 +145,9 @@ def test_what_the_run_records(prepared, tmp_path):
     assert "50.0% data/a-" in dict(summarize([read_run(run)]))["data"]
 
 
-def test_validation_by_eval_is_of_one_data_set(prepared):
+def test_validation_by_eval_is_of_one_data_set(mixed_run):
     """And gives the loss of that one in the run."""
-    at, _ = prepared
+    at, _ = mixed_run
     ran = processes.run("-m", "eval.perplexity", "runs/mixed", cwd=at)
     assert ran.returncode == 2
     assert re.search(r"the model was trained on 3 data sets\. Name one: --data data/a-\w+", ran.stderr)

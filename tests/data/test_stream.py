@@ -22,12 +22,7 @@ from recipe.data.stream import BuilderProcess, open_manifest
 from recipe.utils.errors import UserError
 from tests.checkpoint import change_state
 from tests.conftest import ROOT, TINY, flags, ok, run_train
-from tests.data.streams import BATCH, at, budget, local, make_prepared, streaming
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
+from tests.data.streams import BATCH, at, budget, local, streaming
 
 
 def assert_rows(stream, expected, steps):

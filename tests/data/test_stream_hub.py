@@ -15,7 +15,7 @@ import pytest
 from recipe.data.shards import Manifest
 from tests.conftest import ROOT, TINY, flags, metrics, ok, run_train
 from tests.data import write_tokens
-from tests.data.streams import BATCH, DOCUMENTS, at, budget, local, make_prepared, streaming
+from tests.data.streams import BATCH, DOCUMENTS, at, budget, local, streaming
 from tests.hub import Fault, Hub
 
 README = """---
@@ -25,11 +25,6 @@ configs:
 ---
 """
 TOKEN = "canary-hf-token"
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture
