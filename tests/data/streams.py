@@ -4,6 +4,8 @@ import dataclasses
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
+
 from recipe.config import DataConfig
 from recipe.data.dataset import TokenDataset
 from recipe.data.shards import find_shards
@@ -33,6 +35,12 @@ def streaming(data, readers=1, earlier=None, first=0):
         for dataset in datasets:
             dataset.close()
         builder.close()
+
+
+def assert_rows(stream, expected, steps):
+    """The batches of `steps` are those of the prepared shards."""
+    for step in steps:
+        assert np.array_equal(stream.datasets[0].sequences(step, 0, BATCH), expected.sequences(step, 0, BATCH)), step
 
 
 def budget(prepared, shards) -> float:

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from recipe.data.builder import Builder
@@ -22,13 +22,7 @@ from recipe.data.stream import BuilderProcess, open_manifest
 from recipe.utils.errors import UserError
 from tests.checkpoint import change_state
 from tests.conftest import ROOT, TINY, flags, ok, run_train
-from tests.data.streams import BATCH, at, budget, local, streaming
-
-
-def assert_rows(stream, expected, steps):
-    """The batches of `steps` are those of the prepared shards."""
-    for step in steps:
-        assert np.array_equal(stream.datasets[0].sequences(step, 0, BATCH), expected.sequences(step, 0, BATCH)), step
+from tests.data.streams import BATCH, assert_rows, at, budget, local, streaming
 
 
 def test_streamed_is_prepared_within_the_budget(prepared, tmp_path):
@@ -157,11 +151,9 @@ time.sleep(600)
 
 
 def alive(pid):
-    try:
-        os.kill(pid, 0)
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.parametrize(

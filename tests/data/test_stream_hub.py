@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from recipe.data.shards import Manifest
 from tests.conftest import ROOT, TINY, flags, metrics, ok, run_train
 from tests.data import write_tokens
-from tests.data.streams import BATCH, DOCUMENTS, at, budget, local, streaming
+from tests.data.streams import BATCH, DOCUMENTS, assert_rows, at, budget, local, streaming
 from tests.hub import Fault, Hub
 
 README = """---
@@ -67,8 +66,7 @@ FAILURES = [
 
 def assert_streamed(data, expected, epochs, first=0):
     with streaming(data, first=first) as s:
-        for step in range(first, int(epochs * expected.windows) // BATCH):
-            assert np.array_equal(s.datasets[0].sequences(step, 0, BATCH), expected.sequences(step, 0, BATCH)), step
+        assert_rows(s, expected, range(first, int(epochs * expected.windows) // BATCH))
 
 
 @pytest.mark.parametrize(
