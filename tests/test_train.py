@@ -71,9 +71,8 @@ def test_a_run_learns_and_reports(whole_run):
 
 
 def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
-    run, lines, _ = whole_run
-    checkpoint = run / "step_00000020"
-    model, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    checkpoint = whole_run[0] / "step_00000020"
+    _, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert "lm_head.weight" not in load_file(checkpoint / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -84,18 +83,6 @@ def test_the_checkpoint_is_a_transformers_model_with_its_tokenizer(whole_run):
     config = json.loads((checkpoint / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"]
     assert (config["dtype"], config["vocab_size"], config["tie_word_embeddings"]) == ("float32", 50257, True)
-    # transformers computes the validation loss that the trainer reported
-    from recipe.data.dataset import TokenDataset
-    from recipe.data.shards import find_shards
-
-    settings = json.loads((checkpoint / "trainer_state.json").read_text())["config"]
-    length = TINY["sequence_length"]
-    source = TokenDataset(find_shards(settings["dataset_name"], "val"), length, 4, 1337)
-    rows = torch.from_numpy(source.validation_windows(0, TINY["eval_tokens"] // length))
-    with torch.no_grad():
-        logits = model.eval()(rows[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
-    assert loss == pytest.approx(lines[20]["val_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
