@@ -23,13 +23,26 @@ def plan(run) -> dict:
     return {"step": state["step"], "seconds": times["seconds"] + times["pauses"]} | {"config": state["config"]}
 
 
+@pytest.fixture
+def trained(shards, once, tmp_path):
+    """Processes -> a copy of a run that has had its time, and what it printed."""
+
+    def get(processes: int):
+        def train(run):
+            command = flags(**FIELDS, dataset_name=shards, output_dir=run)
+            return ok(run_train(*command, processes=processes)).stdout
+
+        run, output = once(f"hours-{processes}", train)
+        return shutil.copytree(run, tmp_path / "run"), output
+
+    return get
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_decays_and_is_complete_in_time(shards, tmp_path, processes, capsys, monkeypatch):
-    run = tmp_path / "run"
-    command = flags(**FIELDS, dataset_name=shards, output_dir=run)
-    result = ok(run_train(*command, processes=processes))
+def test_it_decays_and_is_complete_in_time(shards, trained, tmp_path, processes, capsys, monkeypatch):
+    run, output = trained(processes)
     start, last = (int(path.name[5:]) for path in checkpoints(run))
-    assert f"decay      begins after step {start:,}; the run has {last:,} steps" in result.stdout
+    assert f"decay      begins after step {start:,}; the run has {last:,} steps" in output
     assert last / 2 == pytest.approx(start, abs=1)
     lines = by_step(run)
     assert max(lines) == last
@@ -39,6 +52,7 @@ def test_it_decays_and_is_complete_in_time(shards, tmp_path, processes, capsys, 
     assert lines[last]["learning_rate"] == pytest.approx(1e-2 / (last - start), rel=1e-6)
     # Quiet machines keep it within some percent; those that test may be slowed down at any moment.
     assert 0.5 * SECONDS < plan(run)["seconds"] < 2 * SECONDS
+    command = flags(**FIELDS, dataset_name=shards, output_dir=run)
     assert "holds the whole run" in run_train(*command, processes=processes).stdout
 
     if processes == 1:
@@ -61,14 +75,14 @@ def test_a_run_that_was_stopped_counts_only_the_time_that_it_ran(shards, tmp_pat
     assert 0.5 * SECONDS < plan(tmp_path / "run")["seconds"] < 2 * SECONDS
 
 
-def test_less_time_than_a_run_has_had_takes_nothing_back(shards, tmp_path):
-    command = flags(**FIELDS, dataset_name=shards, output_dir=tmp_path / "run")
-    ok(run_train(*command))
-    before = plan(tmp_path / "run")
-    again = ok(run_train(*command, f"--train_hours={SECONDS / 7200}"))
+def test_less_time_than_a_run_has_had_takes_nothing_back(shards, trained):
+    run, _ = trained(1)
+    before = plan(run)
+    less = FIELDS | {"train_hours": SECONDS / 7200}
+    again = ok(run_train(*flags(**less, dataset_name=shards, output_dir=run)))
     assert "holds the whole run" in again.stdout
-    assert plan(tmp_path / "run") == before
-    assert not list((tmp_path / "run").glob("decayed_*"))
+    assert plan(run) == before
+    assert not list(run.glob("decayed_*"))
 
 
 def test_the_time_may_come_in_an_evaluation_after_the_save(shards, tmp_path):
