@@ -3,7 +3,7 @@
     with Hub(root) as hub:  # serves the data sets root/<org>/<name>/<files>
         hub.faults.append(Fault(path="*.parquet", status=429, headers={"Retry-After": "1"}, times=2))
         subprocess.run(command, env=os.environ | hub.environment)
-        assert ("GET", "/datasets/org/name/resolve/main/a.parquet", 429) in hub.requests
+        assert ("GET", "/datasets/org/name/resolve/main/a.parquet") in hub.requests
         assert hub.files("acme/gpt2", "main")["config.json"] == (checkpoint / "config.json").read_bytes()
 
 The libraries read their environment when imported: point another process at it. Processes share a cache in HF_HOME.
@@ -24,26 +24,11 @@ from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
 # What the Hub keeps in LFS whatever its size (the .gitattributes of a new repository), as far as tests may need it.
 LFS = {".bin", ".gz", ".parquet", ".safetensors", ".zst"}
-
-# What faults say by default: (X-Error-Code, X-Error-Message). Clients choose their exception by the code. Over https
-# they take a 401 without one for "no such repository" too; over http they do not recognize the URL.
-MEANING = {
-    401: ("RepoNotFound", "Invalid username or password."),
-    403: ("GatedRepo", "Access to this dataset is restricted and you are not in the authorized list."),
-    404: ("EntryNotFound", "Entry not found"),
-}
-
-
-class Request(NamedTuple):
-    method: str
-    path: str  # unquoted, without the query
-    status: int  # 0 where the connection broke before a status line
 
 
 @dataclass(eq=False)
@@ -85,6 +70,8 @@ def success(value) -> Answer:
 
 
 def error(status: int, code: str = "", message: str = "", headers: dict[str, str] | None = None) -> Answer:
+    """Clients choose their exception by the code. Over https they take a 401 without one for "no such repository" too;
+    over http they do not recognize the URL."""
     every = {"X-Error-Code": code, "X-Error-Message": message, "Content-Type": "application/json"} | (headers or {})
     return status, {name: value for name, value in every.items() if value}, json.dumps({"error": message}).encode()
 
@@ -96,10 +83,9 @@ def blob_id(content: bytes) -> str:
 
 def entry(path: str, content: bytes | None) -> dict:
     """What the Hub tells of a file, or of a directory (None)."""
-    last = {"id": Hub.commit, "title": "Upload", "date": "2024-01-01T00:00:00.000Z"}
     if content is None:
-        return {"type": "directory", "path": path, "size": 0, "oid": blob_id(path.encode()), "lastCommit": last}
-    about = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content), "lastCommit": last}
+        return {"type": "directory", "path": path, "size": 0, "oid": blob_id(path.encode())}
+    about = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content)}
     if Path(path).suffix in LFS:
         about["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return about
@@ -113,10 +99,9 @@ class Hub:
         self.root, self.token = Path(root), token
         self.may_write = lambda name: name.startswith("acme/")
         self.models: dict[str, Model] = {}
-        self.requests: list[Request] = []
+        self.requests: list[tuple[str, str]] = []  # methods and paths, unquoted and without their queries
         self.faults: list[Fault] = []  # one that is used up is removed
         self.stopping = threading.Event()
-        self.connections: set[socket.socket] = set()
         self._objects: dict[str, bytes] = {}  # LFS', by SHA-256
         self._lock = threading.Lock()
 
@@ -149,9 +134,6 @@ class Hub:
         self.stopping.set()
         self._server.shutdown()
         self._server.server_close()
-        for connection in list(self.connections):  # an idle one would still be answered
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
         self._home.cleanup()
 
     def files(self, model: str, branch: str) -> dict[str, bytes]:
@@ -160,7 +142,7 @@ class Hub:
 
     def count(self, method: str, part: str) -> int:
         """Requests whose path contains `part`."""
-        return sum(r.method == method and part in r.path for r in self.requests)
+        return sum(method == asked and part in path for asked, path in self.requests)
 
     def fault(self, method: str, path: str) -> Fault | None:
         with self._lock:
@@ -205,7 +187,7 @@ class Hub:
     ) -> Answer:
         top = self.root / name
         if not top.is_dir():
-            return error(401, *MEANING[401])
+            return error(401, "RepoNotFound", "Invalid username or password.")
         if revision not in (None, "main", self.commit):
             return error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         if what == "resolve":
@@ -227,20 +209,13 @@ class Hub:
         """A file of a repository, None where there is none; of it the bytes that are asked for."""
         headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if content is None:
-            return error(404, *MEANING[404], headers)
+            return error(404, "EntryNotFound", "Entry not found", headers)
         about, size = entry(path, content), len(content)
-        headers |= {"ETag": f'"{about["oid"]}"', "Content-Type": "application/octet-stream"}
-        if "lfs" in about:
-            headers |= dict.fromkeys(("ETag", "X-Linked-Etag"), f'"{about["lfs"]["oid"]}"')
-            headers["X-Linked-Size"] = str(size)
-        match = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "-")
-        if match is None or not any(match.groups()):
+        headers |= {"ETag": f'"{about.get("lfs", about)["oid"]}"', "Content-Type": "application/octet-stream"}
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "")
+        if not match:
             return 200, headers, content
-        first, last = match.groups()
-        start = int(first) if first else max(size - int(last), 0)
-        end = min(int(last) + 1, size) if first and last else size
-        if start >= end:
-            return error(416, "", "Range Not Satisfiable", headers | {"Content-Range": f"bytes */{size}"})
+        start, end = int(match[1]), min(int(match[2] or size) + 1, size)
         return 206, headers | {"Content-Range": f"bytes {start}-{end - 1}/{size}"}, content[start:end]
 
     # Models, over LFS' basic transfer, or over Xet to a directory, which hf-xet takes for a storage
@@ -343,10 +318,8 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # else a body waits for the acknowledgement of its headers
 
     def handle(self):
-        self.hub.connections.add(self.connection)
         with suppress(OSError):  # the client has gone
             super().handle()
-        self.hub.connections.discard(self.connection)
 
     def respond(self):
         path = unquote(urlsplit(self.path).path)
@@ -354,16 +327,13 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length)
         if fault and fault.kind == "status":  # and nothing is done
-            status, headers, content = error(fault.status, *MEANING.get(fault.status, ("", "")), fault.headers)
-            fault = None
+            (status, headers, content), fault = error(fault.status, headers=fault.headers), None
         else:
             status, headers, content = self.hub.answer(self.command, self.path, self.headers, body)
-        if fault and fault.after is None:
-            status = 0
         if "agent-harnesses" not in path:  # which clients look up for their User-Agent
             # Before it is sent: who has the answer finds it recorded.
-            self.hub.requests.append(Request(self.command, path, status))
-        if status:
+            self.hub.requests.append((self.command, path))
+        if not fault or fault.after is not None:
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(content))}).items():
                 self.send_header(name, value)
@@ -384,5 +354,4 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         # Not close(): rfile would keep the socket open, and the server say goodbye properly before it is reset.
-        self.hub.connections.discard(self.connection)
         socket.close(self.connection.detach())
