@@ -43,22 +43,9 @@ PART = {
     "data": HUB_DATA,
     "config": CONFIG,
 }
-STATE = {
+STATE = {  # what it has besides is of a tiny run
     "step": 100,
     "tokens": 52_428_800,
-    "optimizer_steps": 100,
-    "engine": "NVIDIA A100-SXM4-80GB, DDP over 8 processes",
-    "grad_scaler": {},
-    "spike_filter": {},
-    "tracker": {"run_id": None},
-    "metrics": {
-        "seconds": 61.5,
-        "first_steps": 1.0,
-        "pauses": 0.0,
-        "save_wait": 0.0,
-        "running_loss": {"sum": 0.0, "count": 0},
-    }
-    | {"unwritten": {}, "lines_sha256": "0" * 64},
     "about": [PART],
     "config": CONFIG,
     "tokenizer": {"name": GPT2, "digest": GPT2, "end_of_text": 50256, "end_of_text_token": "<|endoftext|>"},
@@ -95,14 +82,15 @@ RESULTS = {
 
 
 @pytest.fixture
-def card(tmp_path):
+def card(tmp_path, whole_run):
     """state, lines, results -> the card of a checkpoint that has them."""
+    tiny = json.loads((whole_run[0] / "step_00000020" / "trainer_state.json").read_text())
 
     def make(state: dict = STATE, lines: list[dict] = LINES, results: dict | None = None, **options) -> ModelCard:
         checkpoint = tmp_path / "run" / "step_00000100"
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
         checkpoint.mkdir(parents=True)
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        (checkpoint / "trainer_state.json").write_text(json.dumps(tiny | state))
         (checkpoint.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if results is not None:
             (checkpoint / "results.json").write_text(json.dumps(results))
