@@ -21,7 +21,6 @@ from tests.conftest import SHAKESPEARE, TINY, assert_equal_tensors, flags, metri
 from tests.faults.shim import built as shim
 
 HANG = 60  # seconds after which a run that should have ended counts as hung
-MARK = "RECIPE_FAULTS_CASE"  # in the environment of whatever a case starts: its directory
 
 # The smallest run with everything in it: accumulation with two processes too (four or two micro-steps), dropout, three
 # saves of which the first two are pruned, validations, HellaSwag.
@@ -48,7 +47,7 @@ class Run(programs.Running):
 
     def __init__(self, directory: Path, processes: int, fault: str, fields: dict):
         self.directory, self.fault, self.log = directory, fault, directory / "faults.log"
-        variables = {MARK: str(directory), "RECIPE_FAULT": fault, "RECIPE_FAULT_LOG": str(self.log)}
+        variables = {"RECIPE_FAULT": fault, "RECIPE_FAULT_LOG": str(self.log)}
         ranks = processes if processes > 1 else 0
         super().__init__("recipe/train.py", *flags(**fields), env=variables, processes=ranks)
 
@@ -57,13 +56,13 @@ class Run(programs.Running):
         """The last optimizer step that the output reports as done."""
         return max(map(int, re.findall(r"^step (\d+)  ", self.stdout, re.MULTILINE)), default=0)
 
-    def end(self, *codes: int, together: bool = True, timeout: float = HANG) -> Run:
+    def end(self, *codes: int, together: bool = True) -> Run:
         """Waits; fails where the run hangs, where it does not meet its fault, and unless each process ends with one of
         `codes`, without a traceback."""
         try:
-            self.wait(timeout, together=together, grace=3)  # a survivor in a collective only ever waits
+            self.wait(HANG, together=together, grace=3)  # a survivor in a collective only ever waits
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"hung for {timeout} s\n{self.output}") from None
+            raise AssertionError(f"hung for {HANG} s\n{self.output}") from None
         assert not self.fault or self.log.exists(), f"{self.fault} did not come\n{self.output}"
         assert not codes or set(self.codes) <= set(codes), f"exit codes {self.codes}, expected {codes}\n{self.output}"
         assert "Traceback" not in self.output, self.output
@@ -80,7 +79,7 @@ class Run(programs.Running):
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 in_session = os.getsid(process.pid) in {rank.pid for rank in self.ranks}
-                return in_session or process.environ().get(MARK) == str(self.directory)
+                return in_session or process.environ().get("RECIPE_FAULT_LOG") == str(self.log)
         return False
 
 
