@@ -1,6 +1,5 @@
 """Helpers of the tests."""
 
-import fcntl
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests import processes as programs
 from tests.processes import ROOT, environment
@@ -72,8 +72,7 @@ def once(tmp_path_factory):
 
     def get(name: str, make) -> tuple:
         directory, returned = shared / name, shared / f"{name}.json"
-        with open(shared / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(shared / f"{name}.lock"):
             if not returned.exists():
                 shutil.rmtree(directory, ignore_errors=True)
                 returned.write_text(json.dumps(make(directory)))
