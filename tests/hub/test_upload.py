@@ -59,8 +59,7 @@ def train(hub: Hub, shards: Path, run: Path, **fields):
     """The run of the fixture whole_run, which pushes."""
     settings = TINY | {"push_to_hub": True, "hub_model_id": REPO, "milestone_steps": 10, "dropout": 0.1}
     settings |= {"dataset_name": shards, "output_dir": run} | fields
-    command = ("tests/hub/with_hub.py", hub.url, "recipe/train.py", *flags(**settings))
-    return processes.run(*command, env={"HUB_TOKEN": TOKEN})
+    return processes.run("recipe/train.py", *flags(**settings), env=hub.environment)
 
 
 def losses(run: Path) -> dict[int, tuple]:
