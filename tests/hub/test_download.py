@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from eval import common
 from recipe.config import DataConfig
 from recipe.data.hub_text import HubText
 from recipe.hub import access, download
 from recipe.utils.download import on_this_disk
+from tests.eval.conftest import load
 
 QUESTIONS = {
-    "an evaluation": common.hub_problem,
+    "an evaluation": lambda: load("acme/gpt2"),
     "init_from, tokenizer": lambda: on_this_disk("acme/gpt2", "init_from", [], "x"),
     "train_text": lambda: HubText(DataConfig(train_text="acme/text"), None).newest(),
     "an audit": lambda: download.checkpoints_on_the_hub("acme/gpt2", None),
@@ -23,7 +23,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("who", QUESTIONS)
-def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog):
+def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog, capsys):
     """A byte now and then, so that no silence is long."""
     caplog.set_level("INFO")
     server = socket.create_server(("127.0.0.1", 0))
@@ -50,5 +50,8 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog):
     except ValueError as error:  # a UserError
         said = str(error)
     assert time.monotonic() - begun < 10
-    assert "no complete answer in 0.5 s" in said or said.startswith("the Hub does not answer")
+    assert "no complete answer in 0.5 s" in said or "the Hub does not answer" in said
+    if who == "an evaluation":
+        assert "acme/gpt2 is not a directory here: asking the Hub for it" in capsys.readouterr().out
+        assert said.endswith("MODEL=runs/NAME")
     server.close()
