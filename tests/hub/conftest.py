@@ -1,6 +1,5 @@
 """A local Hub, and a run to upload to it."""
 
-import json
 import os
 import shutil
 import threading
@@ -10,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils._http import default_client_factory
 
-from tests.checkpoint import replace_files
+from tests.checkpoint import change_state
 from tests.hub import TOKEN, Hub
 
 
@@ -44,10 +43,11 @@ def run(whole_run, tmp_path) -> Path:
     return run
 
 
-def change(checkpoint: Path, weights: bytes | None = None, **config) -> None:
-    """Other weights or another configuration in a checkpoint, which is intact after that."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    for one in (state["config"], state["about"][-1]["config"]):
-        one |= config
-    files = {"trainer_state.json": json.dumps(state).encode()}
-    replace_files(checkpoint, files | ({"model.safetensors": weights} if weights else {}))
+def change(checkpoint: Path, **config) -> None:
+    """Another configuration in a checkpoint, which is intact after that."""
+
+    def update(state: dict) -> None:
+        for known in (state["config"], state["about"][-1]["config"]):
+            known.update(config)
+
+    change_state(checkpoint, update)

@@ -21,6 +21,7 @@ from recipe.hub.upload import Uploads
 from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from tests import processes
+from tests.checkpoint import replace_files
 from tests.conftest import TINY, by_step, flags, ok
 from tests.hub import REPO, TOKEN, Fault, Hub
 from tests.hub.conftest import change
@@ -207,7 +208,7 @@ def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
     sent = hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")
     uploads.sync(uploads.branches())
     assert (hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")) == sent
-    change(run / "step_00000010", weights=b"another seed")
+    replace_files(run / "step_00000010", {"model.safetensors": b"another seed"})
     uploads.sync(uploads.branches())
     assert hub.files(REPO, "step-000010")["model.safetensors"] == b"another seed"
     assert len(hub.models[REPO].branches["main"]) == 2
