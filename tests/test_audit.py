@@ -54,6 +54,12 @@ def resumed_run(shards, once):
 
 
 @pytest.fixture
+def run(resumed_run, tmp_path):
+    """A copy of the resumed run."""
+    return shutil.copytree(resumed_run, tmp_path / "run")
+
+
+@pytest.fixture
 def forked(monkeypatch):
     """Replays need not import torch again."""
     monkeypatch.setattr(audit, "subprocess", programs.forking)
@@ -127,9 +133,8 @@ FORGERIES = {
 
 @pytest.mark.parametrize("elsewhere", [(), ELSEWHERE], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forgery_is_found(resumed_run, tmp_path, capsys, replayed_once, forgery, elsewhere):
+def test_a_forgery_is_found(run, capsys, replayed_once, forgery, elsewhere):
     forge, said = FORGERIES[forgery]
-    run = shutil.copytree(resumed_run, tmp_path / "run")
     forge(run)
     code, sentences = audited(capsys, run, *elsewhere)
     assert code == 1
@@ -144,9 +149,8 @@ def test_what_a_run_computed_holds_to_the_bit(resumed_run, capsys, replayed_once
     assert {path: path.stat().st_mtime_ns for path in resumed_run.rglob("*")} == before
 
 
-def test_what_no_replay_shows_is_named(resumed_run, tmp_path, capsys, replayed_once):
+def test_what_no_replay_shows_is_named(run, capsys, replayed_once):
     """Numbers invented in the line of a checkpoint from which the run went on."""
-    run = shutil.copytree(resumed_run, tmp_path / "run")
     line_of(10, hellaswag_llmc_acc=0.99)(run)
     for step in (15, 20):
         lines = sha256_before((run / "metrics.jsonl").read_bytes(), step)
@@ -171,11 +175,8 @@ def change_config(run) -> None:
         ),
     ],
 )
-def test_a_configuration_that_is_not_that_of_the_training_is_found(
-    resumed_run, tmp_path, capsys, replayed_once, forge, said
-):
+def test_a_configuration_that_is_not_that_of_the_training_is_found(run, capsys, replayed_once, forge, said):
     """The model card and transformers would go by it."""
-    run = shutil.copytree(resumed_run, tmp_path / "run")
     forge(run)
     code, sentences = audited(capsys, run)
     assert (code, f"step 15 to 20: different: {said}" in sentences[0]) == (1, True), sentences
@@ -202,9 +203,8 @@ def test_an_audit_that_is_told_to_end_leaves_nothing(whole_run, tmp_path):
 
 
 @pytest.mark.parametrize("end", [5, 20])
-def test_elsewhere_it_holds_within_what_rounding_does(resumed_run, tmp_path, capsys, replayed_once, end):
+def test_elsewhere_it_holds_within_what_rounding_does(run, capsys, replayed_once, end):
     """From step 0 on the weights' update is that from the seed's weights."""
-    run = shutil.copytree(resumed_run, tmp_path / "run")
     forget_after(end, run)
     code, sentences = audited(capsys, run, *ELSEWHERE)
     assert sentences[0].startswith(f"step {end - 5} to {end}: holds: ")
@@ -364,8 +364,7 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
     assert " of step 16 is " in sentences[0]
 
 
-def test_a_bit_after_which_the_run_went_on_is_found(shards, resumed_run, tmp_path, capsys, replayed_once):
-    run = shutil.copytree(resumed_run, tmp_path / "run")
+def test_a_bit_after_which_the_run_went_on_is_found(run, capsys, replayed_once):
     change_weight(run / "step_00000020")
     code, sentences = audited(capsys, run)
     assert (code, sentences) == (1, [f"step 15 to 20: different: {WEIGHT} of step 20 is not the replay's"])
