@@ -16,10 +16,12 @@ def said(output: str) -> dict[str, str]:
     return {line[7:18].strip(): line for line in lines}
 
 
+SMALL = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2"]
+
+
 def test_a_sound_machine_passes(tmp_path):
     (tmp_path / "runs").mkdir()
-    options = ["--n_layer", "2", "--n_embd", "64", "--n_head", "2"]
-    result = ok(programs.run(ROOT / "recipe/preflight.py", *options, cwd=tmp_path))
+    result = ok(programs.run(ROOT / "recipe/preflight.py", *SMALL, cwd=tmp_path))
     lines = said(result.stdout)
     assert {line.split()[0] for line in lines.values()} == {"ok"}
     assert {"devices", "attention", "loss", "muon", "disk", "adamw fp32", "muon fp32", "resume", "trial"} <= {*lines}
@@ -75,7 +77,8 @@ def test_flags_of_a_run_do_not_fail_a_machine_and_a_killed_preflight_leaves_no_v
         (tmp_path / "runs" / f".preflight-{name}").mkdir(parents=True)
     os.utime(tmp_path / "runs/.preflight-before", (0, 0))
     (tmp_path / "runs/preflight.json").write_text('{"passed": true}')
-    flags = ["--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run", "--val_data", "data/val"]
+    flags = [*SMALL, "--precision", "fp32", "--train_hours", "2", "--lr_scheduler_type", "wsd", "--dry_run"]
+    flags += ["--val_data", "data/val"]
     preflight = programs.Running(ROOT / "recipe/preflight.py", *flags, cwd=tmp_path)
     preflight.until("adamw")
     assert not (tmp_path / "runs/preflight.json").exists()
