@@ -21,11 +21,6 @@ from tests.conftest import ROOT, by_step, environment, forget_after
 from tests.engine.conftest import assert_same_losses, settings
 
 
-def faulty(fault: str) -> dict[str, str]:
-    """Variables of a run with a fault (tests/faults/plugin.py)."""
-    return {"RECIPE_FAULT": fault, "PYTHONPATH": f"{ROOT}/tests/faults/load:{ROOT}"} if fault else {}
-
-
 def free_port() -> int:
     """One that nobody listens on, below those that a kernel gives away by itself."""
     while True:
@@ -51,7 +46,7 @@ def on_two_nodes(config: str, *arguments: str, folders=(ROOT, ROOT), rendezvous=
         core = ["taskset", "-c", str(CPUS[i % len(CPUS)])] if CPUS else []
         words = [*core, *command, *here, ROOT / "recipe" / "train.py", *arguments]
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        nodes.append(subprocess.Popen(words, cwd=folder, env=environment() | faulty(fault), **pipes))
+        nodes.append(subprocess.Popen(words, cwd=folder, env=environment({"RECIPE_FAULT": fault}), **pipes))
     try:
         outputs = [node.communicate(timeout=300)[0] for node in nodes]
     finally:
@@ -75,7 +70,7 @@ def test_where_one_node_is_told_to_stop_both_do_with_a_checkpoint(shards, one_de
 
 
 @contextmanager
-def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> Iterator[tuple[subprocess.Popen, Path]]:
+def submit(tmp_path, *arguments: str, **changes: str) -> Iterator[tuple[subprocess.Popen, Path]]:
     """accelerate_configs/slurm.sbatch under the srun and scontrol of tests/engine/slurm, a process a node: what
     runs, and the file with what scontrol was asked for. At last ends whatever it has started."""
     calls, port = tmp_path / "scontrol", free_port()
@@ -91,7 +86,7 @@ def submit(tmp_path, *arguments: str, fault: str = "", **changes: str) -> Iterat
     }
     command = ["bash", ROOT / "accelerate_configs" / "slurm.sbatch", *arguments]
     pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    running = subprocess.Popen(command, cwd=ROOT, env=environment(job | changes) | faulty(fault), **pipes)
+    running = subprocess.Popen(command, cwd=ROOT, env=environment(job | changes), **pipes)
     try:
         yield running, calls
     finally:
@@ -104,7 +99,7 @@ def test_under_slurm_a_process_that_dies_costs_the_steps_since_the_last_checkpoi
     """Two launchers meet by c10d's rendezvous; torchrun starts both processes again, after step 34, from step 20. The
     run is that of one device."""
     arguments = settings(shards, output_dir=tmp_path / "run")
-    with submit(tmp_path, *arguments, fault="kill@step.micro:69/1") as (job, calls):
+    with submit(tmp_path, *arguments, RECIPE_FAULT="kill@step.micro:69/1") as (job, calls):
         output, _ = job.communicate(timeout=300)
     assert job.returncode == 0, output
     assert output.count("exitcode: -9") == 1
