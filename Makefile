@@ -48,7 +48,7 @@ BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CO
 # What tells in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
 	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
-# The targets below, under their headings, with what is said behind ##.
+# Prints the targets below under their headings, each with its description, the text after ##.
 LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {split($$0, part, /:.*\#\# /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
 # Installs into the environment of a target, under the constraints named next.
 INSTALL = .ci/install $(@D)

@@ -155,7 +155,8 @@ def test_each_limit_is_of_a_field_and_kept():
         ("max_steps: [1, 2]", "max_steps takes one value, found a list"),
         ("- data", "expected `key: value` lines, found a list"),
         ("dataset_name: [", "not valid YAML"),
-        ("max_steps: 9\nseed: 1\nmax_steps: 8", "mine.yaml, line 3: max_steps is there twice; remove one of them"),
+        ("max_steps: 9\nseed: 1\nmax_steps: 8", "mine.yaml, line 3: max_steps is given twice; remove one of them"),
+        ("? [a, b]\n: 1", "not valid YAML, line 1"),
         ("n_layer: 2", "dataset_name is empty"),
     ],
 )

@@ -89,8 +89,8 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """All files and directories in it and its subdirectories. Raises UserError for one that cannot be read, which
-    pathlib would skip; hidden ones, and what a file system has found, are nobody's text."""
+    """All files and directories below it. Raises UserError for a directory that cannot be read, which pathlib would
+    skip, unless it is hidden or the lost+found of a disk that is mounted there."""
 
     def refuse(error: OSError) -> None:
         if not Path(error.filename).name.startswith(".") and Path(error.filename).name != "lost+found":

@@ -132,19 +132,19 @@ def _flags(words: list[str]) -> dict[str, str]:
 
 class _Words(yaml.SafeLoader):
     """YAML whose values stay the words that were written, as on a command line: `no` is Norwegian, 0100 a hundred. A
-    key that is there twice, of which PyYAML takes the last, is an error."""
+    duplicate key, of which PyYAML takes the last, is an error."""
 
     def construct_mapping(self, node, deep=False):
         keys = set()
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
-                raise _GivenTwice(key.value, key.start_mark)
+                raise _DuplicateKey(key.value, key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-class _GivenTwice(yaml.YAMLError):
-    """A key, and where it is there again."""
+class _DuplicateKey(yaml.YAMLError):
+    """With the key, and the position of its second occurrence."""
 
 
 _Words.yaml_implicit_resolvers = {
@@ -157,9 +157,9 @@ def _load(text: str | bytes, origin: str, expected: str):
     """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
     try:
         return _Words(text).get_single_data()
-    except _GivenTwice as error:
+    except _DuplicateKey as error:
         name, mark = error.args
-        raise UserError(f"{origin}, line {mark.line + 1}: {name} is there twice; remove one of them") from None
+        raise UserError(f"{origin}, line {mark.line + 1}: {name} is given twice; remove one of them") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose messages quote the text
         at = getattr(error, "problem_mark", None)
         where = f", line {at.line + 1}" if at else " in UTF-8"

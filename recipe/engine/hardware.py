@@ -230,7 +230,7 @@ def processor() -> str:
 
 
 def nvidia_smi(*fields: str) -> dict[str, str]:
-    """What nvidia-smi reports of the first GPU, by its names of fields; empty without one."""
+    """These fields of nvidia-smi and their values for the first GPU; empty if there is none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

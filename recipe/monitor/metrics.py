@@ -30,7 +30,7 @@ from recipe.utils.files import replace_file
 logger = logging.getLogger(__name__)
 Mean = Callable[[torch.Tensor], torch.Tensor]  # over all processes; a collective call
 
-AIM = 0.98  # of train_hours, for a machine that slows down in the decay, whose length is decided before it
+AIM = 0.98  # of train_hours: the decay's length is fixed when it begins, and the machine may slow down after that
 # Columns that are null in the lines of steps that did not measure them.
 _MEASURED = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "skipped_steps")
 

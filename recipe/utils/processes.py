@@ -74,8 +74,8 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:
-        """Context: the main process goes first, then one of each other node, then the rest. What it does may take days,
-        such as preparing a text, which a collective call that waits for the others may not."""
+        """Context: the main process goes first, then one of each other node, then the rest. They wait in a group of
+        their own, since to prepare a text may take longer than the timeout of other collective calls."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         group = None
         if self.hosts is not None:
