@@ -180,6 +180,13 @@ def test_a_plan_by_dollars_for_devices_that_are_not_here(text, size, length, tmp
         assert (tmp_path / "runs/rich.old-1/recipe.yaml").read_text() == recipe
 
 
+def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measured():
+    text = best.Text("my.txt", "gpt2", 1e12, 4.4)
+    fields = [best.recipe((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]
+    values = [(one["total_batch_tokens"][0], one["muon_learning_rate"][0]) for one in fields]
+    assert values == [(1024, 0.01), (4096, 0.01), (8192, 0.014), (524_288, 0.02)]
+
+
 def test_it_says_where_its_run_is(tmp_path):
     """Which the Makefile samples from: another run may be newer."""
     assert call(tmp_path, "--text", "a/my text.txt", "--hours", "2", "--print_run").stdout == "runs/my-text-2h\n"

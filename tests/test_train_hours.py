@@ -7,6 +7,8 @@ import pytest
 
 from recipe import audit
 from recipe.checkpoint.format import checkpoints
+from recipe.config import parse_config
+from recipe.monitor.metrics import time_to_decay
 from tests import processes as programs
 from tests.conftest import TINY, assert_equal_tensors, by_step, flags, forget_after, ok, run_train
 
@@ -21,6 +23,12 @@ def plan(run) -> dict:
     state = json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text())
     times = state["metrics"]
     return {"step": state["step"], "seconds": times["seconds"] + times["pauses"]} | {"config": state["config"]}
+
+
+def test_at_an_unchanged_speed_it_ends_after_98_percent_of_the_time():
+    config = parse_config(["--train_hours=1", "--lr_scheduler_type=wsd", "--decay_fraction=0.6"])
+    for used, due in ((0.4 * 0.979, False), (0.4 * 0.981, True)):  # the decay takes 1.5 times as long again
+        assert time_to_decay({"seconds": 3600 * used - 60, "pauses": 60, "first_steps": 0}, config) is due
 
 
 @pytest.fixture
