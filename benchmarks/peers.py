@@ -5,6 +5,7 @@ table and writes peers.json.
 """
 
 import argparse
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -59,8 +60,11 @@ def compare(ours: Run, peer: Run, rounds: int, seconds: float, tolerance: float)
     `tolerance`."""
     for run in (peer, ours):
         run.turn(0, least=COMPARED)
-    losses = ([line["loss"] for line in run.lines[:COMPARED]] for run in (ours, peer))
-    apart = max(abs(x - y) for x, y in zip(*losses, strict=True))
+    # A loss that is not finite is null in our metrics.jsonl. max may pass over NaN.
+    losses = (
+        [math.nan if line["loss"] is None else line["loss"] for line in run.lines[:COMPARED]] for run in (ours, peer)
+    )
+    apart = max((abs(x - y) for x, y in zip(*losses, strict=True)), key=lambda nats: (math.isnan(nats), nats))
     if not apart <= tolerance:  # also NaN
         raise Void(f"losses differ by {apart:.3g} nats")
     rates = interleave({"ours": partial(ours.turn, seconds), "peer": partial(peer.turn, seconds)}, rounds)

@@ -61,6 +61,9 @@ def test_other_work_and_a_run_that_fails_are_void(start):
         peers.compare(start(), start(n_layer=1, n_embd=64), 1, 0.05, tolerance=0.01)
     with pytest.raises(Void, match="n_head"):
         start(n_head=3).turn(0)
+    diverging = start("-m", "benchmarks.peer", "transformers", learning_rate=1e30)
+    with pytest.raises(Void, match="losses differ by nan"):  # though the first ones agree
+        peers.compare(start(), diverging, 1, 0.05, tolerance=0.01)
 
 
 def test_a_program_takes_no_steps_between_its_turns(start):
