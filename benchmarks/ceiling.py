@@ -7,7 +7,6 @@ the driver, clocks and power. Writes ceiling.json.
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,6 +53,14 @@ def products(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict
     return speeds
 
 
+def busy(rows: int, width: int, vocab_size: int, dtype: torch.dtype) -> dict[str, str]:
+    """What nvidia-smi says while the head's products run, a second of which wait in the device's queue."""
+    x, w = (torch.randn(n, width, device=device(), dtype=dtype) for n in (rows, vocab_size))
+    for _ in range(max(1, int(5e14 / (2 * rows * width * vocab_size)))):  # of a GPU of 500 TFLOP/s
+        F.linear(x, w)
+    return hardware.nvidia_smi(*SMI)
+
+
 def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | str]:
     """Milliseconds of a layer's attention forward and backward with each of SDPA's kernels, or why there are none."""
     q, k, v = (torch.randn(shape, device=device(), dtype=dtype, requires_grad=True) for _ in "qkv")
@@ -70,7 +77,7 @@ def attention(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, float | s
                 times[name] = 1e3 * seconds(work)
         except RuntimeError as error:
             times[name] = str(error).partition("\n")[0]
-    with torch.profiler.profile() as profiler, suppress(RuntimeError):
+    with torch.profiler.profile(acc_events=True) as profiler, suppress(RuntimeError):
         work()
     names = {event.key for event in profiler.key_averages() if event.key.startswith("aten::_scaled_dot")}
     return times | {"chosen is": ", ".join(sorted(names))}
@@ -88,11 +95,12 @@ def main(argv: list[str]) -> int:
     precision = hardware.resolve_precision("auto", cpu=on_cpu)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     numbers = torch.empty(2**26 if on_cpu else 2**29, dtype=torch.uint8, device=device())
+    vocab_size = -(-m.vocab_size // 128) * 128
     results = report.circumstances() | {"idle": hardware.nvidia_smi(*SMI)}
-    with torch.no_grad(), ThreadPoolExecutor() as pool:
-        busy = pool.submit(hardware.nvidia_smi, *SMI)  # takes part of a second, as the products do
-        results["flops"] = products(B * length, m.n_embd, -(-m.vocab_size // 128) * 128, dtype)
-        results["busy"] = busy.result()
+    with torch.no_grad():
+        results["flops"] = products(B * length, m.n_embd, vocab_size, dtype)
+        if device().type == "cuda":
+            results["busy"] = busy(B * length, m.n_embd, vocab_size, dtype)
         results["copied_bytes_per_second"] = 2 * numbers.nbytes / seconds(numbers.clone)
     results["attention_ms"] = attention((B, m.n_head, length, m.n_embd // m.n_head), dtype)
     report.write(results, Path(arguments.out) / "ceiling.json")

@@ -55,9 +55,10 @@ def steps(nanogpt: str, text: str) -> list[Step]:
     found = [
         Step("fused-loss", 90, [*gpu_tests, "-k", "computes_the_fused_loss"]),
         Step("auto", 150, [str(ROOT / "recipe/train.py"), "--config=gpt2", *auto]),
-        benchmark("peers", 240, *peers, "--micro_batch_size=32", "--only=fused loss|compiled"),
+        benchmark("peers", 240, *peers, "--micro_batch_size=32", "--only=fused loss|(nanoGPT|loop).*compiled"),
         benchmark("ceiling", 60, "ceiling"),
         Step("preflight", 120, [str(ROOT / "recipe/preflight.py"), "--config=gpt2", "--streaming=false"]),
+        benchmark("trainer", 120, *peers, "--micro_batch_size=32", "--only=Trainer.*compiled"),
         benchmark("xl", 120, *rows, "8", "--sizes=gpt2-xl", "--only=gpt2-xl"),
         benchmark("micro-batch", 90, *rows, "128", "--sweep=micro_batch_size=64,128", "--only=micro_batch_size"),
         benchmark("max-autotune", 120, *rows, "32", "--sweep=torch_compile_mode=max-autotune", "--only=compile_mode"),

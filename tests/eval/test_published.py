@@ -1,5 +1,6 @@
 """The figures of others: in eval/published.py with their sources, and nowhere else."""
 
+import json
 import re
 
 from eval import published
@@ -12,7 +13,9 @@ from tests.conftest import ROOT
 # Who has published something: a line with one of these names is about others.
 OTHERS = r"llm\.c|journal|Emani|Kaggle|windmaple|MARS|nanoGPT|nanogpt|nanochat|litgpt|OpenAI|Levanter|NeMo|torchtitan"
 
-OURS = {"5.23", "1.20", "1.32"}  # a version, and how much faster than others an H100 should be
+H200 = json.loads((ROOT / "docs/results/h200.json").read_text())
+# A version, how much faster than others an H100 should be, and how much faster an H200 was.
+OURS = {"5.23", "1.20", "1.32"} | {f"{row['ratio']:.2f}" for peers in H200["peers"] for row in peers["rows"]}
 
 
 def tables() -> list[str]:
@@ -61,3 +64,23 @@ def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
                 numbers = re.findall(r"(?<![\w./#-])(?:[1-9]\d*\.\d{2,}|0\.\d{4}|\d+(?:,\d{3})+|\$\d+)(?![\w/-])", text)
                 unknown += [f"{page.name}: {n} in {line}" for n in numbers if n not in known and n not in OURS]
     assert not unknown, "\n".join(unknown)
+
+
+def test_the_page_has_what_the_h200_showed():
+    page = (ROOT / "docs" / "performance.md").read_text().split("## On an H200, measured")[1].split("\n## ")[0]
+    rows = {
+        "64, one a step": H200["micro_batch_size"][0],
+        "128, one a step": H200["micro_batch_size"][1],
+        "32 with `deterministic`": H200["deterministic"][0],
+    }
+    for name, row in rows.items():
+        speed = f"{row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {row['memory_gb']:.1f}"
+        assert f"| {name} | {speed.replace('%', ' %')} |" in page
+    ours = [rate for peers in H200["peers"] for row in peers["rows"] for rate in row["tokens_per_second"]["ours"]]
+    assert f"| {min(ours):,.0f} to {max(ours):,.0f} |" in page
+    first, second = (peers["rows"] for peers in H200["peers"])
+    for line, a, b in zip(re.findall(r"^\| .* \| 1\..*$", page, re.MULTILINE), first, second, strict=True):
+        assert line.endswith(f"| {a['ratio']:.2f} | {b['ratio']:.2f} | {a['peak_memory_bytes'][1] / 1e9:.1f} |")
+    kernels = next(value for name, value in H200.items() if name.startswith("kernels"))
+    together = [sum(ms for _, _, ms in kernels[kind]) for kind in ("fused_loss true", "fused_loss false", "nanoGPT")]
+    assert "| **together** | " + " | ".join(f"**{ms:.1f}**" for ms in together) + " |" in page
