@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import GenerationConfig, GPT2Config
 
+from recipe.model.gelu import gelu
 from recipe.model.linear import linear
 from recipe.model.loss import next_token_loss
 from recipe.utils.errors import UserError, no_safetensors, reading
@@ -110,7 +111,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
-        y = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # transformers' "gelu_new"
+        y = self.c_proj(gelu(self.c_fc(x)))
         return F.dropout(y, self.resid_pdrop, self.training)
 
 
