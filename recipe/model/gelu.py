@@ -11,8 +11,14 @@ SLOPE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """transformers' "gelu_new": x (1 + tanh(v / 2)) / 2 with v = sqrt(8 / pi) (x + 0.044715 x^3)."""
     if x.is_cuda and torch.compiler.is_compiling():
-        return LogisticGELU.apply(x)
+        return logistic_gelu(x)
     return F.gelu(x, approximate="tanh")
+
+
+@torch.compiler.allow_in_graph  # for the reason that linear.py gives
+def logistic_gelu(x: torch.Tensor) -> torch.Tensor:
+    """`gelu` as x sigmoid(v)."""
+    return LogisticGELU.apply(x)
 
 
 class LogisticGELU(torch.autograd.Function):

@@ -8,14 +8,16 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from safetensors.torch import save_file
+from torch.utils import checkpoint as torch_checkpoint
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from recipe.config import OptimizerConfig, parse_config
 from recipe.model import gpt2
 from recipe.model.attention import block_attention
 from recipe.model.build import build_model
+from recipe.model.gelu import logistic_gelu
 from recipe.model.gpt2 import GPT2LMHeadModel
-from recipe.model.linear import TwoStageLinear
+from recipe.model.linear import TwoStageLinear, two_stage_linear
 from recipe.model.loss import next_token_loss
 from recipe.optim.optimizer import make_optimizer
 from recipe.utils.errors import UserError
@@ -115,6 +117,26 @@ def test_recomputation_chunks_padding_and_two_stages_change_no_gradient(monkeypa
     for loss, grads in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-6)
         assert all(relative(a, b) < 1e-5 for a, b in zip(grads, results[0][1], strict=True))
+
+
+def test_a_compiled_checkpointed_block_keeps_its_input_only():
+    """With the operators that a model compiled for CUDA has; torch 2.11 kept their results."""
+
+    def block(x, w1, b1, w2, b2):
+        return two_stage_linear(logistic_gelu(two_stage_linear(x, w1, b1)), w2, b2)
+
+    @torch.compile(fullgraph=True)
+    def checkpointed(*inputs):
+        return torch_checkpoint.checkpoint(block, *inputs, use_reentrant=False)
+
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((4, 32, 16), (16, 64), (64,), (64, 16), (16,))]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = checkpointed(*inputs)
+    assert {tensor.data_ptr() for tensor in kept} <= {tensor.data_ptr() for tensor in inputs}
+    exact = torch.autograd.grad(block(*inputs).square().sum(), inputs)
+    for found, expected in zip(torch.autograd.grad(y.square().sum(), inputs), exact, strict=True):
+        assert relative(found, expected) < 1e-5
 
 
 def test_initial_weights_are_gpt2s():
