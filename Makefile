@@ -151,11 +151,11 @@ gpu-proof: ## prove a GPU in ten minutes, into PROOF_OUT (NANOGPT, TEXT)
 	$(firstword $(wildcard .venv/bin/python) $(PYTHON)) -m benchmarks proof --out $(PROOF_OUT) $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(call as_word,TEXT)) $(ARGS)
 
 gpu-bundle: ## pack what gpu-proof needs without a network: BUNDLE
-	@tar czf $(BUNDLE) --exclude-vcs --exclude __pycache__ $(filter-out runs data bench $(BUNDLE),$(wildcard *)) $(if $(NANOGPT),-C $(abspath $(NANOGPT)) model.py) \
-		$(if $(TEXT),-C $(dir $(abspath $(TEXT))) $(notdir $(abspath $(TEXT))))
+	@tar czf $(BUNDLE) --exclude-vcs --exclude __pycache__ $(filter-out runs data bench $(BUNDLE),$(wildcard *)) \
+		$(if $(TEXT),-C "$$(dirname $(call as_word,TEXT))" "$$(basename $(call as_word,TEXT))") $(if $(NANOGPT),-C $(abspath $(NANOGPT)) model.py)
 	@test $$(wc -c < $(BUNDLE)) -lt 60000000 || { echo "error: $(BUNDLE) has more than 60 MB; choose less TEXT"; exit 1; }
 	@echo "$(BUNDLE): unpack it there in a directory of its own, then"
-	@echo "  make gpu-proof$(if $(NANOGPT), NANOGPT=.)$(if $(TEXT), TEXT=$(notdir $(abspath $(TEXT))))"
+	@echo "  make gpu-proof$(if $(NANOGPT), NANOGPT=.)$(if $(TEXT), TEXT='$$(basename $(call as_word,TEXT))')"
 
 ##@ Develop
 

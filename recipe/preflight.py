@@ -56,11 +56,13 @@ from recipe.utils.units import duration, gb, si
 
 RESULT = Path("runs/preflight.json")
 LIMIT_S = 180  # of one check: what takes longer hangs
+TRIAL_LIMIT_S = 900  # of the trial, which compiles the recipe's model, and perhaps tunes each of its kernels
 # The fields of twenty steps of a tiny model on the text that ships (48 sequences divide by most numbers of processes),
 # and its losses on a CPU in fp32, by optimizer; tests/test_train.py holds every change to them.
 GOLDEN = json.loads((ROOT / "recipe" / "golden.json").read_text())
 # What is allowed, of a loss in nats and of a kernel's results and gradients relative to the largest number. Measured on
-# CPUs: 1e-6 and 1e-3 nats in fp32 and bf16, 3e-6 and 1e-2 of a kernel. A GPU adds in another order.
+# CPUs: 1e-6 and 1e-3 nats in fp32 and bf16, 3e-6 and 1e-2 of a kernel; on an H200, which adds in another order, as many
+# nats, and 6e-3 to 2e-2 of a kernel in bf16.
 NATS = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
 RELATIVE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 SLOW = 0.8  # of the median process's speed, for one whose GPU is too hot or has other work
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
                 name = f"{optim} {precision}"
                 report.check(name, follows_golden, report.place, optim, report.opened(precision), how)
         report.check("resume", resumes, report.place, report.opened(chosen), compiled)
-        report.check("trial", trial, config, argv, report.place, report.opened(chosen))
+        report.check("trial", trial, config, argv, report.place, report.opened(chosen), limit_s=TRIAL_LIMIT_S)
         strategy.runtime.close()
         return report.close()
     finally:
@@ -143,9 +145,9 @@ class Report:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, _: self._exit(128 + number))
 
-    def check(self, name: str, function: Callable[..., Found | None], *arguments) -> bool:
+    def check(self, name: str, function: Callable[..., Found | None], *arguments, limit_s: float = LIMIT_S) -> bool:
         """Prints what the function finds, and returns whether that is right. A collective call."""
-        timer = threading.Timer(LIMIT_S, self._end, (name, f"it hangs: not finished after {LIMIT_S} s"))
+        timer = threading.Timer(limit_s, self._end, (name, f"it hangs: not finished after {limit_s} s"))
         timer.daemon = True
         timer.start()
         try:

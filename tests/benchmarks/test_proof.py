@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import tarfile
 
 import psutil
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from benchmarks import __main__ as bench
 from benchmarks import proof
 from benchmarks.proof import Step
+from tests.conftest import ROOT
 
 SUCCEEDS = "import json, pathlib; pathlib.Path('found.json').write_text(json.dumps({'ratio': 1.2})); print('well')"
 # Paused, and in a session of its own, as a run of benchmarks/runs.py is between its turns; deaf to SIGTERM itself.
@@ -109,3 +112,15 @@ def test_the_ceiling_of_this_machine(tmp_path):
     assert found["copied_bytes_per_second"] > 1e8
     assert found["attention_ms"]["chosen"] > 0
     assert "scaled_dot_product" in found["attention_ms"]["chosen is"]
+
+
+def test_the_bundle_has_the_text_and_the_peer_of_any_directory(tmp_path):
+    text, bundle = tmp_path / "my texts" / "one text.txt", tmp_path / "bundle.tar.gz"
+    text.parent.mkdir()
+    text.write_text("A text.")
+    (tmp_path / "model.py").write_text("")
+    words = ["make", "-C", ROOT, "gpu-bundle", f"BUNDLE={bundle}", f"TEXT={text}", f"NANOGPT={tmp_path}"]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    assert "make gpu-proof NANOGPT=. TEXT=" in printed
+    with tarfile.open(bundle) as archive:
+        assert {"Makefile", "recipe/train.py", "model.py", "one text.txt"} <= set(archive.getnames())
