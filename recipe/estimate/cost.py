@@ -13,7 +13,8 @@ from recipe.engine.hardware import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.utils.units import si
 
-ASSUMED_MFU = 0.4  # where nothing was published, and on a CPU
+ASSUMED_MFU = 0.4  # where nothing was published or measured, and on a CPU
+MEASURED_MFU = {"H200": 0.49}  # by us, where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json)
 
 
 def expected_flops(
@@ -36,9 +37,12 @@ def expected_flops(
 
 def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, str]:
     """The lowest and highest MFU to expect of `count` devices called `device`, and where they are from: the published
-    runs on that device whose model, then whose number of devices, is nearest; or an assumption."""
+    runs on that device whose model, then whose number of devices, is nearest; or ours on one; or an assumption."""
     name = known_name(device)
     runs = [run for run in SPEEDS if name and known_name(run.device) == name]
+    if not runs and name in MEASURED_MFU:
+        mfu = MEASURED_MFU[name]
+        return mfu, mfu, f"{100 * mfu:.0f} % MFU, this project's for 124 M parameters on 1 x {name}"
     if not runs:
         return ASSUMED_MFU, ASSUMED_MFU, f"an assumed {100 * ASSUMED_MFU:.0f} % MFU"
     shapes = {size: ModelConfig(n_layer=layers, n_embd=width) for (layers, width), size in SIZES.items()}

@@ -50,6 +50,8 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     t4 = panel("t4", "--config=gpt2")
     assert t4["device"].startswith("T4, fp16 (auto)")  # it has no bf16
     assert t4["time"].endswith("at an assumed 40 % MFU")
+    h200 = panel("h200", "--config=gpt2")
+    assert h200["time"].endswith("at 49 % MFU, this project's for 124 M parameters on 1 x H200")
     assert panel("2 x 4090", "--config=gpt2")["device"].startswith("RTX 4090, bf16")
     mac = panel("Apple M1 Max", "--config=gpt2")
     assert mac["device"] == "M1 MAX, fp32 (auto), compiled (default)"
