@@ -95,9 +95,8 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
         # Also where a number is not finite.
         replace_file(file, (json.dumps({**about, "step": step.name, **found}, indent=1) + "\n").encode())
         missing += found["rc"] != 0
-        last = found["result"]["output"][-1:] or ["no output"]
         verdict = "ok    " if found["rc"] == 0 else "KILLED" if found["rc"] == KILLED else "FAILED"
-        print(f"{verdict} {file.stem} in {found['seconds']:.0f} s: {last[0][:150]}", flush=True)
+        print(f"{verdict} {file.stem} in {found['seconds']:.0f} s: {headline(found['result'])}", flush=True)
     print(f"\n{len(steps) - missing} of {len(steps)} steps have succeeded; the same command takes the others: {out}")
     return missing
 
@@ -152,10 +151,23 @@ def result_of(place: Path, begun: float) -> dict:
     if metrics.exists() and len(lines := [line for line in read_metrics(metrics) if line["step"]]) > 2:
         for name in ("tokens_per_second", "mfu", "peak_memory_bytes"):
             result[name] = statistics.median(line.get(name) or 0 for line in lines[2:])  # the first ones compile
-        result["losses"] = [line["loss"] for line in lines]
+        result["losses"] = [line["loss"] and round(line["loss"], 4) for line in lines]  # null if not finite
     output = (place / "output").read_text(errors="replace").splitlines()
     lines = [line.strip() for line in output if line.strip()]
     return result | {"output": lines[:30] + lines[30:][-30:]}  # a run's first lines say what it decided
+
+
+def headline(result: dict) -> str:
+    """What a step has measured, as far as it came, in one line; of others their last one."""
+    found = []
+    for row in result.get("peers", {}).get("rows", []):
+        found.append(f"{row['ratio']:.2f}x {row['name']}" if row["ratio"] else f"{row['name']}: {row['void']}")
+    for row in result.get("scoreboard", {}).get("rows", []):
+        speed = row["tokens_per_second"]
+        found.append(f"{row['name']}: {f'{speed:,.0f} tokens/s' if speed else row['source']}")
+    if speed := result.get("tokens_per_second"):
+        found.append(f"{speed:,.0f} tokens/s, MFU {result['mfu']:.1%}, losses to {result['losses'][-1]}")
+    return "; ".join(found) or (result["output"][-1:] or ["no output"])[0][:150]
 
 
 def main(argv: list[str]) -> int:

@@ -70,19 +70,22 @@ def test_the_same_command_takes_the_steps_that_are_missing(tmp_path, capsys):
     assert set(results(out)) == {"01-first", "02-second", "03-third"}
 
 
-def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch):
-    """A run's metrics, and a table that is written after each of its rows."""
+def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch, capsys):
+    """A run's metrics, and a table that is written after each of its rows; and it is what is printed."""
     monkeypatch.setattr(proof, "GRACE_S", 0.5)
     lines = [{"step": n, "loss": 11 - n, "tokens_per_second": 100 * n, "mfu": None} for n in range(6)]
     program = f"import json, os, time; os.mkdir('run'); lines = {lines}\n"
     program += "with open('run/metrics.jsonl', 'w') as file: file.writelines(json.dumps(x) + '\\n' for x in lines)\n"
-    program += "open('peers.json', 'w').write('{\"rows\": [1]}'); time.sleep(600)"
+    rows = [{"name": "theirs", "ratio": 1.204, "void": ""}, {"name": "large", "ratio": None, "void": "out of memory"}]
+    program += f"json.dump({ {'rows': rows} }, open('peers.json', 'w')); time.sleep(600)"
     proof.prove([step("killed", program, limit=4)], tmp_path / "proof", minutes=5)
     found = results(tmp_path / "proof")["01-killed"]
     assert found["rc"] == 124
-    assert found["result"]["peers"] == {"rows": [1]}
+    assert found["result"]["peers"] == {"rows": rows}
     assert found["result"]["tokens_per_second"] == 400
     assert found["result"]["losses"] == [10, 9, 8, 7, 6]
+    printed = capsys.readouterr().out
+    assert "s: 1.20x theirs; large: out of memory; 400 tokens/s, MFU 0.0%, losses to 6" in printed
 
 
 def test_the_steps_are_commands_that_exist(tmp_path, capsys):
