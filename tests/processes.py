@@ -184,7 +184,8 @@ def run(
 
 def _start_server() -> None:
     """Starts the forkserver, unless it runs, with the shim under it, for the faults of any program."""
-    with mock.patch.dict(os.environ, LD_PRELOAD=shim()):
+    preloaded = [shim(), os.environ.get("LD_PRELOAD", "")]  # such as tcmalloc
+    with mock.patch.dict(os.environ, LD_PRELOAD=":".join(filter(None, preloaded))):
         forkserver.ensure_running()
 
 
