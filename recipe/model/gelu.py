@@ -24,7 +24,7 @@ def logistic_gelu(x: torch.Tensor) -> torch.Tensor:
 class LogisticGELU(torch.autograd.Function):
     """The same as x sigmoid(v), in fp32 whatever the type of x.
 
-    CUDA's tanh takes so many instructions that an H200 waited for them: 1.4 times as long as for the bytes.
+    CUDA's tanh has so many instructions that an H200 took 1.4 times as long as it needs to move the bytes.
     """
 
     @staticmethod
@@ -32,14 +32,18 @@ class LogisticGELU(torch.autograd.Function):
         """Elementwise."""
         ctx.save_for_backward(x)
         y = x.float()
-        return (y * torch.sigmoid(y * (SLOPE + SLOPE * CUBE * (y * y)))).to(x.dtype)
+        return (y * share(y)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  one output, one gradient
-        """The gradient times sigmoid(v) (1 + x (1 - sigmoid(v)) dv/dx)."""
+        """grad times sigmoid(v) (1 + x (1 - sigmoid(v)) dv/dx)."""
         (x,) = ctx.saved_tensors
         y = x.float()
-        square = y * y
-        share = torch.sigmoid(y * (SLOPE + SLOPE * CUBE * square))
-        slope = share + share * (1 - share) * (y * (SLOPE + 3 * SLOPE * CUBE * square))
+        s = share(y)
+        slope = s + s * (1 - s) * (y * (SLOPE + 3 * SLOPE * CUBE * (y * y)))
         return (grad.float() * slope).to(x.dtype)
+
+
+def share(y: torch.Tensor) -> torch.Tensor:
+    """sigmoid(v), of y in fp32."""
+    return torch.sigmoid(y * (SLOPE + SLOPE * CUBE * (y * y)))

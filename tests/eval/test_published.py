@@ -66,7 +66,7 @@ def test_no_page_has_a_figure_of_others_that_is_not_in_the_file():
     assert not unknown, "\n".join(unknown)
 
 
-def test_the_page_has_what_the_h200_showed():
+def test_the_pages_have_what_the_h200_showed():
     page = (ROOT / "docs" / "performance.md").read_text().split("## On an H200, measured")[1].split("\n## ")[0]
     rows = {
         "64, one a step": H200["micro_batch_size"][0],
@@ -84,3 +84,7 @@ def test_the_page_has_what_the_h200_showed():
     kernels = next(value for name, value in H200.items() if name.startswith("kernels"))
     together = [sum(ms for _, _, ms in kernels[kind]) for kind in ("fused_loss true", "fused_loss false", "nanoGPT")]
     assert "| **together** | " + " | ".join(f"**{ms:.1f}**" for ms in together) + " |" in page
+    readme, large = (ROOT / "README.md").read_text(), H200["micro_batch_size"][0]
+    assert f"{large['tokens_per_second']:,.0f} tokens/s, {large['mfu']:.0%} MFU".replace("%", " %") in readme
+    pairs = (f"{first[i]['ratio']:.2f} and {second[i]['ratio']:.2f}x" for i in (2, 1))  # transformers, nanoGPT
+    assert ", ".join(pairs) in readme

@@ -9,7 +9,7 @@ from recipe.model.gelu import LogisticGELU, gelu
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 def test_the_logistic_function_gives_the_same_values_and_gradients(dtype, tolerance):
-    """A few roundings of the type apart from fp64's, and no worse than torch's own formula by more than that."""
+    """Those of torch's formula in fp64, but for rounding to the type."""
     x = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([0.0, -1e4, 1e4])]).to(dtype)
     weight = torch.linspace(-1, 1, len(x)).to(dtype)
 
