@@ -14,6 +14,7 @@ from recipe.utils.errors import ArgumentParser, UserError
 COMMANDS = {
     "scoreboard": "What each optimization, micro-batch, process and size brings",
     "peers": "The step, compared with transformers and nanoGPT",
+    "kernels": "The time of each kernel in a step, ours or a peer's",
     "ceiling": "What bounds a step: products, copies, attention, clocks",
     "proof": "All of it on a GPU in ten minutes, the most valuable first",
     "scaling": "The law by which recipe/best.py chooses a size",

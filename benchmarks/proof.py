@@ -53,10 +53,11 @@ def steps(nanogpt: str, text: str) -> list[Step]:
         return Step(name, limit, ["-m", "benchmarks", *words, "--out=."])
 
     found = [
-        Step("fused-loss", 90, [*gpu_tests, "-k", "computes_the_fused_loss"]),
+        Step("fused-loss", 60, [*gpu_tests, "-k", "computes_the_fused_loss"]),
         Step("auto", 150, [str(ROOT / "recipe/train.py"), "--config=gpt2", *auto]),
         benchmark("peers", 240, *peers, "--micro_batch_size=32", "--only=fused loss|(nanoGPT|loop).*compiled"),
-        benchmark("ceiling", 60, "ceiling"),
+        benchmark("kernels", 60, "kernels"),
+        benchmark("ceiling", 30, "ceiling"),
         Step("preflight", 120, [str(ROOT / "recipe/preflight.py"), "--config=gpt2", "--streaming=false"]),
         benchmark("trainer", 120, *peers, "--micro_batch_size=32", "--only=Trainer.*compiled"),
         benchmark("xl", 120, *rows, "8", "--sizes=gpt2-xl", "--only=gpt2-xl"),

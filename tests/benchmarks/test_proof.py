@@ -11,7 +11,8 @@ import pytest
 from benchmarks import __main__ as bench
 from benchmarks import proof
 from benchmarks.proof import Step
-from tests.conftest import ROOT
+from tests import processes as programs
+from tests.conftest import ROOT, ok
 
 SUCCEEDS = "import json, pathlib; pathlib.Path('found.json').write_text(json.dumps({'ratio': 1.2})); print('well')"
 # Paused, and in a session of its own, as a run of benchmarks/runs.py is between its turns; deaf to SIGTERM itself.
@@ -127,3 +128,14 @@ def test_the_bundle_has_the_text_and_the_peer_of_any_directory(tmp_path):
     assert "make gpu-proof NANOGPT=. TEXT=" in printed
     with tarfile.open(bundle) as archive:
         assert {"Makefile", "recipe/train.py", "model.py", "one text.txt"} <= set(archive.getnames())
+
+
+@pytest.mark.parametrize("peer", ["", "transformers"])
+def test_the_time_of_each_operator_in_a_step(peer, tmp_path):
+    sizes = "--n_layer=1 --n_head=2 --n_embd=32 --n_positions=32 --sequence_length=32 --precision=fp32"
+    words = ["--micro_batch_size=4", "--torch_compile=false", f"--peer={peer}", f"--out={tmp_path}", *sizes.split()]
+    printed = ok(programs.run("-m", "benchmarks", "kernels", *words)).stdout
+    found = {name: (calls, ms) for name, calls, ms in json.loads((tmp_path / "kernels.json").read_text())["kernels"]}
+    assert found["aten::addmm"][0] == 4  # c_attn, c_fc and two c_proj, forward
+    assert all(ms > 0 for _, ms in found.values())
+    assert "ms a step of 128 tokens" in printed

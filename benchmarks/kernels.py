@@ -1,0 +1,81 @@
+"""Command: the time that each kernel takes in a step of recipe/train.py, or of a peer, by PyTorch's profiler; on a CPU
+that of each operator. Writes kernels.json.
+
+    python -m benchmarks kernels --micro_batch_size 32 --peer transformers
+"""
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import peer, report
+from benchmarks.runs import FIELDS, device, shards
+from recipe import train
+from recipe.config import parse_config
+from recipe.utils.errors import ArgumentParser
+
+SKIPPED, STEPS = 6, 10  # steps before those that are profiled, in which programs compile; and these
+
+
+class Enough(Exception):
+    """All steps have been profiled."""
+
+
+def main(argv: list[str]) -> int:
+    """Measures and returns the exit code."""
+    on_cpu = device().type == "cpu"
+    parser = ArgumentParser(
+        prog="python -m benchmarks kernels", allow_abbrev=False, epilog="Other flags are those of recipe/train.py."
+    )
+    parser.add_argument("--config", default="shakespeare" if on_cpu else "gpt2", help="recipe whose step is measured")
+    parser.add_argument("--micro_batch_size", type=int, default=8 if on_cpu else 32, help="sequences of a step")
+    parser.add_argument("--peer", default="", help="transformers, or a checkout of karpathy/nanoGPT, in a bare loop")
+    parser.add_argument("--out", default="bench", help="directory of the results")
+    arguments, flags = parser.parse_known_args(argv)
+    recipe = parse_config([f"--config={arguments.config}", *flags])
+    sizes = {"config": recipe.run.config, "micro_batch_size": arguments.micro_batch_size}
+    sizes["total_batch_tokens"] = arguments.micro_batch_size * recipe.data.sequence_length
+    results = report.circumstances() | report.measured_model(recipe) | sizes | {"peer": arguments.peer, "flags": flags}
+    results["kernels"] = kernels(sizes, flags, arguments.peer)
+    report.write(results, Path(arguments.out) / "kernels.json")
+    for name, launches, ms in results["kernels"][:25]:
+        print(f"{ms:9.3f} ms {launches:7.1f}  {name[:100]}")
+    print(f"{sum(ms for *_, ms in results['kernels']):9.3f} ms a step of {sizes['total_batch_tokens']:,} tokens")
+    return 0
+
+
+def kernels(sizes: dict, flags: list[str], other: str) -> list[tuple[str, float, float]]:
+    """Name, launches and milliseconds of each kernel in a step, the longest first."""
+    activity = ProfilerActivity.CPU if device().type == "cpu" else ProfilerActivity.CUDA
+    profiler, taken = profile(activities=[activity], acc_events=True), 0
+
+    def count(*_) -> None:
+        nonlocal taken
+        taken += 1
+        if taken in (SKIPPED, SKIPPED + STEPS) and activity == ProfilerActivity.CUDA:
+            torch.cuda.synchronize()
+        if taken == SKIPPED:
+            profiler.start()
+        elif taken == SKIPPED + STEPS:
+            profiler.stop()
+            raise Enough
+
+    with shards() as directory:
+        fields = FIELDS | sizes | {"dataset_name": directory / "shards", "output_dir": directory / "run"}
+        words = [*(f"--{name}={value}" for name, value in fields.items()), *flags]
+        hook = register_optimizer_step_post_hook(count)
+        try:
+            with suppress(Enough):
+                if other:
+                    torch.set_float32_matmul_precision("high")
+                    peer.bare_loop(parse_config(words), other)
+                else:
+                    train.main(words)
+        finally:
+            hook.remove()
+    time = f"self_{'cpu' if activity == ProfilerActivity.CPU else 'device'}_time_total"  # microseconds
+    found = [(e.key, e.count / STEPS, getattr(e, time) / 1e3 / STEPS) for e in profiler.key_averages()]
+    return sorted((row for row in found if row[2]), key=lambda row: -row[2])
