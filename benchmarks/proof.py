@@ -3,8 +3,8 @@
     python -m benchmarks proof --out bench/h100 --nanogpt DIRECTORY --text SHARDS
 
 Each step is a process of its own with a time limit, and its result is written at once to OUT/NN-NAME.json: whatever
-fails, hangs or is cut off costs only itself. Repeated, the command takes the steps that have not succeeded. They run in
-OUT-work/NN-NAME, where those that failed leave their files.
+fails, hangs or is cut off costs only itself. Repeated, the command takes the steps that have not succeeded, and keeps
+what they had said, as `before`. They run in OUT-work/NN-NAME, where those that failed leave their files.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ def steps(nanogpt: str, text: str) -> list[Step]:
         benchmark("kernels", 60, "kernels"),
         benchmark("ceiling", 30, "ceiling"),
         Step("preflight", 120, [str(ROOT / "recipe/preflight.py"), "--config=gpt2", "--streaming=false"]),
+        Step("accuracy", 180, [*gpu_tests, "-n=8"]),
         benchmark("trainer", 120, *peers, "--micro_batch_size=32", "--only=Trainer.*compiled"),
-        benchmark("xl", 120, *rows, "8", "--sizes=gpt2-xl", "--only=gpt2-xl"),
         benchmark("micro-batch", 90, *rows, "128", "--sweep=micro_batch_size=64,128", "--only=micro_batch_size"),
-        benchmark("max-autotune", 120, *rows, "32", "--sweep=torch_compile_mode=max-autotune", "--only=compile_mode"),
         benchmark("deterministic", 60, *rows, "32", "--sweep=deterministic=true", "--only=deterministic"),
+        benchmark("max-autotune", 120, *rows, "32", "--sweep=torch_compile_mode=max-autotune", "--only=compile_mode"),
+        benchmark("xl", 300, *rows, "8", "--sizes=gpt2-xl", "--only=gpt2-xl"),
         benchmark("eager-peers", 180, *peers, "--micro_batch_size=16", "--only=(bf16|fp16|fp32)$"),
-        Step("accuracy", 450, [*gpu_tests, "-n=4"]),
         benchmark("scoreboard", 480, *rows, "64", "--minutes=7"),
     ]
-    if text:  # the text that ships is too little to compare them
+    if text:  # the text that ships is too little for these
+        found.append(Step("best", 420, [str(ROOT / "recipe/best.py"), f"--text={text}", "--hours=0.1"]))
         words = ["optimizers", "--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
         found.append(benchmark("optimizers", 540, *words))
     return found
@@ -81,8 +82,10 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
         file = out / f"{number:02}-{step.name}.json"
+        before = {}
         with suppress(OSError, ValueError):
-            if json.loads(file.read_text())["rc"] == 0:
+            before["before"] = json.loads(file.read_text())
+            if before["before"]["rc"] == 0:
                 print(f"done   {file.stem}", flush=True)
                 continue
         left = ends - time.monotonic()
@@ -94,7 +97,7 @@ def prove(steps: list[Step], out: Path, minutes: float) -> int:
         place = out.with_name(f"{out.name}-work") / file.stem
         found = run(step, place, min(step.limit, left))
         # Also where a number is not finite.
-        replace_file(file, (json.dumps({**about, "step": step.name, **found}, indent=1) + "\n").encode())
+        replace_file(file, (json.dumps({**about, "step": step.name, **found, **before}, indent=1) + "\n").encode())
         missing += found["rc"] != 0
         verdict = "ok    " if found["rc"] == 0 else "KILLED" if found["rc"] == KILLED else "FAILED"
         print(f"{verdict} {file.stem} in {found['seconds']:.0f} s: {headline(found['result'])}", flush=True)

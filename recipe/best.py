@@ -2,9 +2,10 @@
 
     accelerate launch --config_file accelerate_configs/single.yaml recipe/best.py --text my.txt --hours 2
 
-Looks at the text, trains two or three times, a sixth of the time at most, to see how fast this machine is and
-how hard the text, and chooses the size whose loss will be the lowest when the time is over, by a law fitted to small
-runs (recipe/estimate/scaling.py). The result is runs/NAME/recipe.yaml, a recipe like any other, which is then trained.
+Looks at the text, takes some steps of two or three sizes to see how fast this machine is, chooses the size whose loss
+will be the lowest when the time is over, by a law fitted to small runs (recipe/estimate/scaling.py), and trains it
+twice, a seventh of the time at most, to see how hard the text is. The result is runs/NAME/recipe.yaml, a recipe like
+any other, which is then trained.
 Any field of a recipe may follow (--precision fp32), and is taken as it is.
 """
 
@@ -67,6 +68,8 @@ TRIALS, LONGEST_TRIAL_S = (0.02, 0.12), 300  # shares of the time, so far apart 
 MOST_PARAMETERS = 3  # in the blocks for a token of text, of which a gain was measured: docs/log.md
 MOST_EPOCHS = 4  # by the law further ones together are worth less than a tenth of one of new text
 WELL_BEFORE = 0.8  # of the time: a text that is read MOST_EPOCHS times by then ends the run, else the clock does
+PACED, MOST_PACED = 5, 3  # steps in each of the windows in which they are timed, and sizes
+COMPILED_FROM_S = 900  # of the time: in a shorter one compiling each size to see its speed costs more than it tells
 SHORTEST_S = 90  # of the time given
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
 UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
@@ -108,8 +111,8 @@ class Outlook:
     """What each size reaches on these devices with this text, the same on all processes.
 
     Attributes:
-        rates: {FLOPs a token: tokens a second} of the sizes that were tried.
-        losses: [(the law's loss, the one on this text)] of the same.
+        rates: {FLOPs a token: tokens a second} of the sizes that were paced.
+        losses: [(the law's loss, the one on this text)] of the trials.
     """
 
     def __init__(self, strategy: Strategy, text: Text, vocabulary: int, law: Callable):
@@ -140,7 +143,7 @@ class Outlook:
             return (expected[0] if expected else UNKNOWN_FLOPS) / flops
         (tried, rate), *others = sorted(self.rates.items(), key=lambda pair: abs(math.log(pair[0] / flops)))
         power = math.log(rate / others[0][1]) / math.log(others[0][0] / tried) if others else 0.8
-        return rate * (tried / flops) ** min(1.0, max(0.6, power))
+        return rate * (tried / flops) ** min(1.0, max(0.0, power))
 
     def loss(self, size: Size, tokens: float) -> float:
         """Nats a token on this text, by the trials."""
@@ -267,21 +270,15 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
     return Text(str(path) if every > 1 else name, tokenizer, tokens, token_bytes, held_out, every)
 
 
-def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) -> float:
-    """Trains the size of a choice for so many seconds, by the loop itself, and lets `outlook` know how fast it was and
-    what loss it reached, on the same part of the text as the choice would. Returns the seconds that it took besides. A
-    collective call. Raises KeyboardInterrupt where it was stopped."""
-    strategy, processes, size = outlook.strategy, outlook.strategy.runtime.processes, choice.size
+def trained(strategy: Strategy, fields: Fields, words: list[str], *own: str) -> list[dict]:
+    """Trains a recipe, by the loop itself, of which nothing is left but the lines of its metrics. A collective call.
+    Raises KeyboardInterrupt where it was stopped."""
+    processes, log = strategy.runtime.processes, logging.getLogger("recipe")
     Path("runs").mkdir(exist_ok=True)
     directory = processes.broadcast_object(tempfile.mkdtemp(prefix=".best-", dir="runs") if processes.is_main else "")
-    fields = recipe(size, outlook.text, outlook.tokens_per_second(size) * seconds, processes.world_size)
     fields |= dict.fromkeys(("eval_steps", "save_steps"), ("end", "a trial"))
-    fields["eval_tokens"] = recipe(size, outlook.text, choice.tokens, processes.world_size)["eval_tokens"]
-    own = [f"--train_hours={seconds / 3600:.5f}", f"--output_dir={directory}", "--dry_run=false"]
-    own += ["--push_to_hub=false", "--report_to=none", "--hellaswag_steps=0", "--sample_steps=0"]
-    config = config_of(fields, *words, *own)
-    logger.info("trial      %s, for %s", described(size), duration(seconds))
-    begun, log = time.monotonic(), logging.getLogger("recipe")
+    own = (*own, f"--output_dir={directory}", "--dry_run=false", "--push_to_hub=false", "--report_to=none")
+    config = config_of(fields, *words, *own, "--hellaswag_steps=0", "--sample_steps=0")
     try:
         log.setLevel(logging.WARNING)
         code = run(config, strategy)
@@ -292,25 +289,49 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
             shutil.rmtree(directory, ignore_errors=True)
     if code != ExitCode.DONE:
         raise KeyboardInterrupt
-    end, rates = lines[-1], [line["tokens_per_second"] for line in lines if line["tokens_per_second"]]
-    outlook.rates[outlook.flops(size)] = rate = statistics.median(rates[1:] or rates)
+    return lines
+
+
+def pace(outlook: Outlook, choice: Choice, words: list[str], compiled: bool) -> None:
+    """Takes some steps of the run that a choice would be, and lets `outlook` know how fast they are: a trial's smaller
+    batch would say little of a GPU, which takes as long for it. A collective call."""
+    fields = recipe(choice.size, outlook.text, choice.tokens, outlook.strategy.runtime.processes.world_size)
+    batch, steps = fields["total_batch_tokens"][0], 4 * PACED
+    logger.info("speed      %s, %d steps of %s tokens", described(choice.size), steps, f"{batch:,}")
+    own = [f"--max_steps={steps}", "--warmup_steps=1", f"--logging_steps={PACED}", f"--eval_tokens={batch}"]
+    lines = trained(outlook.strategy, fields, words, *own, f"--torch_compile={compiled}".lower())
+    rates = [line["tokens_per_second"] for line in lines if line["step"] > PACED]  # the first ones compile
+    outlook.rates[outlook.flops(choice.size)] = rate = statistics.median(rates)
+    logger.info("speed      %s: %s tokens/s", described(choice.size), f"{rate:,.0f}")
+
+
+def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) -> float:
+    """Trains the size of a choice for so many seconds, and lets `outlook` know what loss it reached, on the same part
+    of the text as the choice would. Returns the seconds that it took besides. A collective call."""
+    size, begun, world_size = choice.size, time.monotonic(), outlook.strategy.runtime.processes.world_size
+    fields = recipe(size, outlook.text, outlook.tokens_per_second(size) * seconds, world_size)
+    fields["eval_tokens"] = recipe(size, outlook.text, choice.tokens, world_size)["eval_tokens"]
+    logger.info("trial      %s, for %s", described(size), duration(seconds))
+    *_, end = trained(outlook.strategy, fields, words, f"--train_hours={seconds / 3600:.5f}")
     outlook.losses.append((outlook.law(size, end["tokens"], outlook.text.tokens), end["val_loss"]))
-    what = described(size), f"{rate:,.0f}", end["val_loss"], si(end["tokens"], "B")
-    logger.info("trial      %s: %s tokens/s, validation loss %.3f after %s tokens", *what)
+    logger.info("trial      validation loss %.3f after %s tokens", end["val_loss"], si(end["tokens"], "B"))
     return time.monotonic() - begun - end["seconds"]
 
 
 def try_sizes(outlook: Outlook, seconds: float, words: list[str]) -> float:
-    """Tries the best size for so many seconds, as far as `outlook` knows by then, until it is the same again or the
-    third; the last trial is longer. Returns the seconds that it took besides. A collective call."""
-    tried: list[Size] = []
-    while True:
-        choice = outlook.best(seconds)
-        is_last = choice.size in tried or len(tried) == 2
-        tried.append(choice.size)
-        besides = trial(outlook, choice, min(LONGEST_TRIAL_S, TRIALS[is_last] * seconds), words)
-        if is_last:
-            return besides
+    """Sees how fast the best size is, as far as `outlook` knows by then, until that is known or it is the third, and
+    what loss it reaches in two trials. Returns the seconds that the last took besides. A collective call."""
+    compiled = seconds > COMPILED_FROM_S and compiles(outlook.strategy, seconds)
+    for _ in range(MOST_PACED):
+        if outlook.flops((choice := outlook.best(seconds)).size) not in outlook.rates:
+            pace(outlook, choice, words, compiled)
+    choice = outlook.best(seconds)
+    return [trial(outlook, choice, min(LONGEST_TRIAL_S, share * seconds), words) for share in TRIALS][-1]
+
+
+def compiles(strategy: Strategy, seconds: float) -> bool:
+    """Whether a run of so many seconds is the better for being compiled."""
+    return strategy.device.type == "cuda" or seconds > 3600
 
 
 def config_of(fields: Fields, *words: str) -> Config:
@@ -384,7 +405,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
             logger.info("time       about %s of the %s that are left", duration(needed), duration(seconds))
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
-    fields["torch_compile"] = strategy.device.type == "cuda" or seconds > 3600, "pays in a long run"
+    fields["torch_compile"] = compiles(strategy, seconds), "pays in a long run"
     fields |= {name: (asked.flat()[name], "as given") for name in sorted(request.given)}
     fields["run_name"] = asked.run.run_name, "where it is"
     head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error(best):.0%}"

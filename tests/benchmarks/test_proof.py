@@ -69,6 +69,7 @@ def test_the_same_command_takes_the_steps_that_are_missing(tmp_path, capsys):
     assert proof.prove(steps, out, minutes=5) == 0
     assert (tmp_path / "proof-work/count").read_text() == "xxx"
     assert set(results(out)) == {"01-first", "02-second", "03-third"}
+    assert results(out)["02-second"]["before"]["rc"] == 1, "what a failure has said is kept"
 
 
 def test_what_was_measured_before_a_kill_is_kept(tmp_path, monkeypatch, capsys):
