@@ -412,8 +412,8 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     head = f"accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py --config {path}\n{head}"
     with processes.shared_error("the recipe cannot be written"):  # nor read before it is
         if processes.is_main:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, ("# " + head.replace("\n", "\n# ") + "\n" + yaml_of(fields)).encode())
+            with run_directory(path.parent, fresh=asked.run.fresh):  # which moves an earlier run
+                replace_file(path, ("# " + head.replace("\n", "\n# ") + "\n" + yaml_of(fields)).encode())
     logger.info("recipe     %s", path)
 
 
@@ -482,12 +482,8 @@ def main(argv: list[str] | None = None) -> int:
         set_up_logging(main=strategy.runtime.processes.is_main)
         path = Path(asked.run.output_dir) / "recipe.yaml"
         processes, planned = strategy.runtime.processes, asked.run.dry_run or request.device
-        with processes.shared_error("the earlier run cannot be moved"):
-            if asked.run.fresh and processes.is_main:
-                with run_directory(path.parent, fresh=True):
-                    pass
         with processes.shared_error("there is another recipe"):
-            known = path.exists()
+            known = path.exists() and not asked.run.fresh
             lines = path.read_text().splitlines() if known else []
             if known and f"# {request.asked}" not in lines:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")

@@ -80,8 +80,9 @@ def run(config: Config, strategy: Strategy) -> ExitCode:
     config, micro = micro_batch(config, strategy)
     batch = batch_arithmetic(config, processes.world_size, strategy.device.count)
     announce(config, batch, strategy, [loss, micro])
-    if config.run.dry_run:
+    if config.run.dry_run or config.run.fresh:  # before an earlier run is moved
         check_inputs(config, batch, processes)
+    if config.run.dry_run:
         return ExitCode.DONE
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)

@@ -148,6 +148,10 @@ def test_running_again_says_that_the_run_is_complete_and_fresh_keeps_the_old_one
     again, output = train(shards, run, max_steps=6, save_steps="end", fresh="true")
     assert losses(again) == losses(first)
     assert (tmp_path / "run.old-1" / "step_00000006").is_dir()
+    words = flags(**TINY | {"dataset_name": tmp_path / "mistyped", "output_dir": run, "fresh": "true"})
+    assert run_train(*words).returncode == 2
+    assert (run / "step_00000006").is_dir(), "an error in the command moves nothing"
+    assert not (tmp_path / "run.old-2").exists()
 
 
 def test_an_extended_run_keeps_what_its_last_step_measured_and_so_its_best_checkpoint(shards, tmp_path):
