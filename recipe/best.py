@@ -39,7 +39,7 @@ import psutil
 
 from recipe.checkpoint.run_dir import run_directory
 from recipe.config import ROOT, Config, batch_arithmetic, parse_config
-from recipe.config.catalog import unknown_data
+from recipe.config.catalog import LOCK, unknown_data
 from recipe.data.documents import TextFiles
 from recipe.data.hub_text import HubText
 from recipe.data.producer import open_text
@@ -70,7 +70,7 @@ MOST_EPOCHS = 4  # by the law further ones together are worth less than a tenth 
 WELL_BEFORE = 0.8  # of the time: a text that is read MOST_EPOCHS times by then ends the run, else the clock does
 PACED, MOST_PACED = 5, 3  # steps in each of the windows in which they are timed, and sizes
 COMPILED_FROM_S = 900  # of the time: in a shorter one compiling each size to see its speed costs more than it tells
-SHORTEST_S = 90  # of the time given
+SHORTEST_S, LEAST_S = 90, 5  # of the time given, and of what the search leaves
 UNTRIED_ERROR = 0.2  # of a loss by the law alone: so much do texts differ
 UNKNOWN_FLOPS = 1e12  # a second, of a device of which nothing is known, for the first trial
 LEAST_TOKENS, VAL_TOKENS = 20_000, 60_000  # of a text; of it for validation, where that is at most a tenth
@@ -121,6 +121,7 @@ class Outlook:
         expected = {size: expected_flops(device, processes.world_size, model_of(size, vocabulary)) for size in SIZES}
         known = expected, device.memory or psutil.virtual_memory().available // processes.local_world_size
         self._expected, self._memory = processes.broadcast_object(known)  # each process measures its own
+        self._fitting: dict[Size, bool] = {}
         self.rates: dict[int, float] = {}
         self.losses: list[tuple[float, float]] = []
 
@@ -172,11 +173,13 @@ class Outlook:
         return next((t for size, t in zip(SIZES, times, strict=True) if self.best(t).size <= size), times[-1])
 
     def _fits(self, size: Size) -> bool:
-        config = config_of(recipe(size, self.text, 1e6, 1), "--max_steps=1000", "--micro_batch_size=1")
-        config = config.replace(vocab_size=self.vocabulary)
-        batch = batch_arithmetic(config, 1, self.strategy.device.count)
-        needed = step_memory(config, batch, **memory_kind(config, self.strategy)).peak
-        return needed <= HEADROOM * self._memory
+        if size not in self._fitting:
+            fields = recipe(size, replace(self.text, name=str(TEXT)), 1e6, 1)  # a directory is long to look through
+            config = config_of(fields, "--max_steps=1000", "--micro_batch_size=1").replace(vocab_size=self.vocabulary)
+            batch = batch_arithmetic(config, 1, self.strategy.device.count)
+            needed = step_memory(config, batch, **memory_kind(config, self.strategy)).peak
+            self._fitting[size] = needed <= HEADROOM * self._memory
+        return self._fitting[size]
 
 
 def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
@@ -242,6 +245,7 @@ def survey(name: str, source: TextFiles | HubText, config: Config, seconds: floa
     every = max(1, int(readable / needed)) if local else 1
     thin = max(1, int(readable / every / SAMPLE_BYTES))  # of these, for the tokenizer
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / LOCK).touch()  # what lies beside it is not read as text, where text lies in data/ too
     kept, sample, path = 0, [], directory / f"every-{every}.txt"
     with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8") as out:
         for number, piece in enumerate(one.content for one in source.pieces()):
@@ -338,13 +342,14 @@ def config_of(fields: Fields, *words: str) -> Config:
     """The configuration of a recipe with these fields, and the words of a command line."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.yaml"
-        path.write_text(yaml_of(fields))
+        path.write_text(yaml_of(fields), encoding="utf-8")
         return parse_config(["--config", str(path), *words])
 
 
 def yaml_of(fields: Fields) -> str:
     """A recipe's lines."""
-    return "".join(f"{name}: {json.dumps(value)}  # {why}\n" for name, (value, why) in fields.items())
+    values = {name: (json.dumps(value, ensure_ascii=False), why) for name, (value, why) in fields.items()}
+    return "".join(f"{name}: {value}  # {why}\n" for name, (value, why) in values.items())
 
 
 def described(size: Size) -> str:
@@ -393,7 +398,9 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
     if request.tokens:
         seconds = outlook.seconds_for(request.tokens)
     else:
-        seconds -= time.time() - started + besides
+        seconds = processes.broadcast_object(seconds - (time.time() - started + besides))
+        if seconds < LEAST_S:
+            raise UserError("looking for the best size has taken all of the time; give more --hours")
     best = outlook.best(seconds)
     announce(outlook, outlook.choices(seconds), best)
     fields = recipe(best.size, outlook.text, best.tokens, processes.world_size)
@@ -487,6 +494,9 @@ def main(argv: list[str] | None = None) -> int:
             lines = path.read_text().splitlines() if known else []
             if known and f"# {request.asked}" not in lines:
                 raise UserError(f"{path} is for something else; give another --run_name, or --fresh")
+            if not known and processes.is_main:  # or it would be found out after the search
+                with run_directory(path.parent):
+                    pass
         if known:
             logger.info("recipe     %s is there%s", path, "" if planned else ": its run goes on")
             for line in lines if planned else []:

@@ -11,6 +11,7 @@ import yaml
 
 from recipe import best
 from recipe.config import parse_config
+from recipe.config.catalog import text_files
 from recipe.config.fields import FIELDS
 from recipe.engine.factory import open_strategy
 from recipe.estimate import scaling
@@ -49,7 +50,9 @@ def test_it_writes_a_recipe_that_a_person_reads_and_says_what_to_expect(searched
     assert re.search(r"^limit      the time; ", printed, re.MULTILINE)
     assert len(re.findall(r"^trial  .* wide, for \d", printed, re.MULTILINE)) == 2, "before each, how long"
     assert not list(at.glob("runs/.best-*")), "trials leave nothing"
-    assert [path.name for path in (at / "data/my-0.03h").iterdir()] == ["tokenizer"]
+    assert sorted(path.name for path in (at / "data/my-0.03h").iterdir()) == [".preparing.lock", "tokenizer"]
+    (at / "data/words.txt").write_text("some words")
+    assert text_files(str(at / "data"))[0] == [at / "data/words.txt"], "what the search has made is no text"
 
 
 def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monkeypatch):
@@ -86,7 +89,7 @@ def pace(outlook, *_):
 
 def trial(outlook, choice, seconds, words):
     outlook.losses.append(2 * (best.law(choice.size, speed * seconds),))  # a text for which the law is right
-    return 0.0
+    return 200.0 if speed == 1 else 0.0
 
 speed, best.pace, best.trial = float(sys.argv[1]), pace, trial
 sys.exit(best.main(sys.argv[2:]))
@@ -135,6 +138,12 @@ def test_a_gpu_that_takes_ten_milliseconds_for_the_smallest_step_gets_a_model_th
     rate = speed(choice.size, best.recipe(choice.size, text, choice.tokens, 1)["total_batch_tokens"][0])
     assert rate * outlook.flops(choice.size) > 0.9 * 4e14
     assert choice.limit == "text" or choice.tokens == pytest.approx(rate * seconds, rel=0.1)
+
+
+def test_a_search_that_takes_all_of_the_time_says_so(tmp_path):
+    (tmp_path / "tried.py").write_text(TRIED)
+    done = call(tmp_path, 1, "--text", SHAKESPEARE, "--hours", "0.05", script=tmp_path / "tried.py")
+    assert (done.returncode, "has taken all of the time; give more --hours" in done.stderr) == (2, True), done.stderr
 
 
 STOPPED = """
@@ -225,6 +234,8 @@ def test_it_says_where_its_run_is(tmp_path):
 def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
     (tmp_path / "few.txt").write_text("To be, or not to be. " * 50)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/main.c").touch()
     for words, message in (
         (["--hours", "0.001"], "0.001 hours: starting takes as long; give 0.025 or more"),
         (["--hours", "nan"], "nan hours: starting takes as long; give 0.025 or more"),
@@ -238,6 +249,7 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
         (["--total_batch_tokens", "4096"], "--total_batch_tokens: best.py chooses the shape"),
         (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
         (["--device", "abacus"], "no such device is known; there are "),
+        (["--output_dir", "src"], "output_dir src is not a run's: it holds main.c"),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
     ):
         done = call(tmp_path, *words)

@@ -14,10 +14,12 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import plural
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
+_JSON_LINES = {".ndjson", ".jsonlines"}  # other names of .jsonl
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # a text file may be compressed: how pyarrow names that
 REPO_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # ORG/NAME on the Hub
 LOCK = ".preparing.lock"  # in a directory in which shards are made
 _OF_OUTPUT = {LOCK, "metrics.jsonl"}  # what shards of this recipe, and a run, lie beside
+_OF_HUB = {"readme.md", "dataset_infos.json", "dataset_info.json"}  # a data set's description
 # The settings that decide what the shards of a text hold.
 SHARD_FIELDS = (
     *("dataset_config", "dataset_split", "dataset_revision", "text_column", "tokenizer"),
@@ -67,14 +69,15 @@ def short_name(shards: str) -> str:
 
 def text_suffix(path: Path) -> str:
     """.jsonl for both x.jsonl and X.JSONL.gz; empty for what is not known to be text."""
-    suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED else path.suffix
-    return suffix.lower() if suffix.lower() in TEXT_SUFFIXES else ""
+    suffix = (Path(path.stem).suffix if path.suffix.lower() in PACKED else path.suffix).lower()
+    suffix = ".jsonl" if suffix in _JSON_LINES else suffix
+    return suffix if suffix in TEXT_SUFFIXES else ""
 
 
 def text_files(name: str) -> tuple[list[Path], list[Path]]:
-    """The text files of a path, by name, and the files that are not read: of a directory with its subdirectories, those
-    with other endings. A file that is named, or matched by a glob, is text, unless it holds tokens (.bin). Hidden ones,
-    a data set's README.md, what a link to a directory leads to, and shards and runs are in neither list."""
+    """The text files of a path, by name, and what is not read: of a directory with its subdirectories, files with other
+    endings and links to directories. A file that is named, or matched by a glob, is text, unless it holds tokens
+    (.bin). Hidden ones, a data set's description, and shards and runs are in neither list."""
     directory = Path(name)
     if not directory.is_dir():  # the name of a file may hold a bracket
         paths = [directory] if directory.is_file() else sorted(map(Path, glob.glob(name, recursive=True)), key=str)
@@ -82,10 +85,11 @@ def text_files(name: str) -> tuple[list[Path], list[Path]]:
         return ([] if any(path.suffix == ".bin" for path in files) else files), []
     below = [path.relative_to(directory) for path in _below(directory)]
     made = {path.parent for path in below if path.name in _OF_OUTPUT}  # such as data/NAME, where text may lie in data/
-    texts = [path for path in below if path.name.lower() != "readme.md" and made.isdisjoint(path.parents)]
+    texts = [path for path in below if path.name.lower() not in _OF_HUB and made.isdisjoint(path.parents)]
     paths = [directory / path for path in texts if not any(part.startswith(".") for part in path.parts)]
-    files = sorted((path for path in paths if _is_file(path)), key=str)
-    return [path for path in files if text_suffix(path)], [path for path in files if not text_suffix(path)]
+    files = sorted((path for path in paths if _is_file(path) or path.is_symlink()), key=str)
+    is_read = {path: bool(text_suffix(path)) and not path.is_dir() for path in files}
+    return [path for path in files if is_read[path]], [path for path in files if not is_read[path]]
 
 
 def _below(directory: Path) -> Iterator[Path]:

@@ -214,6 +214,7 @@ class TextFiles:
         """As HubText's; logs which files of a directory are not read."""
         if skipped := self._skipped:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
+            kinds += "; links to directories are not followed" * any(path.is_dir() for path in skipped)
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 
     def has_documents(self, many: int) -> bool:
@@ -271,8 +272,11 @@ class TextFiles:
                 yield from self.column.separated(row, f"{path}, {where}")
 
     def _chunks(self, file: io.TextIOWrapper, packed: BinaryIO, start: int) -> Iterator[str]:
+        first = True
         while chunk := file.read(LONGEST_PIECE):
-            self.position = start + packed.tell()
+            if first and chunk[257:262] == "ustar":
+                raise UserError(f"{packed.name}: an archive of files; unpack it, and name the directory")
+            first, self.position = False, start + packed.tell()
             if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
                 raise UnicodeError
             yield chunk
@@ -291,8 +295,12 @@ def _reading(path: Path) -> Generator[None, None, None]:
             yield
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):
+            if text_suffix(path) == ".parquet":
+                raise UserError(f"{path}: a text in it is not UTF-8; write it anew, or name other files") from None
             where, unpack = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
             option, what = _encoding(path)
+            if not option:
+                raise UserError(f"{path}: {what}") from None
             convert = f"iconv {option} -t UTF-8"
             convert = f"{unpack.replace('bz2', 'bzip2')} -dc {where} | {convert}" if unpack else f"{convert} {where}"
             way_out = f"{convert} > NEW{text_suffix(path) or '.txt'}"
@@ -301,14 +309,18 @@ def _reading(path: Path) -> Generator[None, None, None]:
 
 
 def _encoding(path: Path) -> tuple[str, str]:
-    """iconv's option for a text that is not all UTF-8, and why, by the text's beginning."""
+    """iconv's option for a text that is not all UTF-8, and why, by the text's beginning; none for what is no text."""
     with path.open("rb") as packed:
         start = pa.input_stream(packed, PACKED.get(path.suffix.lower())).read(1 << 24)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):  # its byte order marks
         return "-f UTF-16", "not text in UTF-8; convert it, from UTF-16"
+    if 0 < start.count(0) < len(start) / 4:
+        return "", "not text; unpack it if it is an archive, or make .txt, .jsonl or .parquet of it"
     read = start.decode(errors="replace")
     if sum(character > "\x7f" for character in read) > 2 * read.count("\ufffd"):
         return "-c -f UTF-8", "some bytes are not UTF-8; leave them out"
+    if re.search(rb"[\x80-\x9f]", start):  # control characters in Latin-1, quotes and dashes in Windows'
+        return "-f CP1252", "not text in UTF-8; convert it, from Windows-1252 for example"
     return "-f LATIN1", "not text in UTF-8; convert it, from Latin-1 for example"
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from types import SimpleNamespace
 
@@ -61,7 +62,16 @@ OPENERS = {
 }
 
 
-KINDS = ["jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "TSV.gz", "parquet", "directory", "glob"]
+def archive(name: str, text: str) -> bytes:
+    """A tar file of one file."""
+    with io.BytesIO() as out:
+        with tarfile.open(fileobj=out, mode="w") as tar:
+            (entry := tarfile.TarInfo(name)).size = len(text.encode())
+            tar.addfile(entry, io.BytesIO(text.encode()))
+        return out.getvalue()
+
+
+KINDS = ["ndjson", "jsonl.gz", "json.bz2", "JSONL.ZST", "array.json", "csv", "TSV.gz", "parquet", "directory", "glob"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +88,7 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
         write_jsonl(tmp_path / "d" / "a.jsonl", DOCUMENTS[:100])
         write_jsonl(tmp_path / "d" / "b.jsonl.gz", DOCUMENTS[100:170], gzip.open)
         pq.write_table(pa.table({"text": DOCUMENTS[170:]}), tmp_path / "d" / "c.parquet")
-        for name in ("README.md", "b.text", "b.png", "LICENSE"):
+        for name in ("README.md", "b.text", "b.png", "LICENSE", *["dataset_infos.json"][: kind == "directory"]):
             (tmp_path / "d" / name).write_text("something else")
         text = tmp_path / "d" if kind == "directory" else tmp_path / "d" / "*.[jp][sa]*"
     elif kind == "array.json":
@@ -91,7 +101,7 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
         write_jsonl(text, opener=opener)
     prepare(data_of(text, tmp_path / "out", shard_tokens=3000))
     assert contents(tmp_path / "out") == reference.contents
-    skipped = "3 files skipped: .png .text LICENSE (.txt, .md, .jsonl,"
+    skipped = "4 files skipped: .png .text LICENSE circle (.txt, .md, .jsonl,"
     assert (skipped in capsys.readouterr().out) == (kind == "directory")
 
 
@@ -323,6 +333,9 @@ def zipped(data: bytes) -> bytes:
         ("d.jsonl", b'{"text": "caf\xe9"}', r"d\.jsonl: not text in UTF-8.*\niconv .*d\.jsonl > NEW\.jsonl"),
         ("d.txt.gz", zipped(b"caf\xe9"), r"\ngzip -dc .*d\.txt\.gz \| iconv -f LATIN1 -t UTF-8 > NEW\.txt"),
         ("d.txt.zst", b"nonsense", r"d\.txt\.zst cannot be read"),
+        ("d.txt", b"It\x92s caf\xe9", r"from Windows-1252 .*\niconv -f CP1252 -t UTF-8 .*d\.txt > NEW\.txt"),
+        ("d.zip", b"PK\x03\x04\x14\x00\x08\x00" + bytes(range(128, 256)), r"d\.zip: not text; unpack it"),
+        ("d.tar.gz", gzip.compress(archive("a.txt", 5 * TEXT[:9000])), r"d\.tar\.gz: an archive of files; unpack"),
         ("d.txt", b"\xef\xbb\xbf", "holds no text"),
         (
             "d.txt",
