@@ -246,16 +246,24 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
     return path
 
 
+def same_model(path: Path, earlier: str, name: str) -> bool:
+    """Whether what the results in `path` are of, `earlier`, is the model `name`: both lead to one directory; or `name`
+    is the directory that the results lie in, and `earlier` is none: it was moved, or named from elsewhere."""
+    one, other = Path(earlier).resolve(), Path(name).resolve()
+    return one == other or (path.parent.resolve() == other and not one.exists())
+
+
 def write_results(path: Path, key: str, value: dict) -> None:
     """Put `value` under `key`, keeping the file's other keys, and of this one the same model's scores that `value` does
     not measure anew, or of a part only; the file is replaced atomically."""
     results = read_results(path)
     earlier = results.get(key, {})
-    if "scores" in value and earlier.get("model") == value["model"]:
+    same = same_model(path, earlier.get("model", value["model"]), value["model"])
+    if earlier and same and "scores" in value:
         value = value | {"scores": (scores := merged(earlier.get("scores", []), value["scores"]))}
         if any(one in scores for one in earlier.get("scores", []) if one["complete"]):
             print(f"note: {path} keeps what was measured before of other tasks, or of all rows")
-    elif earlier.get("model", value["model"]) != value["model"]:
+    elif not same:
         print(f"note: replaces what {path} had of {earlier['model']}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")

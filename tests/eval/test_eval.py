@@ -32,7 +32,7 @@ def loaded(model_dir):
 # Perplexity
 
 
-def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command):
+def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, monkeypatch, capsys):
     """The command finds the training's validation data and length in the checkpoint."""
     rng = np.random.default_rng(0)
     shards = [rng.integers(0, 50257, size=n) for n in (3 * 32 + 1, 2 * 32 + 20)]
@@ -72,6 +72,14 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command):
     assert "the first 4 of 5 windows" in result["scores"][0]["how"]
     with pytest.raises(common.UserError, match=r"tiny_shakespeare\.txt: no \.bin file there.* recipe\.data\.prepare"):
         perplexity.shard_windows(str(SHAKESPEARE), 32)  # whose bytes would be read as tokens
+    monkeypatch.chdir(tmp_path)  # by another path it is the same model, and elsewhere too
+    for _ in range(2):
+        (name,) = Path().glob("step_*")
+        command(perplexity, name, "--limit_windows", 1)
+        again = json.loads((name / "results.json").read_text())["perplexity"]
+        assert (again["windows"], again["scores"]) == (1, result["scores"])
+        assert "keeps what was measured before" in capsys.readouterr().out
+        name.rename("step_00000020")
 
 
 def test_a_look_at_a_part_replaces_no_result_of_all_and_another_task_none(tmp_path, capsys):
