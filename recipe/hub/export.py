@@ -9,6 +9,7 @@ measured. A push uploads these files, unless they are there already; a README.md
 """
 
 import argparse
+import filecmp
 import logging
 import math
 import shutil
@@ -34,7 +35,8 @@ logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __m
 
 def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
     """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to the directory
-    `out`; returns the checkpoint. `force` replaces the files of an earlier export only. Raises UserError."""
+    `out`; returns the checkpoint. `force` replaces the files of an earlier export only, and deletes the results of an
+    evaluation there if that was of other weights. Raises UserError."""
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
     if (out / "manifest.json").exists():  # which no export has
@@ -42,6 +44,10 @@ def export(run: Path, out: Path, *, best: bool = False, license: str = "", force
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
+    before, results = out / "model.safetensors", out / "results.json"
+    if before.exists() and results.exists() and not filecmp.cmp(before, checkpoint / before.name, shallow=False):
+        results.unlink()
+        logger.info("results    %s is deleted: it was of the model that was there", results)
     for path in files_of(checkpoint):
         (out / path.name).unlink(missing_ok=True)  # never writes through a link
         shutil.copyfile(path, out / path.name, follow_symlinks=False)

@@ -58,6 +58,13 @@ def test_a_second_export_into_the_same_place_needs_force(whole_run, tmp_path, ca
     assert f"--out {out} exists; replace it with --force (make export ARGS=--force)" in capsys.readouterr().err
     assert export.main([str(run), "--out", str(out), "--best", "--force"]) == 0
     assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}
+    newest, other = (run / f"step_000000{step}" for step in (20, 10))
+    assert export.main([str(newest), "--out", str(out), "--force"]) == 0
+    (out / "results.json").write_text("{}")  # of an evaluation of `out`
+    assert export.main([str(newest), "--out", str(out), "--force"]) == 0
+    assert (out / "results.json").exists()
+    assert export.main([str(other), "--out", str(out), "--force"]) == 0
+    assert {p.name for p in out.iterdir()} == {*FILES, "thesis.tex"}  # they are not of this model
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
