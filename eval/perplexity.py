@@ -28,7 +28,8 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
     """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. `data` is a directory,
     whose .bin files with "val" in their name are used, or a glob of .bin files."""
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
-    paths = [Path(name) for name in sorted(glob.glob(pattern)) if name.endswith(".bin") and os.path.isfile(name)]
+    found = sorted(map(Path, glob.glob(pattern, recursive=True)))  # as the trainer's
+    paths = [path for path in found if path.suffix == ".bin" and path.is_file()]
     if not paths:
         raise common.UserError(
             f"--data {data}: no .bin file there, or in a directory none with `val` in its name. Prepare text with "

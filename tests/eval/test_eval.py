@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig
 
 from eval import common, hellaswag, perplexity, sample, scores
+from recipe.data.shards import ShardReader, find_shards
 from tests.conftest import ROOT, SHAKESPEARE
 from tests.data import write_shard
 from tests.eval.conftest import load
@@ -80,6 +81,18 @@ def test_shards_equal_the_models_own_loss(model_dir, loaded, tmp_path, command, 
         assert (again["windows"], again["scores"]) == (1, result["scores"])
         assert "keeps what was measured before" in capsys.readouterr().out
         name.rename("step_00000020")
+
+
+def test_a_glob_is_read_as_the_trainer_reads_it(model_dir, tmp_path, command):
+    """At all levels, and in the trainer's order."""
+    for number, directory in enumerate(("a", "a/b", "a-b")):
+        (tmp_path / directory).mkdir()
+        write_shard(tmp_path / directory / f"val_{number}.bin", np.full(33, number))
+    pattern, output = str(tmp_path / "**" / "val_*.bin"), tmp_path / "results.json"
+    command(perplexity, model_dir, "--data", pattern, "--sequence_length", 32, "--output", output)
+    assert json.loads(output.read_text())["perplexity"]["windows"] == 3
+    trained_on = [ShardReader(shard.path).read()[0] for shard in find_shards(pattern, "val")]
+    assert [window[0] for window in perplexity.shard_windows(pattern, 32)[0]] == trained_on
 
 
 def test_a_look_at_a_part_replaces_no_result_of_all_and_another_task_none(tmp_path, capsys):
