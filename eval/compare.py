@@ -39,6 +39,8 @@ def validation(args: argparse.Namespace, ours: common.Loaded, theirs: common.Loa
     try:
         if ours.tokenizer.get_vocab() != theirs.tokenizer.get_vocab():
             raise common.UserError("the tokenizers differ; make eval-val has each model's bits per byte")
+        if (length := args.sequence_length) > (most := theirs.n_positions):
+            raise common.UserError(f"--sequence_length {length}: from 2 to {most}, the second model's positions")
         windows, _ = perplexity.choose_windows(args, ours)
     except common.UserError as error:
         if args.data:

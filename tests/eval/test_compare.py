@@ -47,7 +47,7 @@ def test_a_run_beside_gpt2_on_the_same_text(checkpoint, model_dir, command, caps
     assert str(model_dir.parent) not in card
 
 
-def test_without_the_runs_data_the_rest_is_compared(model_dir, tmp_path, command, capsys):
+def test_without_the_runs_data_the_rest_is_compared(model_dir, shards, tiny_gpt2, tmp_path, command, capsys):
     output = tmp_path / "results.json"
     command(compare, model_dir, "--other", model_dir, "--limit", 2, "--output", output)
     rows = json.loads(output.read_text())["compare"]["rows"]
@@ -56,6 +56,13 @@ def test_without_the_runs_data_the_rest_is_compared(model_dir, tmp_path, command
     assert "note: no validation loss" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--data absent"):
         command(compare, model_dir, "--other", model_dir, "--data", "absent", "--output", output)
+    short = tiny_gpt2(32)
+    short.model.save_pretrained(tmp_path / "short")
+    short.tokenizer.save_pretrained(tmp_path / "short")
+    long = ("--data", shards, "--sequence_length", 64, "--output", output)
+    for both in ((model_dir, "--other", tmp_path / "short"), (tmp_path / "short", "--other", model_dir)):
+        with pytest.raises(common.UserError, match="--sequence_length 64: from 2 to 32"):
+            command(compare, *both, *long)
 
 
 @pytest.mark.parametrize(("ours_alone", "theirs_alone"), [(0.03, 0.01), (0.1, 0.1), (0.15, 0.05)])
