@@ -95,6 +95,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def utf8(text: str) -> str:
+    """An argparse type: text as it was typed, with U+FFFD for bytes that are not UTF-8."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Runs a command; an error of the user's becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
     try:

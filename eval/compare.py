@@ -64,7 +64,7 @@ def main() -> None:
     parser = common.parser("Two models side by side.", batch_size=16, batch_unit="rows or windows")
     parser.add_argument("--other", default=GPT2, metavar="MODEL", help=f"the second model (default: {GPT2})")
     parser.add_argument("--limit", type=common.positive_int, help="the first N rows of HellaSwag (default: all 10,042)")
-    parser.add_argument("--prompt", default="The", help="that both models continue")
+    parser.add_argument("--prompt", type=common.utf8, default="The", help="that both models continue")
     perplexity.add_arguments(parser)
     args = parser.parse_args()
     ours = common.load(args)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BloomConfig
 
-from eval import common, hellaswag, perplexity, sample, scores
+from eval import common, compare, hellaswag, perplexity, sample, scores
 from recipe.data.shards import ShardReader, find_shards
 from tests.conftest import ROOT, SHAKESPEARE
 from tests.data import write_shard
@@ -224,14 +224,23 @@ def test_a_prompt_that_fits_is_used_whole_and_another_loses_its_beginning(loaded
 def test_interactive_continues_what_is_piped_in(loaded, model_dir, command, tmp_path, monkeypatch, capsys):
     """tests/test_docs.py runs the command itself."""
     flags = ["--max_new_tokens", "6", "--num_samples", "2"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("A man is\n \n\nA man is\n"))
+    typed = io.BytesIO(b"A man is\n \n\nA man is\ncaf\xe9\n")  # the last in Latin-1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
     command(sample, model_dir, "--interactive", "--seed", "3", *flags)
     out = capsys.readouterr().out
     for seed in ("3", "5"):  # the second line goes on where the first one's seeds end
         assert sampled(loaded, capsys, *flags, "--seed", seed)[1] in out
-    assert out.count("--- sample") == 4
+    assert out.count("--- sample") == 6
+    assert out.count("\ncaf\ufffd") == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_that_is_not_utf8_is_read_as_far_as_it_can_be(model_dir, command, tmp_path):
+    prompt, output = os.fsdecode(b"caf\xe9"), tmp_path / "results.json"
+    command(sample, model_dir, "--prompt", prompt, "--max_new_tokens", 2, "--output", output)
+    command(compare, model_dir, "--other", model_dir, "--prompt", prompt, "--limit", 1, "--output", output)
+    assert [one["prompt"] for one in json.loads(output.read_text()).values()] == ["caf\ufffd"] * 2
 
 
 # Finding models, results, errors
