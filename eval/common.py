@@ -222,13 +222,14 @@ def choose_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, dtype if dtype != "auto" else "bfloat16" if native else "float32")
 
 
-def trainer_config(directory: Path | None) -> dict:
-    """The training run's configuration, from trainer_state.json in a checkpoint; empty for any other model."""
+def trainer_config(directory: Path | None, part: str = "config") -> dict:
+    """The training run's configuration, or another part of trainer_state.json in a checkpoint; empty for any other
+    model."""
     state = directory / "trainer_state.json" if directory else None
     if not state or not state.is_file():
         return {}
     with reading(state, "name the data with --data, or another checkpoint"):
-        return dict(json.loads(state.read_text())["config"])
+        return dict(json.loads(state.read_text()).get(part, {}))
 
 
 def read_results(path: Path) -> dict:

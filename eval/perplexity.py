@@ -44,13 +44,15 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
     return windows, {path.name: sha256_of(path)[:12] for path in paths}
 
 
-def check_tokens(data: str, tokenizer: PreTrainedTokenizerBase, windows: list[np.ndarray]) -> None:
+def check_tokens(data: str, loaded: common.Loaded, windows: list[np.ndarray]) -> None:
     """Raises UserError for shards of a vocabulary that is not this model's: by their manifest, if there is one, and
-    their largest token."""
-    directory, vocabulary = Path(data) if os.path.isdir(data) else Path(data).parent, tokenizer.get_vocab()
+    their largest token. Prints a note where the manifest and a checkpoint name different tokenizers."""
+    tokenizer, directory = loaded.tokenizer, Path(data) if os.path.isdir(data) else Path(data).parent
+    vocabulary, trained_with = tokenizer.get_vocab(), common.trainer_config(loaded.directory, "tokenizer").get("digest")
     path = directory / "manifest.json"
     with common.reading(path, "name other shards with --data"):
-        made_with = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+        manifest = json.loads(path.read_text()) if path.is_file() else {}
+        made_with, digest = manifest.get("vocab_size"), manifest.get("tokenizer")
     size, largest = max(vocabulary.values()) + 1, max(int(window.max()) for window in windows)
     if largest >= size or (made_with and not 0 <= size - made_with <= len(tokenizer.added_tokens_decoder)):
         raise common.UserError(
@@ -58,6 +60,9 @@ def check_tokens(data: str, tokenizer: PreTrainedTokenizerBase, windows: list[np
             f"{size:,}. Prepare the text with the model's own: python -m recipe.data.prepare --dataset_name TEXT "
             "--tokenizer MODEL"
         )
+    if digest and trained_with and digest != trained_with:  # "gpt2" may also be in a directory, by a digest of its own
+        print(f"note: --data {data}: shards of the tokenizer {digest}, and the model was trained with {trained_with}")
+        print("note: unless both give the same tokens, the loss means nothing")
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -122,7 +127,7 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
         limit = max(1, config["eval_tokens"] // length)  # as many as each validation of the training
     about = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
     about["of_windows"] = len(windows)
-    check_tokens(source_here, loaded.tokenizer, windows[:limit])
+    check_tokens(source_here, loaded, windows[:limit])
     return windows[:limit], about
 
 

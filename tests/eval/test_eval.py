@@ -158,6 +158,15 @@ def test_shards_of_another_tokenizer_are_refused(model_dir, tmp_path, command, l
         command(perplexity, model_dir, "--data", tmp_path, "--sequence_length", 32)
 
 
+@pytest.mark.parametrize("digest", ["gpt2", "0123456789abcdef"])
+def test_shards_of_another_tokenizer_of_the_same_size_are_noted(whole_run, tmp_path, command, capsys, digest):
+    write_shard(tmp_path / "a_val_000000.bin", np.arange(40))
+    (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 50257, "tokenizer": digest}))
+    command(perplexity, whole_run[0], "--data", tmp_path, "--output", tmp_path / "results.json")
+    assert ("note: " in (out := capsys.readouterr().out)) == (digest != "gpt2")
+    assert ("shards of the tokenizer 0123456789abcdef, and the model was trained with gpt2" in out) == ("note: " in out)
+
+
 def test_bytes_are_those_of_the_text(loaded):
     """Characters of one to four bytes, and a special token, which stands for none."""
     text = "First Citizen:\r\nWe are accounted poor, héllo 漢字 🙂 the end.\n"
