@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
 from recipe.config import ROOT, BatchPlan
@@ -56,6 +57,9 @@ class ZeroStrategy(Strategy):
         prepared, optimizer = self._accelerator.prepare(model, optimizer)
         assert prepared.gradient_accumulation_steps() == batch.accumulation
         assert prepared.gradient_clipping() == self._max_grad_norm
+        # DeepSpeed's groups have their backend's time-out, which for NCCL is less than a checkpoint may take.
+        for group in distributed_c10d._world.pg_map:
+            distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self._zero = _Internals(prepared)
         if self.runtime.sharding != "zero3":
             self._zero.describe_to_muon(optimizer)

@@ -92,6 +92,10 @@ def own(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def timeout_of(group: torch.distributed.ProcessGroup) -> float:
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+
+
 def changes(before: dict) -> int:
     return sum(not torch.equal(before[k], v) for k, v in everything().items())
 
@@ -105,6 +109,8 @@ result |= {
     "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     "scaler": strategy.grad_scaler.state_dict(),
     "breaks": list(torch._dynamo.utils.counters["graph_break"]),
+    # Seconds after which a collective fails, in each of the groups that the engine and its libraries have made.
+    "timeouts": [timeout_of(group) for group in torch.distributed.distributed_c10d._world.pg_map],
     # DeepSpeed's own measurement of the speed, for which it waits for a GPU in every micro-step.
     "timed": hasattr(wrapped, "tput_timer") and wrapped.tput_timer.config.enabled,
 }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recipe.data import tokenizer
+from recipe.engine.strategy import TIMEOUT
 from recipe.evaluation import continuation
 from tests.conftest import assert_equal_tensors, by_step, forget_after, launch, ok, own_model, tensors
 from tests.engine.conftest import assert_same_losses, settings
@@ -177,6 +178,7 @@ def test_an_engine_from_inside(probe, config, processes, precision, mode):
         assert line["names"] == ([28, 56] if main else [0, 0])
         assert line["steps"] == 10  # 7 loaded, 3 made
         assert not line["timed"]
+        assert set(line["timeouts"]) == {TIMEOUT.total_seconds()}
         if config != "ddp":
             assert line["state_bytes"] == pytest.approx(unsharded["state_bytes"] / processes, rel=0.05)
         if mode == "compile":
