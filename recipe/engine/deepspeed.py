@@ -150,24 +150,29 @@ def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
 
 
 class _LossScale:
-    """DeepSpeed's loss scale, with the state of torch's GradScaler."""
+    """DeepSpeed's loss scale, with the state of torch's GradScaler.
+
+    DeepSpeed takes one good step more than torch before it grows for the first time, and then as many. Its tracker is
+    torch's one step later, and -1 before the first good step.
+    """
 
     def __init__(self, scaler):
         self._scaler = scaler
 
     def state_dict(self) -> dict:
         scaler = self._scaler
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
             "scale": float(scaler.cur_scale),
             "growth_factor": scaler.scale_factor,
             "backoff_factor": 1 / scaler.scale_factor,
             "growth_interval": scaler.scale_window,
-            "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+            "_growth_tracker": (good - 1) % scaler.scale_window if good else -1,
         }
 
     def load_state_dict(self, state: dict) -> None:
         scaler = self._scaler
-        scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"], -1
+        scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = state["scale"], state["_growth_tracker"] + 1, -1
 
 
 def _prepare_environment() -> bool:

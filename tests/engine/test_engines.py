@@ -187,7 +187,7 @@ def test_an_engine_from_inside(probe, config, processes, precision, mode):
             assert line["norm"] == pytest.approx(unsharded["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
         if precision == "fp16":
             assert line["norm"] != unsharded["norm"]
-            assert (line["scaler"]["scale"], line["scaler"]["_growth_tracker"]) == (2**16, 3)
+            assert (line["scaler"]["scale"], line["scaler"]["_growth_tracker"]) == (2**16, 2)  # torch's: 3
         # A skipped step leaves nothing behind, whether it overflows or is a finite spike; the next one is like any.
         assert not math.isfinite(line["norm_of_overflow"])
         assert line["changed_by_overflow"] == 0
