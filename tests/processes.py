@@ -56,10 +56,13 @@ class Running:
         self.args, self._directory = tuple(map(str, argv)), tempfile.TemporaryDirectory()
         self.ranks = []
         _start_server()
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
-            shared["MASTER_PORT"] = s.getsockname()[1]
+        shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
+        self._port = socket.socket()
+        if processes > 1:
+            # Kept, and not listened on, until they have ended: nobody but rank 0, which asks for it, is given it.
+            self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._port.bind(("", 0))
+        shared["MASTER_PORT"] = self._port.getsockname()[1]  # 0 for one process, which lets the system choose
         for rank in range(processes or 1):
             variables = environment(env)
             if processes:
@@ -141,6 +144,7 @@ class Running:
                 except ProcessLookupError:
                     process.kill()
                 process.join()
+        self._port.close()
 
 
 class Forked(Running):
