@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.config.catalog import unknown_data
+from recipe.config.catalog import text_files, unknown_data
 from recipe.data.tokenizer import END_OF_TEXT, GPT2, VOCAB_SIZE, GPT2Tokenizer
 from recipe.utils.errors import UserError, reading, writing
 from recipe.utils.files import fsync, replace_file, sha256_of
@@ -226,7 +226,9 @@ def _files_of(name: str, split: str) -> list[Path]:
     files = sorted(path for path in paths if path.is_file() and path.suffix == ".bin")
     if not files:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
-    files = [path for path in files if split in path.name or not directory.is_dir()]
-    if not files:
-        raise UserError(f"{name}: no manifest.json, and no file matches *{split}*.bin; prepare the text: {_PREPARE}")
-    return files
+    chosen = [path for path in files if split in path.name or not directory.is_dir()]
+    if not chosen:
+        text = next((f"{directory}/*{path.suffix}" for path in text_files(name)[0]), "")
+        way_out = f"for its text alone name '{text}'" if text else f"prepare the text: {_PREPARE}"
+        raise UserError(f"{name}: {files[0].name}, no manifest.json, and nothing that matches *{split}*.bin; {way_out}")
+    return chosen

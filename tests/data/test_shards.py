@@ -79,7 +79,10 @@ def test_find_without_a_manifest(tmp_path):
     with pytest.raises(UserError, match=r"val_data .*none: no such file"):
         find_shards(str(tmp_path / "none"), "val")
     (tmp_path / "fineweb_val_000000.bin").unlink()
-    with pytest.raises(UserError, match=r"no file matches \*val\*\.bin"):
+    with pytest.raises(UserError, match=r"no manifest\.json, and nothing that matches \*val\*\.bin; prepare the text"):
+        find_shards(str(tmp_path), "val")
+    (tmp_path / "mine.txt").write_text("text beside a file of something else")
+    with pytest.raises(UserError, match=r"train_000001\.bin, .*; for its text alone name '.*/\*\.txt'"):
         find_shards(str(tmp_path), "val")
 
 
