@@ -69,7 +69,8 @@ def steps(nanogpt: str, text: str) -> list[Step]:
         benchmark("scoreboard", 480, *rows, "64", "--minutes=7"),
     ]
     if text:  # the text that ships is too little for these
-        found.append(Step("best", 420, [str(ROOT / "recipe/best.py"), f"--text={text}", "--hours=0.1"]))
+        best = [str(ROOT / "recipe/best.py"), f"--text={text}", "--hours=0.1", "--output_dir=run"]
+        found.append(Step("best", 420, best))
         words = ["optimizers", "--sizes=gpt2", f"--dataset_name={text}", "--minutes=8", "--runs=runs"]
         found.append(benchmark("optimizers", 540, *words))
     return found
