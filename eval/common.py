@@ -253,8 +253,8 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
 
 
 def same_model(path: Path, earlier: str, name: str) -> bool:
-    """Whether what the results in `path` are of, `earlier`, is the model `name`: both lead to one directory; or `name`
-    is the directory that the results lie in, and `earlier` is none: it was moved, or named from elsewhere."""
+    """Whether the model `earlier`, whose results `path` has, is the model `name`: both lead to one directory; or `name`
+    is the directory of the results, and `earlier` does not exist: it was moved, or named from elsewhere."""
     one, other = Path(earlier).resolve(), Path(name).resolve()
     return one == other or (path.parent.resolve() == other and not one.exists())
 

@@ -297,8 +297,8 @@ def trained(strategy: Strategy, fields: Fields, words: list[str], *own: str) -> 
 
 
 def pace(outlook: Outlook, choice: Choice, words: list[str], compiled: bool) -> None:
-    """Takes some steps of the run that a choice would be, and lets `outlook` know how fast they are: a trial's smaller
-    batch would say little of a GPU, which takes as long for it. A collective call."""
+    """Takes some steps of the run that a choice would be, and lets `outlook` know how fast they are. (A trial's batch
+    is smaller, for which a GPU takes as long.) A collective call."""
     fields = recipe(choice.size, outlook.text, choice.tokens, outlook.strategy.runtime.processes.world_size)
     batch, steps = fields["total_batch_tokens"][0], 4 * PACED
     logger.info("speed      %s, %d steps of %s tokens", described(choice.size), steps, f"{batch:,}")
@@ -322,15 +322,16 @@ def trial(outlook: Outlook, choice: Choice, seconds: float, words: list[str]) ->
     return time.monotonic() - begun - end["seconds"]
 
 
-def try_sizes(outlook: Outlook, seconds: float, words: list[str]) -> float:
-    """Sees how fast the best size is, as far as `outlook` knows by then, until that is known or it is the third, and
-    what loss it reaches in two trials. Returns the seconds that the last took besides. A collective call."""
-    compiled = seconds > COMPILED_FROM_S and compiles(outlook.strategy, seconds)
+def try_sizes(outlook: Outlook, seconds: float, compiled: bool, words: list[str]) -> float:
+    """Measures the speed of the best size, as far as `outlook` knows by then, until that is known or three are; then
+    the loss of the best in two trials. Returns the seconds that the last took besides. A collective call."""
     for _ in range(MOST_PACED):
         if outlook.flops((choice := outlook.best(seconds)).size) not in outlook.rates:
-            pace(outlook, choice, words, compiled)
-    choice = outlook.best(seconds)
-    return [trial(outlook, choice, min(LONGEST_TRIAL_S, share * seconds), words) for share in TRIALS][-1]
+            pace(outlook, choice, words, compiled and seconds > COMPILED_FROM_S)
+    choice, besides = outlook.best(seconds), 0.0
+    for share in TRIALS:
+        besides = trial(outlook, choice, min(LONGEST_TRIAL_S, share * seconds), words)
+    return besides
 
 
 def compiles(strategy: Strategy, seconds: float) -> bool:
@@ -394,7 +395,8 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
         raise UserError(f"--{name}: best.py chooses the shape and the batch; change them in a copy of its recipe")
     processes, started = strategy.runtime.processes, psutil.Process().create_time()
     outlook, seconds = look_at(request, asked, strategy)
-    besides = 0.0 if request.device else try_sizes(outlook, seconds, words)
+    compiled = compiles(strategy, seconds)
+    besides = 0.0 if request.device else try_sizes(outlook, seconds, compiled, words)
     if request.tokens:
         seconds = outlook.seconds_for(request.tokens)
     else:
@@ -412,7 +414,7 @@ def write_recipe(request: argparse.Namespace, words: list[str], asked: Config, s
             logger.info("time       about %s of the %s that are left", duration(needed), duration(seconds))
     else:
         fields["train_hours"] = round(seconds / 3600, 4), "what is left of the time; the decay begins by the clock"
-    fields["torch_compile"] = compiles(strategy, seconds), "pays in a long run"
+    fields["torch_compile"] = compiled, "pays in a long run"
     fields |= {name: (asked.flat()[name], "as given") for name in sorted(request.given)}
     fields["run_name"] = asked.run.run_name, "where it is"
     head = f"{request.asked}\nValidation loss to expect: {best.loss:.3f}, give or take {outlook.error(best):.0%}"

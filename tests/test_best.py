@@ -133,7 +133,7 @@ def test_a_gpu_that_takes_ten_milliseconds_for_the_smallest_step_gets_a_model_th
         return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
 
     monkeypatch.setattr(best, "trained", trained)
-    best.try_sizes(outlook, seconds, [])
+    best.try_sizes(outlook, seconds, True, [])
     choice = outlook.best(seconds)
     rate = speed(choice.size, best.recipe(choice.size, text, choice.tokens, 1)["total_batch_tokens"][0])
     assert rate * outlook.flops(choice.size) > 0.9 * 4e14
@@ -255,6 +255,7 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
         done = call(tmp_path, *words)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
         assert done.stderr.count("\n") <= 2
+        assert not re.search("^(speed|trial) ", done.stdout, re.MULTILINE), "before anything is tried"
 
 
 def test_the_law_predicts_the_runs_that_it_was_fitted_to():

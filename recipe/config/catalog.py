@@ -144,5 +144,5 @@ def unknown_data(name: str, field: str = "dataset_name") -> UserError:
 
 
 def endings(files: list[Path]) -> str:
-    """Of files, in short: '.py .text LICENSE'."""
-    return " ".join(sorted({path.suffix or path.name for path in files})[:8])
+    """Of files and links to directories, in short: '.py .text LICENSE more/'."""
+    return " ".join(sorted({f"{path.name}/" if path.is_dir() else path.suffix or path.name for path in files})[:8])

@@ -214,7 +214,6 @@ class TextFiles:
         """As HubText's; logs which files of a directory are not read."""
         if skipped := self._skipped:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
-            kinds += "; links to directories are not followed" * any(path.is_dir() for path in skipped)
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 
     def has_documents(self, many: int) -> bool:
@@ -296,7 +295,7 @@ def _reading(path: Path) -> Generator[None, None, None]:
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):
             if text_suffix(path) == ".parquet":
-                raise UserError(f"{path}: a text in it is not UTF-8; write it anew, or name other files") from None
+                raise UserError(f"{path}: a text in it is not UTF-8; write it again, or name other files") from None
             where, unpack = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
             option, what = _encoding(path)
             if not option:
@@ -314,7 +313,7 @@ def _encoding(path: Path) -> tuple[str, str]:
         start = pa.input_stream(packed, PACKED.get(path.suffix.lower())).read(1 << 24)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):  # its byte order marks
         return "-f UTF-16", "not text in UTF-8; convert it, from UTF-16"
-    if 0 < start.count(0) < len(start) / 4:
+    if len(start) / 1000 < start.count(0) < len(start) / 4:
         return "", "not text; unpack it if it is an archive, or make .txt, .jsonl or .parquet of it"
     read = start.decode(errors="replace")
     if sum(character > "\x7f" for character in read) > 2 * read.count("\ufffd"):

@@ -101,7 +101,7 @@ def test_every_format_gives_the_same_bytes(reference, tmp_path, kind, capsys):
         write_jsonl(text, opener=opener)
     prepare(data_of(text, tmp_path / "out", shard_tokens=3000))
     assert contents(tmp_path / "out") == reference.contents
-    skipped = "4 files skipped: .png .text LICENSE circle (.txt, .md, .jsonl,"
+    skipped = "4 files skipped: .png .text LICENSE circle/ (.txt, .md, .jsonl,"
     assert (skipped in capsys.readouterr().out) == (kind == "directory")
 
 
