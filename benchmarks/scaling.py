@@ -23,9 +23,10 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks import report
-from recipe.best import Text, recipe, survey
 from recipe.config import ROOT, parse_config
 from recipe.data.producer import open_text
+from recipe.data.survey import Text, survey
+from recipe.estimate.forecast import recipe
 from recipe.estimate.scaling import SCALING, error_of, law, line_through
 from recipe.utils.checkpoints import read_metrics
 from recipe.utils.errors import ArgumentParser, UserError
@@ -98,7 +99,8 @@ def main(argv: list[str]) -> int:
     for name in parser.parse_args(argv).texts:
         stem = Path(name).stem
         config = parse_config([f"--dataset_name={name}", f"--run_name={stem}"])
-        text = survey(name, open_text(config.data), config, math.inf, math.inf, own=True)
+        unlimited = {"seconds": math.inf, "needed_bytes": math.inf}
+        text = survey(name, open_text(config.data), config, **unlimited, train_own=True)
         for layers, width, tokens in GRID:
             key = {"text": stem, "size": [layers, width], "tokens": tokens}
             if not any(run.items() >= key.items() for run in result["runs"]):

@@ -13,8 +13,10 @@ from recipe import best
 from recipe.config import parse_config
 from recipe.config.catalog import text_files
 from recipe.config.fields import FIELDS
+from recipe.data.survey import VOCAB_SIZE, Text
 from recipe.engine.factory import open_strategy
 from recipe.estimate import scaling
+from recipe.estimate.forecast import Forecaster, recipe
 from tests import processes as programs
 from tests.conftest import ROOT, SHAKESPEARE, launch, metrics, ok
 
@@ -67,7 +69,7 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     ok(call(at, *short, script=ROOT / "recipe/train.py"))
     model = AutoModelForCausalLM.from_pretrained(at / "runs/my-0.03h/step_00000020")
     assert (model.config.n_layer, model.config.n_embd) == (config.model.n_layer, config.model.n_embd)
-    assert AutoTokenizer.from_pretrained(at / "runs/my-0.03h/step_00000020").vocab_size <= best.OWN_TOKENS
+    assert AutoTokenizer.from_pretrained(at / "runs/my-0.03h/step_00000020").vocab_size <= VOCAB_SIZE
     again = call(at, "--text", "my.txt", "--hours", "0.03", "--dry_run")
     assert re.search("recipe     runs/my-0.03h/recipe.yaml is there\n +Validation loss to expect: ", again.stdout)
     whole = call(at, "--text", "my.txt", "--hours", "0.03", "--max_steps", "20", "--warmup_steps", "2")
@@ -84,14 +86,14 @@ TRIED = """
 import sys
 from recipe import best
 
-def pace(outlook, *_):
-    outlook.rates[outlook.flops((4, 128))] = speed
+def measure_speed(forecaster, *_):
+    forecaster.rates[forecaster.flops((4, 128))] = speed
 
-def trial(outlook, choice, seconds, words):
-    outlook.losses.append(2 * (best.law(choice.size, speed * seconds),))  # a text for which the law is right
+def measure_loss(forecaster, forecast, seconds, flags):
+    forecaster.losses.append(2 * (best.law(forecast.size, speed * seconds),))  # a text for which the law is right
     return 200.0 if speed == 1 else 0.0
 
-speed, best.pace, best.trial = float(sys.argv[1]), pace, trial
+speed, best.measure_speed, best.measure_loss = float(sys.argv[1]), measure_speed, measure_loss
 sys.exit(best.main(sys.argv[2:]))
 """
 
@@ -122,22 +124,22 @@ def test_a_gpu_that_takes_ten_milliseconds_for_the_smallest_step_gets_a_model_th
     seconds, tokens, monkeypatch
 ):
     """Such steps made 2 x 64 seem the best on an H200, which then ran at 0.2 % of its peak."""
-    text = best.Text("acme/text" if tokens == math.inf else "my.txt", best.GPT2, tokens, 4.4)
-    outlook = best.Outlook(open_strategy("auto", "h200"), text, 50257, scaling.published_law)
+    text = Text("acme/text" if tokens == math.inf else "my.txt", "gpt2", tokens, 4.4)
+    forecaster = Forecaster(open_strategy("auto", "h200"), text, 50257, scaling.published_law)
 
     def speed(size, batch):
-        return batch / max(0.01, batch * outlook.flops(size) / 4e14)
+        return batch / max(0.01, batch * forecaster.flops(size) / 4e14)
 
-    def trained(strategy, fields, words, *own):
+    def train_and_delete(strategy, fields, flags):
         rate = speed((fields["n_layer"][0], fields["n_embd"][0]), fields["total_batch_tokens"][0])
         return [{"step": 10, "tokens": 1e6, "seconds": 1.0, "val_loss": 5.0, "tokens_per_second": rate}]
 
-    monkeypatch.setattr(best, "trained", trained)
-    best.try_sizes(outlook, seconds, True, [])
-    choice = outlook.best(seconds)
-    rate = speed(choice.size, best.recipe(choice.size, text, choice.tokens, 1)["total_batch_tokens"][0])
-    assert rate * outlook.flops(choice.size) > 0.9 * 4e14
-    assert choice.limit == "text" or choice.tokens == pytest.approx(rate * seconds, rel=0.1)
+    monkeypatch.setattr(best, "train_and_delete", train_and_delete)
+    best.try_sizes(forecaster, seconds, [], torch_compile=True)
+    forecast = forecaster.best(seconds)
+    rate = speed(forecast.size, recipe(forecast.size, text, forecast.tokens, 1)["total_batch_tokens"][0])
+    assert rate * forecaster.flops(forecast.size) > 0.9 * 4e14
+    assert forecast.limit == "text" or forecast.tokens == pytest.approx(rate * seconds, rel=0.1)
 
 
 def test_a_search_that_takes_all_of_the_time_says_so(tmp_path):
@@ -220,8 +222,8 @@ def test_a_plan_by_dollars_for_devices_that_are_not_here(text, size, length, tmp
 
 
 def test_the_batch_grows_with_the_run_and_muons_rate_only_above_what_was_measured():
-    text = best.Text("my.txt", "gpt2", 1e12, 4.4)
-    fields = [best.recipe((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]
+    text = Text("my.txt", "gpt2", 1e12, 4.4)
+    fields = [recipe((12, 768), text, tokens, 1) for tokens in (1e6, 5e6, 3e7, 1e10)]
     values = [(one["total_batch_tokens"][0], one["muon_learning_rate"][0]) for one in fields]
     assert values == [(1024, 0.01), (4096, 0.01), (8192, 0.014), (524_288, 0.02)]
 

@@ -1,0 +1,175 @@
+"""Which size of GPT-2 reaches the lowest validation loss in a given time, and the recipe that trains it."""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from recipe.config import Config, batch_arithmetic, parse_config
+from recipe.data.survey import SHIPPED_TEXT, Text
+from recipe.engine.strategy import Strategy
+from recipe.estimate.cost import expected_flops
+from recipe.estimate.memory import HEADROOM, flops_per_token, step_memory
+from recipe.estimate.micro_batch import memory_kind
+from recipe.estimate.scaling import SIZES, Size, block_parameters, error_of, line_through, model_of
+
+MOST_PARAMETERS = 3  # in the blocks per token of text, of which a gain was measured: docs/log.md
+MOST_EPOCHS = 4  # by the law all further ones together are worth less than a tenth of an epoch of new text
+UNTRIED_ERROR = 0.2  # of a loss by the law alone: texts differ by so much
+UNKNOWN_FLOPS = 1e12  # per second, of a device of which nothing is known, until it is measured
+SPEED_POWER = 0.8  # of FLOPs per token by which tokens per second fall, until two sizes are measured
+Fields = dict[str, tuple[Any, str]]  # of a recipe: name -> value, reason
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The validation loss to expect of a size, in nats per token, after `tokens`, all that it can read; `limit` is what
+    keeps it from more: "time", "text" or "memory"."""
+
+    size: Size
+    tokens: float
+    loss: float
+    limit: str
+
+
+class Forecaster:
+    """What each size reaches on these devices with this text; the same on all processes.
+
+    Attributes:
+        rates: {FLOPs per token: tokens per second} of the sizes whose speed was measured.
+        losses: [(loss by the law, loss on this text)] of the trials.
+    """
+
+    def __init__(self, strategy: Strategy, text: Text, vocab_size: int, law: Callable):
+        self.strategy, self.text, self.vocab_size, self.law = strategy, text, vocab_size, law
+        processes, device = strategy.runtime.processes, strategy.device
+        expected = {size: expected_flops(device, processes.world_size, model_of(size, vocab_size)) for size in SIZES}
+        memory = device.memory or psutil.virtual_memory().available // processes.local_world_size
+        self._expected, self._memory = processes.broadcast_object((expected, memory))  # each process measures its own
+        self._fits_cache: dict[Size, bool] = {}
+        self.rates: dict[int, float] = {}
+        self.losses: list[tuple[float, float]] = []
+
+    def forecasts(self, seconds: float) -> list[Forecast]:
+        """Of all sizes that fit into memory, the smallest first, after so many seconds of training."""
+        forecasts: list[Forecast] = []
+        for size in SIZES:
+            if forecasts and not self._fits(size):
+                return [*forecasts[:-1], replace(forecasts[-1], limit="memory")]
+            if forecasts and block_parameters(size) > MOST_PARAMETERS * self.text.tokens:
+                return [*forecasts[:-1], replace(forecasts[-1], limit="text")]
+            in_time, in_text = self.tokens_per_second(size) * seconds, MOST_EPOCHS * self.text.tokens
+            tokens, limit = (in_text, "text") if in_text < in_time else (in_time, "time")
+            forecasts.append(Forecast(size, tokens, self._loss(size, tokens), limit))
+        return forecasts
+
+    def best(self, seconds: float) -> Forecast:
+        """The forecast with the lowest loss."""
+        return min(self.forecasts(seconds), key=lambda forecast: forecast.loss)
+
+    def seconds_for(self, tokens: float) -> float:
+        """The time in which training on so many tokens is the best that can be done, by the size that is best then."""
+        times = [tokens / self.tokens_per_second(size) for size in SIZES]
+        return next((t for size, t in zip(SIZES, times, strict=True) if self.best(t).size <= size), times[-1])
+
+    def relative_error(self, forecast: Forecast) -> float:
+        """How far the loss reached may be from the forecast."""
+        if not self.losses:
+            return UNTRIED_ERROR
+        return error_of(min(self.losses)[0] - self.law(forecast.size, forecast.tokens, self.text.tokens))
+
+    def flops(self, size: Size) -> int:
+        """FLOPs per token."""
+        model = model_of(size, self.vocab_size)
+        return flops_per_token(model, model.n_positions)
+
+    def tokens_per_second(self, size: Size) -> float:
+        """By the measured size that is nearest in FLOPs, and a power law through the two nearest; before there is one,
+        what is expected of the devices."""
+        flops, expected = self.flops(size), self._expected[size]
+        if not self.rates:
+            return (expected[0] if expected else UNKNOWN_FLOPS) / flops
+        (measured, rate), *others = sorted(self.rates.items(), key=lambda pair: abs(math.log(pair[0] / flops)))
+        power = math.log(rate / others[0][1]) / math.log(others[0][0] / measured) if others else SPEED_POWER
+        return rate * (measured / flops) ** min(1.0, max(0.0, power))
+
+    def _loss(self, size: Size, tokens: float) -> float:
+        return line_through(self.losses)(self.law(size, tokens, self.text.tokens))
+
+    def _fits(self, size: Size) -> bool:
+        if size not in self._fits_cache:
+            text = replace(self.text, name=str(SHIPPED_TEXT))  # looking through a large directory each time takes long
+            fields = recipe(size, text, 1e6, 1)
+            config = config_of(fields, "--max_steps=1000", "--micro_batch_size=1").replace(vocab_size=self.vocab_size)
+            batch = batch_arithmetic(config, 1, self.strategy.device.count)
+            needed = step_memory(config, batch, **memory_kind(config, self.strategy)).peak
+            self._fits_cache[size] = needed <= HEADROOM * self._memory
+        return self._fits_cache[size]
+
+
+def recipe(size: Size, text: Text, tokens: float, processes: int) -> Fields:
+    """The fields of a run of `size` on `text` for about so many `tokens`, except the one that sets its length."""
+    model, (layers, width) = model_of(size), size
+    batch = batch_tokens(tokens, model.n_positions * processes)
+    steps = max(1, int(tokens / batch))
+    sampling = f", every {text.stride}th piece of it, which is enough" if text.stride > 1 else ""
+    fields: Fields = {
+        "dataset_name": (text.name, f"the text{sampling}"),
+        "val_fraction": (text.val_fraction, "for validation: enough to measure a loss, a tenth at most"),
+        "tokenizer": (text.tokenizer, f"{text.token_bytes:.1f} bytes per token"),
+        "n_layer": (layers, "of the sizes compared, the one with the lowest expected loss"),
+        "n_head": (model.n_head, f"each {width // model.n_head} wide"),
+        "n_embd": (width, "in proportion to the layers"),
+        "n_positions": (model.n_positions, "longer for larger models only"),
+        "sequence_length": (model.n_positions, "all positions"),
+        "total_batch_tokens": (batch, "grows with the length of the run"),
+        "micro_batch_size": ("auto", "as many as fit"),
+        "optim": ("muon", "needs half of AdamW's tokens, docs/results.md"),
+        "muon_learning_rate": (rounded(min(0.02, 0.01 * max(1, batch / 4096) ** 0.5)), "more for a batch above 4,096"),
+        "muon_weight_decay": (0.02, "no other was better in a run this short"),
+        "learning_rate": (rounded(0.012 * max(1, width / 128) ** -0.7), "of embeddings; lower for a wider model"),
+        "adam_beta1": (0.8, "as tuned beside Muon, docs/log.md"),
+        "adam_beta2": (0.99 if batch < 65_536 else 0.95, "longer where a batch has few of the rare tokens"),
+        "warmup_steps": (max(1, min(256, steps // 20)), "a twentieth of the run; for AdamW"),
+        "lr_scheduler_type": ("wsd", "its decay can begin by the clock, and the run can be extended"),
+        "decay_fraction": (0.6, "as tuned, docs/log.md"),
+        "eval_steps": (max(1, int(0.36 * steps)), "twice on the way, and at the end"),
+        "eval_tokens": (max(32_768, min(10_485_760, int(tokens / 30))), "a thirtieth of the run, each time"),
+        "save_steps": (max(1, int(0.26 * steps)), "what a crash may cost; also at the end"),
+        "logging_steps": (max(1, min(50, steps // 40)), "forty lines or more"),
+    }
+    if text.tokens == math.inf:
+        fields["streaming"] = True, "tokenized while it trains"
+    return fields
+
+
+def yaml_of(fields: Fields) -> str:
+    """A recipe's lines, each with its reason."""
+    words = {name: (json.dumps(value, ensure_ascii=False), reason) for name, (value, reason) in fields.items()}
+    return "".join(f"{name}: {word}  # {reason}\n" for name, (word, reason) in words.items())
+
+
+def config_of(fields: Fields, *flags: str) -> Config:
+    """The configuration of a run of this recipe with these flags."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "recipe.yaml"
+        path.write_text(yaml_of(fields), encoding="utf-8")
+        return parse_config(["--config", str(path), *flags])
+
+
+def rounded(value: float) -> float:
+    """To two digits."""
+    return float(f"{value:.2g}")
+
+
+def batch_tokens(tokens: float, unit: int) -> int:
+    """Tokens per step, a multiple of `unit`: as measured for a run of a million tokens, as published for ten billion,
+    and by a power law between them."""
+    least, most = 1024, 524_288
+    batch = least * (tokens / 1e6) ** (math.log(most / least) / math.log(1e4))
+    return max(1, round(2 ** round(math.log2(min(most, max(least, batch)))) / unit)) * unit
