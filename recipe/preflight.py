@@ -55,48 +55,49 @@ from recipe.utils.redaction import redact
 from recipe.utils.units import duration, gb, si
 
 RESULT = Path("runs/preflight.json")
-LIMIT_S = 180  # of one check: what takes longer hangs
-TRIAL_LIMIT_S = 900  # of the trial, which compiles the recipe's model, and perhaps tunes each of its kernels
-# The fields of twenty steps of a tiny model on the text that ships (48 sequences divide by most numbers of processes),
-# and its losses on a CPU in fp32, by optimizer; tests/test_train.py holds every change to them.
+LIMIT_S = 180  # for a check; after that it hangs
+TRIAL_LIMIT_S = 900  # for the trial, which compiles the recipe's model and perhaps tunes each of its kernels
+# Twenty steps of a tiny model on the text that ships: their fields (48 sequences divide by most numbers of processes),
+# and their losses on a CPU in fp32, by optimizer. tests/test_train.py holds every change to them.
 GOLDEN = json.loads((ROOT / "recipe" / "golden.json").read_text())
-# What is allowed, of a loss in nats and of a kernel's results and gradients relative to the largest number. Measured on
-# CPUs: 1e-6 and 1e-3 nats in fp32 and bf16, 3e-6 and 1e-2 of a kernel; on an H200, which adds in another order, as many
-# nats, and 6e-3 to 2e-2 of a kernel in bf16.
+# Tolerances: of a loss in nats, and of a kernel's results and gradients relative to the largest number. Measured on
+# CPUs: 1e-6 nats in fp32 and 1e-3 in bf16, and of a kernel 3e-6 and 1e-2; on an H200, which adds in another order, as
+# many nats, and of a kernel in bf16 6e-3 to 2e-2.
 NATS = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
 RELATIVE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
-SLOW = 0.8  # of the median process's speed, for one whose GPU is too hot or has other work
+SLOW = 0.8  # of the median process's speed: below it a GPU is too hot or has other work
 # NVLink one way, B/s, by a part of the GPU's name: Nvidia's data sheets. A PCIe card may have none.
 LINKS = {"A100-SXM": 300e9, "H100 80GB HBM3": 450e9, "H200": 450e9, "B200": 900e9}
-Found = tuple[str, str]  # what a check found, and what is wrong: empty where all is well
+Finding = tuple[str, str]  # what a check has measured, and the problem with it, empty where there is none
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all checks and returns the exit code."""
-    argv, launched = sys.argv[1:] if argv is None else argv, dict(os.environ)
+    argv, environment = sys.argv[1:] if argv is None else argv, dict(os.environ)
     try:
         config = parse_config(argv)
         strategy = open_strategy(config.run.precision, deterministic=config.run.deterministic)
-        report = Report(config, strategy, launched)
+        report = Report(config, strategy, environment)
     except (UserError, OSError) as error:
         return fail(error)
     warnings.simplefilter("ignore")
     set_up_logging(main=False)
-    torch.manual_seed(0)  # or it is a matter of luck how far rounding takes a kernel
+    torch.manual_seed(0)  # or how far rounding takes a kernel would vary from call to call
     try:
         for check in (devices, sum_, products, attention, loss, muon, disk):
-            right = report.check(check.__name__.rstrip("_"), check, config, strategy)
-            if check is sum_ and not right:  # processes that disagree wait for each other for ever
+            passed = report.check(check.__name__.rstrip("_"), check, config, strategy)
+            if check is sum_ and not passed:  # processes that disagree would wait for each other for ever
                 return report.close()
-        chosen = strategy.device.precision
-        compiled = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
-        for precision in dict.fromkeys(("fp32", chosen)):
-            how = compiled if precision == chosen else {}
+        run_precision = strategy.device.precision
+        compile_fields = {name: getattr(config.run, name) for name in ("torch_compile", "torch_compile_mode")}
+        for precision in dict.fromkeys(("fp32", run_precision)):
+            fields = compile_fields if precision == run_precision else {}
             for optim in strategy.runtime.optimizers or ("adamw", "muon"):
                 name = f"{optim} {precision}"
-                report.check(name, follows_golden, report.place, optim, report.opened(precision), how)
-        report.check("resume", resumes, report.place, report.opened(chosen), compiled)
-        report.check("trial", trial, config, argv, report.place, report.opened(chosen), limit_s=TRIAL_LIMIT_S)
+                report.check(name, follows_golden, report.directory, optim, report.reopened(precision), fields)
+        report.check("resume", resumes, report.directory, report.reopened(run_precision), compile_fields)
+        trial_arguments = config, argv, report.directory, report.reopened(run_precision)
+        report.check("trial", trial, *trial_arguments, limit_s=TRIAL_LIMIT_S)
         strategy.runtime.close()
         return report.close()
     finally:
@@ -104,12 +105,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Report:
-    """Lines and runs/preflight.json, by the main process, and `place`, a directory that is gone whatever happens."""
+    """The lines and runs/preflight.json, which the main process writes, and `directory`, a temporary one that all
+    processes share; it is deleted however the command ends."""
 
-    def __init__(self, config: Config, strategy: Strategy, launched: dict[str, str]):
-        """`launched` is the environment before the strategy was opened."""
-        self._launched, self._deterministic = launched, config.run.deterministic
-        device, self._processes, self._begun = strategy.device, strategy.runtime.processes, time.monotonic()
+    def __init__(self, config: Config, strategy: Strategy, environment: dict[str, str]):
+        """`environment` is that of the process before the strategy was opened."""
+        self._environment, self._deterministic = environment, config.run.deterministic
+        device, self._processes, self._started = strategy.device, strategy.runtime.processes, time.monotonic()
         self._facts = {
             "date": date.today().isoformat(),
             "config": config.run.config,
@@ -120,58 +122,61 @@ class Report:
             "versions": versions(),
         }
         self._lines: list[dict[str, str]] = []
-        place = ""
+        directory = ""
         if self._processes.is_main:
             RESULT.parent.mkdir(exist_ok=True)
-            RESULT.unlink(missing_ok=True)  # a model card would quote it, were this process killed
-            for other in RESULT.parent.glob(".preflight-*"):
-                if time.time() - os.path.getmtime(other) > 3600:  # or it may be that of another node's preflight
-                    shutil.rmtree(other, ignore_errors=True)
-            place = tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)
-        self.place = Path(self._processes.broadcast_object(place))
-        self._listen()
+            RESULT.unlink(missing_ok=True)  # or a model card would quote it, were this process killed
+            for leftover in RESULT.parent.glob(".preflight-*"):
+                if (
+                    time.time() - os.path.getmtime(leftover) > 3600
+                ):  # a newer one may belong to another node's preflight
+                    shutil.rmtree(leftover, ignore_errors=True)
+            directory = tempfile.mkdtemp(prefix=".preflight-", dir=RESULT.parent)
+        self.directory = Path(self._processes.broadcast_object(directory))
+        self._exit_on_signals()
 
-    def opened(self, precision: str) -> Strategy:
-        """A strategy in this precision, as if the process had been launched only now. A collective call."""
-        os.environ |= self._launched  # with what FSDP and DeepSpeed have taken out of it
+    def reopened(self, precision: str) -> Strategy:
+        """A strategy in this precision, as if the process had just been launched. A collective call."""
+        os.environ |= self._environment  # FSDP and DeepSpeed remove some of it
         torch.compiler.reset()  # what earlier runs have compiled counts towards a limit
         strategy = open_strategy(precision, deterministic=self._deterministic)
-        self._listen()
+        self._exit_on_signals()
         return strategy
 
-    def _listen(self) -> None:
-        """From now on a signal ends this process."""
+    def _exit_on_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, _: self._exit(128 + number))
 
-    def check(self, name: str, function: Callable[..., Found | None], *arguments, limit_s: float = LIMIT_S) -> bool:
-        """Prints what the function finds, and returns whether that is right. A collective call."""
+    def check(self, name: str, function: Callable[..., Finding | None], *arguments, limit_s: float = LIMIT_S) -> bool:
+        """Prints what the function finds, and returns whether there is no problem. A collective call."""
         timer = threading.Timer(limit_s, self._end, (name, f"it hangs: not finished after {limit_s} s"))
         timer.daemon = True
         timer.start()
         try:
-            found = function(*arguments)
-        except Exception as error:  # perhaps of this process only: the others may wait for it for ever
+            finding = function(*arguments)
+        except Exception as error:  # perhaps on this process only: the others may wait for it for ever
             self._end(name, str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
         timer.cancel()
-        if found and self._processes.is_main:
-            self._print(name, *found)
-        return not (found and found[1])
+        if finding and self._processes.is_main:
+            self._print(name, *finding)
+        return not (finding and finding[1])
 
-    def _print(self, name: str, found: str, wrong: str) -> None:
-        wrong = redact(wrong)  # an address in an error may have a token
-        print(f"{'WRONG' if wrong else 'ok':<6} {name:<11} {'; '.join(filter(None, (found, wrong)))}", flush=True)
-        self._lines.append({"check": name, "found": found, "wrong": wrong})
+    def _print(self, name: str, measured: str, problem: str) -> None:
+        problem = redact(problem)  # an address in an error may contain a token
+        print(
+            f"{'WRONG' if problem else 'ok':<6} {name:<11} {'; '.join(filter(None, (measured, problem)))}", flush=True
+        )
+        self._lines.append({"check": name, "found": measured, "wrong": problem})
 
-    def _end(self, name: str, wrong: str) -> NoReturn:
-        """Ends all processes: the launcher does, as soon as one has ended."""
+    def _end(self, name: str, problem: str) -> NoReturn:
+        """Ends this process, and thereby all: the launcher ends the others."""
         if self._processes.is_main:
-            self._print(name, "", wrong)
+            self._print(name, "", problem)
             self.close()
         else:
-            time.sleep(EXIT_GRACE_S)  # in which the main process has ended this one, if it has failed too
-            print(f"process {self._processes.rank}: {redact(wrong)}", flush=True)
+            time.sleep(EXIT_GRACE_S)  # in which the main process ends this one, if it has failed too
+            print(f"process {self._processes.rank}: {redact(problem)}", flush=True)
         self._exit(1)
 
     def _exit(self, code: int) -> NoReturn:
@@ -180,234 +185,244 @@ class Report:
 
     def close(self) -> int:
         """Prints the verdict and writes the file. Returns the exit code."""
-        if not self._processes.is_main:  # the first process that ends with an error would end the main one
+        if not self._processes.is_main:  # the launcher would end the main process as soon as another one fails
             return 0
         passed = not any(line["wrong"] for line in self._lines)
         RESULT.write_text(json.dumps({"passed": passed, **self._facts, "checks": self._lines}, indent=1) + "\n")
-        took = duration(time.monotonic() - self._begun)
-        print(f"\npreflight {'passed' if passed else 'FAILED'} in {took}; {RESULT} has what was found", flush=True)
+        seconds = duration(time.monotonic() - self._started)
+        print(f"\npreflight {'passed' if passed else 'FAILED'} in {seconds}; {RESULT} has the findings", flush=True)
         return 0 if passed else 1
 
     def clean_up(self) -> None:
-        """Removes `place`."""
+        """Deletes `directory`."""
         if self._processes.is_main:
-            shutil.rmtree(self.place, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 # Training runs.
 
 
 def config_of(fields: dict, argv: Sequence[str] = ()) -> Config:
-    """The configuration with these fields, beside the flags `argv`, of which they override the same ones."""
+    """The configuration with the flags `argv` and these fields, which win."""
     return parse_config([*argv, *(f"--{name}={value}" for name, value in fields.items())])
 
 
-def golden_run(directory: Path, optim: str, strategy: Strategy, how: dict) -> None:
-    """Trains the 20 steps, with the fields `how`. Raises UserError where the processes cannot share its sequences."""
+def golden_run(directory: Path, optim: str, strategy: Strategy, fields: dict) -> None:
+    """Trains the 20 steps in `directory`. Raises UserError where the processes cannot share its sequences."""
     processes, devices = strategy.runtime.processes.world_size, strategy.device.count
     if 48 % (processes * devices):
         raise UserError(f"not tried: 48 sequences do not divide by {processes} processes x {devices}")
-    fields = GOLDEN["fields"] | {"micro_batch_size": 48 // processes // devices // 2 or 1, "optim": optim}
-    fields |= {"precision": strategy.device.precision, "dataset_name": directory.with_name("data")} | how
-    train(config_of(fields | {"output_dir": directory}), strategy)
+    fields = GOLDEN["fields"] | fields | {"optim": optim, "precision": strategy.device.precision}
+    fields |= {"micro_batch_size": 48 // processes // devices // 2 or 1}
+    fields |= {"dataset_name": directory.with_name("data"), "output_dir": directory}
+    train(config_of(fields), strategy)
 
 
 def golden_losses(directory: Path) -> list[float | None]:
-    """Those of a golden run's 20 steps, on the main process; None, which NaN is too, of one that was not taken."""
+    """The losses of a golden run's 20 steps, on the main process; None for NaN, or where a step was not taken."""
     losses = {line["step"]: line["loss"] for line in read_metrics(directory / "metrics.jsonl")}
     return [losses.get(step) for step in range(1, 21)]
 
 
-def apart(losses: list[float | None], expected: list[float | None]) -> list[float]:
+def differences(losses: list[float | None], expected: list[float | None]) -> list[float]:
     """In nats, step by step."""
     return [math.inf if a is None or b is None else abs(a - b) for a, b in zip(losses, expected, strict=True)]
 
 
-def follows_golden(place: Path, optim: str, strategy: Strategy, how: dict) -> Found:
+def follows_golden(directory: Path, optim: str, strategy: Strategy, fields: dict) -> Finding:
     """A golden run beside the CPU's."""
-    directory, allowed = place / f"{optim}-{strategy.device.precision}", NATS[strategy.device.precision]
-    golden_run(directory, optim, strategy, how)
+    run, tolerance = directory / f"{optim}-{strategy.device.precision}", NATS[strategy.device.precision]
+    golden_run(run, optim, strategy, fields)
     if not strategy.runtime.processes.is_main:
         return "", ""
-    nats = apart(golden_losses(directory), GOLDEN[optim]["loss"])
-    first = next((step for step, one in enumerate(nats, 1) if one > allowed), None)
-    wrong = f"they part at step {first}: see the lines above, or NaN in docs/troubleshooting.md" if first else ""
-    steps = f"20 {'compiled ' * bool(how.get('torch_compile'))}steps"
-    return f"{steps}, losses within {max(nats):.1e} of a CPU's in fp32 ({allowed:g} allowed)", wrong
+    nats = differences(golden_losses(run), GOLDEN[optim]["loss"])
+    first = next((step for step, difference in enumerate(nats, 1) if difference > tolerance), None)
+    problem = f"they part at step {first}: see the lines above, or NaN in docs/troubleshooting.md" if first else ""
+    steps = f"20 {'compiled ' * bool(fields.get('torch_compile'))}steps"
+    return f"{steps}, losses within {max(nats):.1e} of a CPU's in fp32 ({tolerance:g} allowed)", problem
 
 
-def resumes(place: Path, strategy: Strategy, how: dict) -> Found:
-    """A golden run that begins with the checkpoint of another one's middle, beside that one."""
-    directory, allowed = place / f"adamw-{strategy.device.precision}", NATS[strategy.device.precision]
-    resumed, main = place / "resumed", strategy.runtime.processes.is_main
-    if main:
-        shutil.copytree(checkpoint_path(directory, 10), checkpoint_path(resumed, 10))
-    golden_run(resumed, "adamw", strategy, how)
-    if not main:
+def resumes(directory: Path, strategy: Strategy, fields: dict) -> Finding:
+    """A golden run that is resumed in its middle, beside the one that was not."""
+    complete, tolerance = directory / f"adamw-{strategy.device.precision}", NATS[strategy.device.precision]
+    resumed, is_main = directory / "resumed", strategy.runtime.processes.is_main
+    if is_main:
+        shutil.copytree(checkpoint_path(complete, 10), checkpoint_path(resumed, 10))
+    golden_run(resumed, "adamw", strategy, fields)
+    if not is_main:
         return "", ""
-    nats = max(apart(golden_losses(resumed)[10:], golden_losses(directory)[10:]))
-    found = f"losses within {nats:.1e} ({allowed:g} allowed)"
-    once, again = (manifest_of(checkpoint_path(run, 20)) for run in (directory, resumed))  # with checksums
-    if all(once[file] == again[file] for file in ("model.safetensors", "optimizer.safetensors")):
-        found = "weights and optimizer state equal to the bit"
-    wrong = "" if nats <= allowed else "what is read is not what was saved, or two runs differ"
-    return f"saved at step 10, resumed to 20: {found}", wrong
+    nats = max(differences(golden_losses(resumed)[10:], golden_losses(complete)[10:]))
+    measured = f"losses within {nats:.1e} ({tolerance:g} allowed)"
+    sums, resumed_sums = (manifest_of(checkpoint_path(run, 20)) for run in (complete, resumed))
+    if all(sums[file] == resumed_sums[file] for file in ("model.safetensors", "optimizer.safetensors")):
+        measured = "weights and optimizer state equal to the bit"
+    problem = "" if nats <= tolerance else "what is read is not what was saved, or two runs differ"
+    return f"saved at step 10, resumed to 20: {measured}", problem
 
 
-def trial(config: Config, argv: list[str], place: Path, strategy: Strategy) -> Found:
-    """Some steps of the recipe itself, on its own data where they are here, saved at the end."""
-    data, opt, there = config.data, config.optimizer, Path(config.data.dataset_name)
+def trial(config: Config, argv: list[str], directory: Path, strategy: Strategy) -> Finding:
+    """Some steps of the recipe itself, on its own data if they are here, saved at the end."""
+    data, micro, data_path = config.data, config.optimizer.micro_batch_size, Path(config.data.dataset_name)
     device, processes = strategy.device, strategy.runtime.processes
-    most = 8 if device.type == "cpu" else 32  # sequences: a GPU is busy with them
-    micro = most if opt.micro_batch_size == AUTO else opt.micro_batch_size
-    tokens = processes.world_size * device.count * micro * max(1, most // micro) * data.sequence_length
+    sequences = 8 if device.type == "cpu" else 32  # of a device in a step, which keep it busy
+    micro = sequences if micro == AUTO else micro
+    tokens = processes.world_size * device.count * micro * max(1, sequences // micro) * data.sequence_length
     fields: dict = {"max_steps": 8, "warmup_steps": 2, "logging_steps": 1, "eval_steps": "end", "save_steps": "end"}
-    fields |= {"total_batch_tokens": min(tokens, opt.total_batch_tokens), "eval_tokens": tokens, "max_hours": 0.03}
-    fields |= {"hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
+    fields |= {"total_batch_tokens": min(tokens, config.optimizer.total_batch_tokens), "eval_tokens": tokens}
+    fields |= {"max_hours": 0.03, "hellaswag_steps": 0, "sample_steps": 0, "report_to": "none", "push_to_hub": False}
     fields |= {"train_hours": 0, "num_train_epochs": 0, "dry_run": False}  # whatever the flags say
-    fields["output_dir"], note = place / "trial", ""
-    if not (data.streaming or data.mixture or there.exists()):
+    fields["output_dir"], note = directory / "trial", ""
+    if not (data.streaming or data.mixture or data_path.exists()):
         fields |= {name: GOLDEN["fields"][name] for name in ("train_text", "val_fraction")}
-        fields |= {"dataset_name": place / "data", "val_data": "", "tokenizer": "gpt2"}
-        note = f"; on the text that ships, since {there} is not prepared yet"
+        fields |= {"dataset_name": directory / "data", "val_data": "", "tokenizer": "gpt2"}
+        note = f"; on the text that ships, since {data_path} is not prepared yet"
     train(config_of(fields, argv), strategy)
     if not processes.is_main:
         return "", ""
     lines = [line for line in read_metrics(fields["output_dir"] / "metrics.jsonl") if line["tokens_per_second"]]
     if len(lines) < 2:
         return "", "not two steps in two minutes: this device is too slow for the recipe"
-    later = lines[1:]  # the first step compiles
-    middle = {name: statistics.median(line[name] or 0 for line in later) for name in ("tokens_per_second", "data_wait")}
-    mfu, memory, wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], middle["data_wait"]
-    settled = state_of(checkpoints(fields["output_dir"])[-1])["config"]  # which has what stood on auto
-    auto = {name: settled[name] for name in ("micro_batch_size", "gradient_checkpointing", "fused_loss")}
-    config = config_of(fields | auto, argv)
+    medians = {  # without the first step, which compiles
+        name: statistics.median(line[name] or 0 for line in lines[1:]) for name in ("tokens_per_second", "data_wait")
+    }
+    mfu, memory, data_wait = lines[-1]["mfu"], lines[-1]["peak_memory_bytes"], medians["data_wait"]
+    used = state_of(checkpoints(fields["output_dir"])[-1])["config"]  # with values in place of auto
+    fields |= {name: used[name] for name in ("micro_batch_size", "gradient_checkpointing", "fused_loss")}
+    config = config_of(fields, argv)
     batch = batch_arithmetic(config, processes.world_size, device.count)
-    plan = step_memory(config, batch, **memory_kind(config, strategy)).peak
-    found = f"{len(lines)} steps of {config.run.run_name}: {middle['tokens_per_second']:,.0f} tokens/s"
-    found += f", MFU {100 * mfu:.0f} %" if mfu else ""
-    if memory and device.memory:  # on a CPU it is all that this process has ever held
-        found += f", {gb(memory)} (the plan: {gb(plan)})"
-    wrong = f"{100 * wait:.0f} % of the time it waits for data: a faster disk or network" if wait > 0.05 else ""
-    return found + note, wrong
+    estimate = step_memory(config, batch, **memory_kind(config, strategy)).peak
+    measured = f"{len(lines)} steps of {config.run.run_name}: {medians['tokens_per_second']:,.0f} tokens/s"
+    measured += f", MFU {100 * mfu:.0f} %" if mfu else ""
+    if memory and device.memory:  # on a CPU it is the most that this process has ever held
+        measured += f", {gb(memory)} (the plan: {gb(estimate)})"
+    slow_data = f"{100 * data_wait:.0f} % of the time it waits for data: a faster disk or network"
+    return measured + note, slow_data if data_wait > 0.05 else ""
 
 
 # What is not a training run.
 
 
-def disk(config: Config, strategy: Strategy) -> Found:
+def disk(config: Config, strategy: Strategy) -> Finding:
     """Room and speed where checkpoints go."""
     if not strategy.runtime.processes.is_main:
         return "", ""
-    directory = Path(config.run.output_dir).absolute()
-    there = next(path for path in (directory, *directory.parents) if path.is_dir())
-    block = os.urandom(2**24)
-    with tempfile.TemporaryFile(dir=there) as file:
-        begun = time.perf_counter()
-        for _ in range(8):
+    output_dir = Path(config.run.output_dir).absolute()
+    directory = next(path for path in (output_dir, *output_dir.parents) if path.is_dir())
+    block, count = os.urandom(2**24), 8
+    with tempfile.TemporaryFile(dir=directory) as file:
+        started = time.perf_counter()
+        for _ in range(count):
             file.write(block)
         os.fsync(file.fileno())
-        seconds = (time.perf_counter() - begun) / (8 * len(block))
-    size, free = checkpoint_bytes(config), shutil.disk_usage(there).free
+        seconds_per_byte = (time.perf_counter() - started) / (count * len(block))
+    size, free = checkpoint_bytes(config), shutil.disk_usage(directory).free
     needed = (config.run.save_total_limit + 3) * size
-    found = f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(size * seconds)}"
-    return found, "" if free > needed else f"the run needs {gb(needed)} in {there}; choose another --output_dir"
+    measured = f"{gb(free)} free, writing a checkpoint of {si(size)}B takes {duration(size * seconds_per_byte)}"
+    problem = f"the run needs {gb(needed)} in {directory}; choose another --output_dir"
+    return measured, problem if free <= needed else ""
 
 
-def devices(config: Config, strategy: Strategy) -> Found:
+def devices(config: Config, strategy: Strategy) -> Finding:
     """What there is."""
-    device, found = strategy.device, hardware.nvidia_smi("driver_version", "power.limit", "clocks.max.sm")
+    device, gpu = strategy.device, hardware.nvidia_smi("driver_version", "power.limit", "clocks.max.sm")
     memory = f", {gb(device.memory)}" if device.memory else ""
-    driver = f", driver {', '.join(found.values())}" if found and device.type == "cuda" else ""
+    driver = f", driver {', '.join(gpu.values())}" if gpu and device.type == "cuda" else ""
     return f"{strategy}{memory}, {device.precision}, torch {torch.__version__}{driver}", ""
 
 
-def sum_(config: Config, strategy: Strategy) -> Found | None:
+def sum_(config: Config, strategy: Strategy) -> Finding | None:
     """Whether all processes get the right sum, and how fast: an all-reduce of 64 MB."""
     processes, n = strategy.runtime.processes, strategy.runtime.processes.world_size
     if n == 1:
         return None
     numbers = torch.arange(2**24, device=strategy.device.torch_device, dtype=torch.float32) % 1024  # sums are exact
     total = processes.sum(numbers * (processes.rank + 1))
-    right = gathered(strategy, bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
+    correct = gathered(strategy, bool(torch.equal(total, numbers * (n * (n + 1) // 2))))
     rate = 2 * (n - 1) / n * numbers.nbytes / hardware.seconds_of(partial(processes.sum, numbers))
     link = next((link for name, link in LINKS.items() if name in strategy.device.name), None)
-    beside = f" (NVLink: {si(link)}B/s)" if link and processes.nodes == 1 else ""
-    who = ", ".join(str(rank) for rank, fine in enumerate(right) if not fine)
-    found = f"over {n} processes, {si(rate)}B/s{beside}"
-    return found, f"wrong on process {who}: its link or its memory is broken" if who else ""
+    reference = f" (NVLink: {si(link)}B/s)" if link and processes.nodes == 1 else ""
+    ranks = ", ".join(str(rank) for rank, is_correct in enumerate(correct) if not is_correct)
+    problem = f"wrong on process {ranks}: its link or its memory is broken" if ranks else ""
+    return f"over {n} processes, {si(rate)}B/s{reference}", problem
 
 
-def products(config: Config, strategy: Strategy) -> Found:
-    """The speed of each process's device at what it does most."""
+def products(config: Config, strategy: Strategy) -> Finding:
+    """The speed of each process's device at what it does most: matrix products."""
     device = strategy.device
     size = 8192 if device.memory else 1024
     a, b = (torch.randn(size, size, device=device.torch_device).to(device.dtype) for _ in range(2))
     rates = gathered(strategy, 2 * size**3 / hardware.seconds_of(partial(torch.matmul, a, b)))
-    least, median = min(rates), statistics.median(rates)
-    peak = f", {100 * least * device.count / device.peak_flops:.0f} % of the peak" if device.peak_flops else ""
-    wrong = f"process {rates.index(least)} is slower than the others: its device is too hot, or has other work"
-    slow = least < SLOW * median and device.memory is not None  # processes on a CPU take turns
-    most = f" to {si(max(rates))}" if len(rates) > 1 else ""
-    return f"{si(least)}{most}FLOP/s a process{peak}", wrong if slow else ""
+    slowest, median = min(rates), statistics.median(rates)
+    share = f", {100 * slowest * device.count / device.peak_flops:.0f} % of the peak" if device.peak_flops else ""
+    fastest = f" to {si(max(rates))}" if len(rates) > 1 else ""
+    problem = f"process {rates.index(slowest)} is slower than the others: its device is too hot, or has other work"
+    is_slow = slowest < SLOW * median and device.memory is not None  # processes on a CPU take turns
+    return f"{si(slowest)}{fastest}FLOP/s a process{share}", problem if is_slow else ""
 
 
-def attention(config: Config, strategy: Strategy) -> Found:
+def attention(config: Config, strategy: Strategy) -> Finding:
     """The run's attention."""
     model, attend = config.model, strategy.device.attention or causal_attention
     shape = 2, model.n_head, config.data.sequence_length, model.n_embd // model.n_head
     inputs = [torch.randn(shape).to(strategy.device.dtype) for _ in "qkv"]
-    return beside_fp64(strategy, partial(attend, dropout=0.0), partial(causal_attention, dropout=0.0), inputs)
+    return compared_in_fp64(strategy, partial(attend, dropout=0.0), partial(causal_attention, dropout=0.0), inputs)
 
 
-def loss(config: Config, strategy: Strategy) -> Found:
+def loss(config: Config, strategy: Strategy) -> Finding:
     """The run's loss."""
-    config, chosen = fused_loss(config.replace(fresh=True), strategy)  # which tries it
+    config, kernel_line = fused_loss(config.replace(fresh=True), strategy)  # which tries the kernel
     run, D, V = config.run, config.model.n_embd, config.model.vocab_size
     targets = torch.randint(0, V, (1, 256))
-    how: dict = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": strategy.device.pad_vocab_to}
-    how["fused"] = run.fused_loss
+    options: dict = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": strategy.device.pad_vocab_to}
+    options["fused"] = run.fused_loss
 
-    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def run_loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with strategy.device.autocast():
-            return next_token_loss(hidden, weight, targets.to(hidden.device), **how)
+            return next_token_loss(hidden, weight, targets.to(hidden.device), **options)
 
-    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def reference_loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
 
-    found, wrong = beside_fp64(strategy, ours, plain, [torch.randn(1, 256, D), torch.randn(V, D) / 8])
-    return "; ".join(filter(None, (found, chosen.removeprefix("loss").strip()))), wrong
+    inputs = [torch.randn(1, 256, D), torch.randn(V, D) / 8]
+    measured, problem = compared_in_fp64(strategy, run_loss, reference_loss, inputs)
+    return "; ".join(filter(None, (measured, kernel_line.removeprefix("loss").strip()))), problem
 
 
-def muon(config: Config, strategy: Strategy) -> Found:
+def muon(config: Config, strategy: Strategy) -> Finding:
     """Muon's orthogonalization, whose gradient nobody needs. Its five steps amplify rounding: on a CPU to 2.4e-2 in
     bf16 for matrices 384 wide, and to 4.4e-5 in fp32 for 768; over the TPU's CPU plugin to 8.3e-2 in bf16 for 64."""
     dtype = strategy.device.optimizer_options(strategy.runtime.processes)["muon"]["dtype"]
     matrices = torch.randn(2, config.model.n_embd, 4 * config.model.n_embd).to(dtype)
-    return beside_fp64(strategy, orthogonalize, orthogonalize, [matrices], backward=False, amplified=3)
+    return compared_in_fp64(strategy, orthogonalize, orthogonalize, [matrices], backward=False, tolerance_factor=3)
 
 
-def beside_fp64(
-    strategy: Strategy, ours: Callable, plain: Callable, inputs: list, *, backward: bool = True, amplified: int = 1
-) -> Found:
-    """`ours` on the device, forward and backward, beside `plain` in fp64 on the CPU; `amplified`: how much more than a
-    kernel's rounding is allowed. A collective call."""
+def compared_in_fp64(
+    strategy: Strategy,
+    function: Callable,
+    reference: Callable,
+    inputs: list[torch.Tensor],
+    *,
+    backward: bool = True,
+    tolerance_factor: int = 1,
+) -> Finding:
+    """`function` on the device, forward and backward, beside `reference` in fp64 on the CPU. `tolerance_factor`: how
+    many times a kernel's rounding is allowed. A collective call."""
     results = []
-    for function, placed in (ours, {"device": strategy.device.torch_device}), (plain, {"dtype": torch.float64}):
-        given = [tensor.to(**placed).requires_grad_() for tensor in inputs]
-        result = function(*given)
-        gradients = torch.autograd.grad(result.double().pow(2).mean(), given) if backward else ()
+    for call, device_or_dtype in (function, strategy.device.torch_device), (reference, torch.float64):
+        leaves = [tensor.to(device_or_dtype).requires_grad_() for tensor in inputs]
+        result = call(*leaves)
+        gradients = torch.autograd.grad(result.double().pow(2).mean(), leaves) if backward else ()
         results.append([tensor.detach().cpu().double() for tensor in (result, *gradients)])
-    apart = gathered(strategy, max(relative(*pair) for pair in zip(*results, strict=True)))
-    worst, allowed = max(apart), amplified * RELATIVE[strategy.device.precision]
-    wrong = f"process {apart.index(worst)} computes it wrongly: try another version of torch, or another driver"
-    return f"within {worst:.1e} of fp64 ({allowed:g} allowed)", wrong if worst > allowed else ""
+    errors = gathered(strategy, max(relative_error(*pair) for pair in zip(*results, strict=True)))
+    worst, tolerance = max(errors), tolerance_factor * RELATIVE[strategy.device.precision]
+    problem = f"process {errors.index(worst)} computes it wrongly: try another version of torch, or another driver"
+    return f"within {worst:.1e} of fp64 ({tolerance:g} allowed)", problem if worst > tolerance else ""
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest number; infinite if any is NaN."""
-    apart = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
-    return math.inf if math.isnan(apart) else apart
+    error = ((result - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+    return math.inf if math.isnan(error) else error
 
 
 def gathered(strategy: Strategy, value) -> list:
