@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment in .venv with pinned versions. `make help` lists them.
+# Every target sets up what it needs: a virtual environment in .venv with pinned versions. `make help` lists the targets.
 PYTHON ?= python3
 CONFIG ?= recipe/configs/shakespeare.yaml
 ACCELERATE ?= accelerate_configs/single.yaml
@@ -19,38 +19,37 @@ PROCESSES ?=
 DEVICE ?=
 ARGS ?=
 HOURS ?=
-# How many processes of pytest-xdist run the tests: by default one for each core, at most four.
+# Number of pytest-xdist processes that run the tests: by default one per core, at most four.
 WORKERS ?= logical
 
-# Seconds that torchrun gives a run to save a checkpoint before it is killed; its default of 30 is too few for a large
-# model.
+# Seconds that torchrun gives a run to save a checkpoint before killing it; the default of 30 is too short for a large model.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-# A text, and a variable's value, as one word of the shell, whatever is in it.
+# Quote a text, or a variable's value, as one shell word, whatever it contains.
 quoted = '$(subst ','\'',$(1))'
 as_word = $(call quoted,$(value $(1)))
 
-# TorchTPU has an environment of its own: it changes torch.compile wherever it is installed.
+# TorchTPU has its own environment, because it changes torch.compile wherever it is installed.
 VENV := $(if $(findstring tpu,$(ACCELERATE)),.venv-tpu,.venv)
 BIN := $(VENV)/bin
-# --quiet: after an error of one process, its message is the last line and not the launcher's traceback.
-# The trainer handles Ctrl-C itself (a checkpoint first); the launcher, told to ignore it below, waits for that, and make,
-# which then ends too, does not call it an error.
+# --quiet: after a process fails, the last line is its error message, not the launcher's traceback.
+# On Ctrl-C the trainer saves a checkpoint. The launcher ignores Ctrl-C (below) and waits for the trainer; make then ends
+# too, without calling it an error.
 LAUNCH := $(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) $(if $(PROCESSES),--num_processes $(PROCESSES))
-# What a training run needs installed.
+# What must be installed for a training run.
 TRAINING := $(VENV)/installed $(if $(findstring zero,$(ACCELERATE)),.venv/installed-deepspeed) $(if $(findstring --report_to,$(ARGS)),$(VENV)/installed-trackers)
 TRAIN = recipe/train.py --config $(call as_word,CONFIG) $(if $(FRESH),--fresh) $(ARGS)
 BEST = recipe/best.py $(if $(TEXT),--text=$(call as_word,TEXT)) $(if $(HOURS),--hours $(HOURS)) $(if $(DOLLARS),--dollars $(DOLLARS)) $(if $(PRICE),--price_per_hour $(PRICE)) $(if $(DEVICE),--device $(call as_word,DEVICE)) $(if $(FRESH),--fresh) $(ARGS)
 XDIST := -n $(WORKERS) --maxprocesses 4 --dist worksteal
-# Benchmarks choose a recipe for the device, unless CONFIG or OUT is given.
+# Benchmarks choose their own recipe and output for the device, unless CONFIG or OUT is given.
 BENCH_ARGS = $(if $(filter-out file,$(origin CONFIG)),--config $(call as_word,CONFIG)) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-# What tells in a minute whether a change has broken the core.
+# The tests that show in a minute whether a change has broken the core.
 FAST := tests/model/test_gpt2.py tests/data/test_dataset.py $(addprefix tests/test_train.py::,\
 	test_golden_loss_curve test_a_run_learns_and_reports test_stop_and_resume_equals_never_stopping_bit_for_bit)
-# Prints the targets below under their headings, each with its description, the text after ##.
+# Prints the targets below under their headings, each with its description (the text after ##).
 LIST = awk '/^\#\#@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*\#\# / {split($$0, part, /:.*\#\# /); printf "  make %-14s %s\n", part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
-# Installs into the environment of a target, under the constraints named next.
+# Installs into the environment of a target; the constraints file follows as the first argument.
 INSTALL = .ci/install $(@D)
 
 .DEFAULT_GOAL := start
@@ -67,32 +66,32 @@ help:
 	@echo "Pre-train GPT-2. Targets set up what they need in .venv; begin with make train."
 	@$(LIST)
 	@echo
-	@echo "  CONFIG is a recipe (recipe/configs), ACCELERATE its hardware,"
-	@echo "  PROCESSES how many, ARGS anything else:"
+	@echo "  CONFIG is a recipe (recipe/configs), ACCELERATE the hardware (accelerate_configs),"
+	@echo "  PROCESSES the number of processes, ARGS any other flags:"
 	@echo "    make train CONFIG=recipe/configs/gpt2.yaml PROCESSES=2 \\"
 	@echo "      ACCELERATE=accelerate_configs/ddp.yaml"
 	@echo "    make train ARGS='--learning_rate 1e-3 --run_name mine'"
 
 ##@ Train
 
-train: $(TRAINING) ## train CONFIG, sample; resumes from its checkpoint
+train: $(TRAINING) ## train CONFIG, then sample; resumes from the last checkpoint
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(TRAIN))
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(TRAIN)) || [ $$stopped ]
 	$(if $(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python -m recipe.config --config $(call as_word,CONFIG) $(ARGS))" --prompt $(call as_word,PROMPT))
 
-best: $(TRAINING) ## give TEXT and HOURS: the best model in them (DOLLARS=20 PRICE=28 DEVICE=8xh100: a plan)
+best: $(TRAINING) ## the best model for TEXT in HOURS (only a plan: DOLLARS=20 PRICE=28 DEVICE=8xh100)
 	@printf '%s\n' $(call quoted,$(LAUNCH) $(BEST))
 	@stopped=; trap 'stopped=1' INT; (trap '' INT; $(LAUNCH) $(BEST)) || [ $$stopped ]
 	$(if $(DEVICE)$(findstring --dry_run,$(ARGS)),,@$(BIN)/python -m eval.sample "$$($(BIN)/python $(BEST) --print_run)" --prompt $(call as_word,PROMPT))
 
-plan: $(TRAINING) ## batch, memory, disk, time of a run (DEVICE=8xh100 PRICE=28: there, at 28 dollars an hour)
+plan: $(TRAINING) ## batch, memory, disk, time of a run (on DEVICE=8xh100, at PRICE=28 dollars an hour)
 	@$(LAUNCH) $(if $(DEVICE),--num_processes 1 --num_machines 1) recipe/train.py --config $(call as_word,CONFIG) --dry_run $(if $(DEVICE),$(call as_word,DEVICE)) $(if $(PRICE),--price_per_hour $(PRICE)) $(ARGS)
 
-preflight: $(TRAINING) ## prove this machine in two minutes: kernels, links, disk, resume, speed
+preflight: $(TRAINING) ## check a machine in two minutes: kernels, links, disk, resume, speed
 	@$(LAUNCH) recipe/preflight.py --config $(call as_word,CONFIG) $(ARGS)
 
-# The training text is the 288 tokens that the validation leaves: 4 sequences of 64 and the last one's end.
-overfit: $(TRAINING) ## learn one batch by heart with CONFIG: from a loss of 10.8 to below 0.1
+# Validation takes all of the text but 288 tokens: 4 sequences of 64 and the end of the last one.
+overfit: $(TRAINING) ## overfit one batch with CONFIG: the loss falls from 10.8 to below 0.1
 	@$(LAUNCH) --num_processes 1 --num_machines 1 recipe/train.py --config $(call as_word,CONFIG) --run_name overfit --fresh \
 		--dataset_name data/one-batch --train_text recipe/data/tiny_shakespeare.txt --streaming false --val_fraction 0.99915 \
 		--sequence_length 64 --total_batch_tokens 256 --micro_batch_size 4 --max_steps 40 --warmup_steps 5 \
@@ -104,7 +103,7 @@ data: .venv/installed ## tokenize CONFIG's data before training
 checkpoints: .venv/installed ## list RUN's checkpoints and verify each
 	$(BIN)/python -m recipe.checkpoint $(RUN) $(ARGS)
 
-##@ Look and evaluate
+##@ Inspect and evaluate
 
 sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
 	$(BIN)/python -m eval.sample $(MODEL) --prompt $(call as_word,PROMPT) $(ARGS)
@@ -112,10 +111,10 @@ sample: .venv/installed ## continue PROMPT with MODEL (default: the newest run)
 chat: .venv/installed ## continue what you type, line by line (Ctrl-D ends)
 	@$(BIN)/python -m eval.sample $(MODEL) --interactive $(ARGS)
 
-report: .venv/installed ## curves of RUN as a page; does its loss look right?
+report: .venv/installed ## curves of RUN as a web page; does its loss look right?
 	$(BIN)/python -m eval.report $(RUN) $(if $(filter-out file,$(origin OUT)),--out $(OUT)) $(ARGS)
 
-audit: .venv/installed ## replay the last steps of RUN or REPO; are they right?
+audit: .venv/installed ## replay the last steps of RUN or REPO and compare
 	$(BIN)/python -m recipe.audit $(if $(REPO),--repo $(REPO),$(RUN)) $(ARGS)
 
 eval-val: .venv/installed ## validation loss, perplexity and bits per byte of MODEL
@@ -127,12 +126,12 @@ eval-hellaswag: .venv/installed ## HellaSwag, both published ways (LIMIT=500: a 
 eval-lm: .venv/installed-eval ## lm-evaluation-harness (TASKS=lambada_openai,wikitext)
 	$(BIN)/python -m eval.harness $(MODEL) --tasks $(TASKS) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
-compare: .venv/installed ## MODEL beside WITH (GPT-2): loss, HellaSwag, a sample
+compare: .venv/installed ## MODEL vs. WITH (default: GPT-2): loss, HellaSwag, a sample
 	$(BIN)/python -m eval.compare $(MODEL) --other $(WITH) $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
 
 ##@ Share
 
-export: .venv/installed ## the latest checkpoint of RUN with its model card into OUT
+export: .venv/installed ## the latest checkpoint of RUN, with its model card, into OUT
 	$(BIN)/python -m recipe.hub.export $(RUN) --out $(OUT) $(ARGS)
 
 push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
@@ -140,41 +139,41 @@ push: .venv/installed ## upload RUN's milestones and newest checkpoint to REPO
 
 ##@ Measure speed
 
-scoreboard: .venv/installed ## the speed of each optimization, processes, sizes here
+scoreboard: .venv/installed ## the gain of each optimization, of processes, of sizes here
 	$(BIN)/python -m benchmarks scoreboard $(BENCH_ARGS)
 
-bench-peers: .venv/installed ## recipe/train.py vs. transformers and others (CONFIG)
+bench-peers: .venv/installed ## speed of CONFIG vs. transformers and others
 	$(BIN)/python -m benchmarks peers $(BENCH_ARGS)
 
-# Installs nothing, since a GPU may be lent without a network: .venv's Python where there is one, else PYTHON.
-gpu-proof: ## prove a GPU in ten minutes, into PROOF_OUT (NANOGPT, TEXT)
+# Installs nothing, since the GPU may have no network: runs .venv's Python if it exists, else PYTHON.
+gpu-proof: ## measure a GPU in ten minutes, into PROOF_OUT (NANOGPT, TEXT)
 	$(firstword $(wildcard .venv/bin/python) $(PYTHON)) -m benchmarks proof --out $(PROOF_OUT) $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(call as_word,TEXT)) $(ARGS)
 
-gpu-bundle: ## pack what gpu-proof needs without a network: BUNDLE
+gpu-bundle: ## pack what gpu-proof needs without a network into BUNDLE
 	@tar czf $(BUNDLE) --exclude-vcs --exclude __pycache__ $(filter-out runs data bench $(BUNDLE),$(wildcard *)) \
 		$(if $(TEXT),-C "$$(dirname $(call as_word,TEXT))" "$$(basename $(call as_word,TEXT))") $(if $(NANOGPT),-C $(abspath $(NANOGPT)) model.py)
-	@test $$(wc -c < $(BUNDLE)) -lt 60000000 || { echo "error: $(BUNDLE) has more than 60 MB; choose less TEXT"; exit 1; }
-	@echo "$(BUNDLE): unpack it there in a directory of its own, then"
+	@test $$(wc -c < $(BUNDLE)) -lt 60000000 || { echo "error: $(BUNDLE) is larger than 60 MB; choose a smaller TEXT"; exit 1; }
+	@echo "$(BUNDLE): unpack it on the other machine, in a directory of its own, then run"
 	@echo "  make gpu-proof$(if $(NANOGPT), NANOGPT=.)$(if $(TEXT), TEXT='$$(basename $(call as_word,TEXT))')"
 
 ##@ Develop
 
-test: .venv/installed-dev ## tests of every promise, 7 minutes on two cores (ARGS="-k name": some)
+test: .venv/installed-dev ## test every promise, 7 minutes on two cores (ARGS="-k name": some)
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
-test-fast: .venv/installed-dev ## the model, the data order, a run and its resume: a minute
+test-fast: .venv/installed-dev ## test the model, the data order, a run and its resume: a minute
 	$(BIN)/python -m pytest $(XDIST) $(FAST) $(ARGS)
 
-test-all: .venv/installed-dev ## all tests, the slow ones too (WORKERS=1: one by one)
+test-all: .venv/installed-dev ## run all tests, including slow ones (WORKERS=1: one by one)
 	$(BIN)/python -m pytest -m '' $(XDIST) $(ARGS)
 
-test-tpu: .venv-tpu/installed-dev ## TorchTPU's tests, on XLA's CPU plugin, in .venv-tpu
+test-tpu: .venv-tpu/installed-dev ## test TorchTPU on XLA's CPU plugin, in .venv-tpu
 	.venv-tpu/bin/python -m pytest tests/tpu $(XDIST) $(ARGS)
 
-test-xla: .venv-xla/installed ## torch_xla's tests on XLA's CPU client, in .venv-xla
+test-xla: .venv-xla/installed ## test torch_xla on XLA's CPU client, in .venv-xla
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/xla $(XDIST) $(ARGS)
 
-test-faults: .venv/installed-dev ## inject every fault of the table into tiny runs
+test-faults: .venv/installed-dev ## inject every fault of docs/fault-tolerance.md into tiny runs
 	$(BIN)/python -m pytest -m '' $(XDIST) tests/faults tests/hub/test_upload.py tests/test_secrets.py tests/test_bad_inputs.py $(ARGS)
 
 lint: .venv/installed-dev ## check style, format, import layers, links, spelling
@@ -185,18 +184,18 @@ lint: .venv/installed-dev ## check style, format, import layers, links, spelling
 	git ls-files -z | xargs -0 $(BIN)/codespell
 	$(BIN)/python -m pytest -p no:cacheprovider tests/test_links.py
 
-format: .venv/installed-dev ## apply style and format
+format: .venv/installed-dev ## fix style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## delete environments and caches; data/ and runs/ stay
 	rm -rf .venv .venv-tpu .venv-xla .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	@echo "data/ and runs/ are kept; delete them by hand"
+	@echo "kept data/ and runs/; delete them by hand"
 
-# --seed: with pip, for those who use it. Else with the newest: the one that comes with Python 3.11 takes a minute longer to choose the versions.
+# --seed installs pip, for those who use it. Without uv, upgrade pip: Python 3.11's takes a minute longer to resolve versions.
 .venv/bin/python .venv-tpu/bin/python .venv-xla/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built (make PYTHON=python3.13)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { echo "error: $(PYTHON) is not Python 3.10 to 3.14, for which PyTorch is built: choose another (make PYTHON=python3.13)"; exit 1; }
 	@echo "creating the environment $(@D:/bin=)"
 	@if command -v uv >/dev/null; then uv venv --quiet --seed --python $(PYTHON) $(@D:/bin=); \
 	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --upgrade-deps $(@D:/bin=); \
@@ -219,9 +218,9 @@ clean: ## delete environments and caches; data/ and runs/ stay
 	@echo "installing lm-evaluation-harness into .venv"
 	@$(INSTALL) constraints.txt -e '.[eval]' && touch $@
 
-# In one call, because each call of pip resolves all versions again.
+# One call, because each call of pip resolves all versions again.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing pinned dependencies and what the tests need into .venv (some minutes the first time)"
+	@echo "installing pinned dependencies and test tools into .venv (some minutes the first time)"
 	@$(INSTALL) constraints.txt -e '.[dev,deepspeed,trackers]'
 	@touch .venv/installed-dev .venv/installed .venv/installed-deepspeed .venv/installed-trackers .venv/installed-eval
 
@@ -229,17 +228,17 @@ clean: ## delete environments and caches; data/ and runs/ stay
 	@echo "installing pinned dependencies and TorchTPU into .venv-tpu (some minutes the first time)"
 	@$(INSTALL) constraints.txt -e '.[tpu]' && touch $@
 
-# The second has XLA's CPU plugin, on which TorchTPU computes real values without a TPU.
+# The second call installs XLA's CPU plugin, on which TorchTPU computes real values without a TPU.
 .venv-tpu/installed-dev: .venv-tpu/installed
-	@echo "installing what the tests need into .venv-tpu"
+	@echo "installing test tools into .venv-tpu"
 	@$(INSTALL) constraints.txt pytest pytest-xdist
 	@$(INSTALL) constraints.txt --no-deps lammps-jax-pjrt-cpu==0.11.2 && touch $@
 
-# The pinned versions except torch's: torch_xla asks for its own.
+# The pinned versions except torch's: torch_xla needs its own.
 .venv-xla/constraints.txt: constraints.txt | .venv-xla/bin/python
 	@grep -v '^torch==' constraints.txt > $@
 
-# Without libtpu, which the extra `xla` installs and only a TPU needs.
+# Not the extra `xla`, which also installs libtpu: only a TPU needs that.
 .venv-xla/installed: pyproject.toml .venv-xla/constraints.txt
 	@echo "installing torch_xla into .venv-xla (some minutes the first time)"
 	@$(INSTALL) .venv-xla/constraints.txt -e . pytest pytest-xdist 'torch==2.9.*' 'torch_xla==2.9.*' && touch $@
