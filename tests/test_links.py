@@ -30,4 +30,4 @@ def test_links_and_files_named_exist(page):
 
 def test_the_readme_links_every_page():
     readme = PAGES[0].read_text()
-    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in readme] == []
+    assert [page.name for page in PAGES if page.parent == ROOT / "docs" and f"(docs/{page.name})" not in readme] == []
