@@ -43,7 +43,7 @@ def make_optimizer(
     }
     for parts in (1, 3):  # c_attn is query, key and value side by side
         those = [p for name, p in matrices.items() if (3 if "c_attn" in name else 1) == parts]
-        groups.append({"params": those, "parts": parts} | of_muon)
+        groups.append({"params": those, "num_matrices": parts} | of_muon)
     return Muon(groups, lr=lr, betas=betas, eps=EPSILON, **(muon or {}), **adam)
 
 

@@ -8,7 +8,7 @@ from transformers import GPT2Config
 from recipe.config import OptimizerConfig
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.optim import muon
-from recipe.optim.muon import COEFFICIENTS, STEPS, Muon
+from recipe.optim.muon import NS_COEFFICIENTS, NS_STEPS, Muon
 from recipe.optim.optimizer import load_named_state, make_optimizer, named_state, norm_and_divisor
 
 MUON = OptimizerConfig(optim="muon", learning_rate=1e-3)
@@ -34,10 +34,11 @@ def test_muon_moves_the_blocks_matrices_and_adamw_the_rest():
         for name, p in model.named_parameters()
         if ".h." in name and p.ndim == 2
     }
-    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_coefficients": COEFFICIENTS, "ns_steps": STEPS}
+    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "nesterov": True}
     torchs = torch.optim.Muon(
         [matrix for matrices in theirs.values() for matrix in matrices],
-        nesterov=True,
+        ns_coefficients=NS_COEFFICIENTS,
+        ns_steps=NS_STEPS,
         adjust_lr_fn="original",
         **settings,
     )
@@ -107,6 +108,6 @@ def test_what_a_process_sends_of_sharded_matrices_is_freed_before_it_orthogonali
     flat = torch.nn.Parameter(torch.randn(128))  # the first half of two matrices of 8 x 16, one process's part
     flat.grad = torch.randn(128)
     layout = [((8, 16), 0, 0, 64), ((8, 16), 0, 64, 64)]
-    group = {"params": [flat], "muon": True, "parts": 1, "momentum": 0.95, "weight_decay": 0.1, "layout": layout}
+    group = {"params": [flat], "muon": True, "num_matrices": 1, "momentum": 0.95, "weight_decay": 0.1, "layout": layout}
     Muon([group], world_size=2).step()
     assert orthogonalized == [1]
