@@ -1,4 +1,4 @@
-"""The optimizer: which parameters AdamW or Muon updates, clipping within the step, and state by parameter name."""
+"""The optimizer: which parameters AdamW and Muon update, clipping within the step, and state by parameter name."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,41 +9,41 @@ from recipe.optim.muon import Muon
 from recipe.optim.schedule import MUON_MOMENTUM
 
 EPSILON = 1e-8  # of AdamW
-# Optimizer state, a tensor each of a parameter's shape: AdamW's, as torch names them, and Muon's.
+# Optimizer state tensors, each of its parameter's shape: AdamW's, as torch names them, and Muon's.
 MOMENTS, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)
 
 
 def make_optimizer(
     model: torch.nn.Module, config: OptimizerConfig, *, muon: Mapping | None = None, **adam
 ) -> torch.optim.AdamW:
-    """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest. Which rate a group
-    has at a step is up to set_lr.
+    """AdamW, or with `optim: muon` Muon for the matrices inside the blocks and AdamW for the rest. set_lr sets the
+    learning rates of each step.
 
     Weight decay is on tensors of two or more dimensions only (matrices and embeddings, as in GPT-3). `adam` chooses
-    an implementation of AdamW's update (fused or capturable), `muon` how Muon's work is done (dtype, rank, world_size).
+    an implementation of AdamW (fused or capturable), `muon` holds Muon's own arguments (dtype, rank, world_size).
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    apart = config.optim == "muon" or config.matrix_learning_rate
-    matrices = {name: p for name, p in params.items() if apart and _is_matrix(name)}
-    rest = [p for name, p in params.items() if name not in matrices]
+    separate_matrices = config.optim == "muon" or config.matrix_learning_rate
+    matrices = {name: p for name, p in params.items() if separate_matrices and _is_matrix(name)}
+    others = [p for name, p in params.items() if name not in matrices]
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     lr, betas = config.learning_rate, (config.adam_beta1, config.adam_beta2)
     if config.optim == "adamw":
         if matrices:
             groups.append({"params": [*matrices.values()], "weight_decay": config.weight_decay, "matrices": True})
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPSILON, **adam)
-    of_muon = {
+    muon_settings = {
         "muon": True,
         "lr": config.muon_learning_rate,
         "momentum": MUON_MOMENTUM,
         "weight_decay": config.muon_weight_decay,
     }
-    for parts in (1, 3):  # c_attn is query, key and value side by side
-        those = [p for name, p in matrices.items() if (3 if "c_attn" in name else 1) == parts]
-        groups.append({"params": those, "num_matrices": parts} | of_muon)
+    for num_matrices in (1, 3):  # c_attn is query, key and value side by side
+        group_params = [p for name, p in matrices.items() if (3 if "c_attn" in name else 1) == num_matrices]
+        groups.append({"params": group_params, "num_matrices": num_matrices} | muon_settings)
     return Muon(groups, lr=lr, betas=betas, eps=EPSILON, **(muon or {}), **adam)
 
 
@@ -51,7 +51,7 @@ def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) 
     """Global gradient norm, and the number by which clipping to `max_norm` divides the gradients (1 if max_norm is 0),
     as in torch's clip_grad_norm_; both () in fp32 on the device.
 
-    A fused AdamW takes the divisor as its `grad_scale` and divides while it reads the gradients, where clip_grad_norm_
+    A fused AdamW takes the divisor as its `grad_scale` and divides the gradients as it reads them; clip_grad_norm_
     would read and write all of them once more. A collective call where the gradients are sharded.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -66,14 +66,14 @@ def norm_and_divisor(parameters: Iterable[torch.nn.Parameter], max_norm: float) 
 
 
 def _norm_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Norm of all `tensors` together. A CPU sums a tensor's squares sequentially in fp32, and the norm of an
-    embedding's gradient is 2.7e-3 too low (torch 2.13); here each row is summed in fp32, and the rows in fp64."""
-    rows = [torch.linalg.vector_norm(tensor, dim=-1) for tensor in tensors]
-    return torch.stack([torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]).norm().float()
+    """Norm of all `tensors` together. torch sums a tensor's squares sequentially in fp32 on a CPU, which makes the norm
+    of an embedding's gradient 2.7e-3 too low (torch 2.13). Here each row is summed in fp32, and the rows in fp64."""
+    row_norms = [torch.linalg.vector_norm(tensor, dim=-1) for tensor in tensors]
+    return torch.stack([torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in row_norms]).norm().float()
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which this process may have a part (a DTensor); then a collective call."""
+    """The full tensor. A collective call if `tensor` is sharded (a DTensor)."""
     return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
@@ -99,8 +99,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_named_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
 ) -> None:
-    """Sets the state that the optimizer has after `steps` steps from the tensors of `named_state` (KeyError for a
-    missing name)."""
+    """Restores the optimizer state after `steps` steps from the tensors of `named_state` (KeyError for a missing
+    name)."""
     if not tensors:
         return
     # A fused or capturable AdamW keeps its step on the parameter's device.
@@ -115,5 +115,5 @@ def load_named_state(
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """Steps that the optimizer has taken: fewer than the loop's if steps were skipped."""
+    """How many steps the optimizer has taken: fewer than the training loop if steps were skipped."""
     return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
