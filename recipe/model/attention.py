@@ -1,9 +1,9 @@
-"""Causal attention for a CPU, faster there than SDPA's kernel: matrix products over blocks of queries.
+"""Causal attention for CPUs, where it is faster than SDPA: matrix products over blocks of queries.
 
 PyTorch's flash attention on a CPU spends a sixth of a 124M step on a thirtieth of its FLOPs (docs/log.md). Here each
 block of queries is multiplied by the keys up to its end in one batched product, and the probabilities are kept for
-backward instead of recomputed: B H T (T + 128) / 2 numbers a layer, for which a CPU has room. Scores and softmax are
-fp32, as in SDPA.
+backward instead of recomputed: B H T (T + 128) / 2 numbers a layer, which fit in a CPU's memory. Scores and softmax
+are fp32, as in SDPA.
 """
 
 import math
@@ -24,8 +24,8 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: 
     return _attend(q, k, v)[0].view(B, H, T, K)
 
 
-def kept_numbers(heads: int, T: int) -> int:
-    """The number of probabilities that backward keeps, of `heads` heads over T positions."""
+def _num_probs(heads: int, T: int) -> int:
+    """How many probabilities are kept for backward: `heads` is B H."""
     return heads * sum((hi - lo) * hi for lo, hi in _blocks(T))
 
 
@@ -33,47 +33,47 @@ def _blocks(T: int) -> Iterator[tuple[int, int]]:
     return ((lo, min(T, lo + _BLOCK)) for lo in range(0, T, _BLOCK))
 
 
-def _parts(kept: torch.Tensor, heads: int, T: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _prob_blocks(probs: torch.Tensor, heads: int, T: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(lo, hi, probabilities (heads, hi - lo, hi)) of each block of queries."""
     start = 0
     for lo, hi in _blocks(T):
         size = heads * (hi - lo) * hi
-        yield lo, hi, kept[start : start + size].view(heads, hi - lo, hi)
+        yield lo, hi, probs[start : start + size].view(heads, hi - lo, hi)
         start += size
 
 
-# Opaque to torch.compile, which would unroll the loops into its graph, and generates no code for their products anyway.
+# Opaque to torch.compile, which would unroll the loops, and which generates no code for their products anyway.
 @torch.library.custom_op("recipe::attend", mutates_args=())
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(heads, T, K) each -> outputs (heads, T, K) and probabilities, flat (`_parts`)."""
+    """(heads, T, K) each -> outputs (heads, T, K) and probabilities, flat (`_prob_blocks`)."""
     heads, T, K = q.shape
-    out, kept = q.new_empty(q.shape), q.new_empty(kept_numbers(heads, T))
+    out, probs = q.new_empty(q.shape), q.new_empty(_num_probs(heads, T))
     with torch.autocast(q.device.type, enabled=False):
-        scaled, keys = q.float() / math.sqrt(K), k.float().transpose(1, 2)
-        future = torch.full((min(_BLOCK, T),) * 2, -math.inf, device=q.device).triu(1)
-        for lo, hi, p in _parts(kept, heads, T):
-            scores = torch.bmm(scaled[:, lo:hi], keys[:, :, :hi])
-            scores[:, :, lo:] += future[: hi - lo, : hi - lo]
+        scaled_q, keys = q.float() / math.sqrt(K), k.float().transpose(1, 2)
+        causal_mask = torch.full((min(_BLOCK, T),) * 2, -math.inf, device=q.device).triu(1)
+        for lo, hi, p in _prob_blocks(probs, heads, T):
+            scores = torch.bmm(scaled_q[:, lo:hi], keys[:, :, :hi])
+            scores[:, :, lo:] += causal_mask[: hi - lo, : hi - lo]
             p.copy_(torch.softmax(scores, -1))
             out[:, lo:hi] = torch.bmm(p, v[:, :hi])
-    return out, kept
+    return out, probs
 
 
 @_attend.register_fake
 def _(q, k, v):
-    return q.new_empty(q.shape), q.new_empty(kept_numbers(q.shape[0], q.shape[1]))
+    return q.new_empty(q.shape), q.new_empty(_num_probs(q.shape[0], q.shape[1]))
 
 
 @torch.library.custom_op("recipe::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, (heads, T, K) each."""
     heads, T, K = q.shape
     dq = q.new_empty(q.shape)
     dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     with torch.autocast(q.device.type, enabled=False):
-        for lo, hi, p in _parts(kept, heads, T):
+        for lo, hi, p in _prob_blocks(probs, heads, T):
             g = grad[:, lo:hi]
             dv[:, :hi] += torch.bmm(p.transpose(1, 2), g)
             dp = torch.bmm(g, v[:, :hi].transpose(1, 2))
@@ -84,11 +84,11 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(grad, q, k, v, kept):
+def _(grad, q, k, v, probs):
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
 
 
-def _keep(ctx, inputs, output) -> None:
+def _save_for_backward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the probabilities, which have no gradient
     ctx.save_for_backward(*inputs, output[1])
 
@@ -96,8 +96,8 @@ def _keep(ctx, inputs, output) -> None:
 def _backward(ctx, grad, _):
     if grad is None:
         return None, None, None
-    q, k, v, kept = ctx.saved_tensors
-    return _attend_backward(grad.contiguous(), q, k, v, kept)
+    q, k, v, probs = ctx.saved_tensors
+    return _attend_backward(grad.contiguous(), q, k, v, probs)
 
 
-_attend.register_autograd(_backward, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_save_for_backward)

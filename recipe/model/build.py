@@ -1,4 +1,4 @@
-"""Builds the model that a configuration describes, with its first weights."""
+"""Builds the model that a configuration describes, with its initial weights."""
 
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ from recipe.utils.checkpoints import checkpoints
 from recipe.utils.download import on_this_disk
 from recipe.utils.errors import UserError
 
-_FILES = ["config.json", "model.safetensors", "model-*-of-*.safetensors"]
-_NEEDED = "config.json and model.safetensors"
+_MODEL_FILES = ["config.json", "model.safetensors", "model-*-of-*.safetensors"]
+_REQUIRED = "config.json and model.safetensors"
 
 
 def build_model(
@@ -23,41 +23,40 @@ def build_model(
     """The recipe's model on the CPU, with random weights or those of `init_from`.
 
     `load_init_from=False` leaves the weights random, for a caller that will replace them. `pad_vocab_to`, for the loss,
-    and `device_options`, for GPT2LMHeadModel, depend on the device (`Device.model_options`). Raises UserError where
+    and `device_options`, for GPT2LMHeadModel, depend on the device (`Device.model_options`). Raises UserError if
     `init_from` cannot be loaded or has another architecture.
     """
-    model = config.model
+    fields, run = config.model, config.run
     end_of_text = open_tokenizer(config.data.tokenizer).end_of_text
-    wanted = GPT2Config(
-        **{name: getattr(model, name) for name in SHAPE_FIELDS},
+    gpt2_config = GPT2Config(
+        **{name: getattr(fields, name) for name in SHAPE_FIELDS},
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
-        resid_pdrop=model.dropout,
-        embd_pdrop=model.dropout,
-        attn_pdrop=model.dropout,
+        resid_pdrop=fields.dropout,
+        embd_pdrop=fields.dropout,
+        attn_pdrop=fields.dropout,
     )
-    run = config.run
-    how = {"chunk_size": run.loss_chunk_size, "pad_vocab_to": pad_vocab_to, "fused": run.fused_loss is True}  # as off
-    built = GPT2LMHeadModel(
-        wanted,
+    fused = run.fused_loss is True  # an unresolved "auto" counts as off
+    model = GPT2LMHeadModel(
+        gpt2_config,
         gradient_checkpointing=bool(run.gradient_checkpointing),  # an unresolved "auto" counts as on
-        loss=partial(next_token_loss, **how),
+        loss=partial(next_token_loss, chunk_size=run.loss_chunk_size, pad_vocab_to=pad_vocab_to, fused=fused),
         seed=run.seed,
         **device_options,
     )
-    if model.init_from and load_init_from:
-        directory = on_this_disk(model.init_from, "init_from", _FILES, _NEEDED)
-        _check_config(model, directory)
-        built.load_weights(read_weights(directory), model.init_from)
-    return built
+    if fields.init_from and load_init_from:
+        directory = on_this_disk(fields.init_from, "init_from", _MODEL_FILES, _REQUIRED)
+        _check_config(fields, directory)
+        model.load_weights(read_weights(directory), fields.init_from)
+    return model
 
 
 def check_init_from(model: ModelConfig) -> None:
-    """Checks `init_from` for a plan. Raises UserError if it is missing or has another architecture, and Unreachable if
-    the Hub does not answer. Weights are neither read nor downloaded."""
+    """Checks `init_from` for a dry run. Raises UserError if it is missing or has another architecture, and Unreachable
+    if the Hub does not answer. Weights are neither read nor downloaded."""
     if not model.init_from:
         return
-    directory = on_this_disk(model.init_from, "init_from", _FILES[:1], _NEEDED)
+    directory = on_this_disk(model.init_from, "init_from", _MODEL_FILES[:1], _REQUIRED)
     if directory == model.init_from:
         weight_files(directory)
     _check_config(model, directory)
@@ -66,8 +65,8 @@ def check_init_from(model: ModelConfig) -> None:
 def _check_config(model: ModelConfig, directory: str) -> None:
     if not (Path(directory) / "config.json").is_file() and (steps := checkpoints(Path(directory))):
         raise UserError(f"init_from {model.init_from} is a run; name a checkpoint of it, such as {steps[-1]}")
-    theirs = read_config(directory)
-    shapes = {k: getattr(theirs, k) for k in SHAPE_FIELDS}
-    if wrong := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:
-        raise UserError(f"init_from {model.init_from} has {', '.join(wrong)}; set the recipe's fields to match")
-    check_supported(theirs)
+    init_config = read_config(directory)
+    shapes = {k: getattr(init_config, k) for k in SHAPE_FIELDS}
+    if mismatches := [f"{k} {v} (recipe: {getattr(model, k)})" for k, v in shapes.items() if v != getattr(model, k)]:
+        raise UserError(f"init_from {model.init_from} has {', '.join(mismatches)}; set the recipe's fields to match")
+    check_supported(init_config)

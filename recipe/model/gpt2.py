@@ -60,7 +60,7 @@ class Conv1D(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """Layer norm in fp32 on a CPU and a TPU, whatever the residual stream's type; torch's epsilon, 1e-5, is GPT-2's.
 
-    Their autocast, unlike CUDA's, does not lift layer norm to fp32. torch's CPU backward is inaccurate for bf16 input
+    Their autocast, unlike CUDA's, does not run layer norm in fp32. torch's CPU backward is inaccurate for bf16 input
     (torch 2.13, one thread, a 4 x 128 model: gradients are off by up to 14 % at 1,024 rows and 36 % at 8,192), and
     torch_tpu 0.2 compiles no layer norm of bf16 input and fp32 weights.
     """
@@ -75,7 +75,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of H heads; `attend` computes it if there is no mask."""
+    """Causal self-attention of H heads, computed by `attend` unless a mask is given."""
 
     def __init__(self, config: GPT2Config, attend: Callable):
         super().__init__()
@@ -221,7 +221,7 @@ class GPT2LMHeadModel(nn.Module):
         """Logits (B, T, V) of `input_ids` (B, T); with `targets` (B, T), the loss alone.
 
         `targets[b, t]` is the token after `input_ids[b, t]`: already shifted, unlike transformers' `labels`.
-        Training never returns logits: they would be kept whole and converted to fp32.
+        Training never returns logits: all of them would be kept in memory and converted to fp32.
         """
         hidden = self.transformer(input_ids)
         if targets is None:
@@ -252,23 +252,22 @@ class GPT2LMHeadModel(nn.Module):
         tensors.pop("lm_head.weight", None)  # the embedding once more
         if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
             tensors = {f"transformer.{k}": v for k, v in tensors.items()}
-        own = self.state_dict()
-        if missing := sorted(own.keys() - tensors.keys()):
-            raise UserError(f"{origin}: missing {some(missing)}")
-        if unexpected := sorted(tensors.keys() - own.keys()):
-            raise UserError(f"{origin}: unexpected {some(unexpected)}")
-        if wrong := [
-            f"{k} {list(tensors[k].shape)} for {list(own[k].shape)}" for k in own if tensors[k].shape != own[k].shape
-        ]:
-            raise UserError(f"{origin}: wrong shape: {some(wrong)}")
+        expected = self.state_dict()
+        if missing_names := sorted(expected.keys() - tensors.keys()):
+            raise UserError(f"{origin}: missing {some(missing_names)}")
+        if unexpected_names := sorted(tensors.keys() - expected.keys()):
+            raise UserError(f"{origin}: unexpected {some(unexpected_names)}")
+        shapes = {name: (list(tensors[name].shape), list(tensor.shape)) for name, tensor in expected.items()}
+        if mismatches := [f"{name} {a}, not {b}" for name, (a, b) in shapes.items() if a != b]:
+            raise UserError(f"{origin}: wrong shape: {some(mismatches)}")
         self.load_state_dict(tensors)
 
 
 def check_supported(config: GPT2Config) -> None:
     """Raises UserError for a variant of GPT-2 that this module does not compute."""
-    for name, needed in _REQUIRED.items():
-        if (found := getattr(config, name)) != needed:
-            raise UserError(f"model config: {name} is {found!r}; only {needed!r} is supported here")
+    for name, required in _REQUIRED.items():
+        if (value := getattr(config, name)) != required:
+            raise UserError(f"model config: {name} is {value!r}; only {required!r} is supported here")
 
 
 def read_config(directory: str) -> GPT2Config:
@@ -289,7 +288,7 @@ def read_weights(directory: str) -> dict[str, torch.Tensor]:
 def weight_files(directory: str) -> list[Path]:
     """The safetensors file of a model, or the parts in which transformers saves a large one. Raises UserError if there
     are none."""
-    found = [sorted(Path(directory).glob(name)) for name in ("model.safetensors", "model-*-of-*.safetensors")]
-    if not any(found):
-        raise no_safetensors(directory)
-    return found[0] or found[1]
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors"):
+        if paths := sorted(Path(directory).glob(pattern)):
+            return paths
+    raise no_safetensors(directory)

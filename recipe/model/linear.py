@@ -1,4 +1,4 @@
-"""x W + b, with a bias gradient that Inductor computes while it writes what it sums."""
+"""x W + b, with a bias gradient that Inductor fuses with the kernel that writes the gradients it sums."""
 
 import torch
 
@@ -13,31 +13,31 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.T
     return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
 
 
-# torch 2.11, where Dynamo looks inside, does not mark these operators as part of a checkpointed block, and keeps their
-# results instead of computing them again: 8 blocks took 8.45 GB where 5.05 were estimated. torch 2.13 does.
+# If Dynamo traces into it, torch 2.11 does not mark these operators as part of a checkpointed block, and keeps their
+# results instead of recomputing them: 8 blocks took 8.45 GB, not the estimated 5.05. torch 2.13 does mark them.
 @torch.compiler.allow_in_graph
 def two_stage_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`linear` of x in the type of the product."""
+    """`linear` for x and weight that already have the type of the product."""
     return TwoStageLinear.apply(x, weight, bias)
 
 
 class TwoStageLinear(torch.autograd.Function):
     """The bias gradient is a sum over T and then one over B.
 
-    Inductor would itself divide the sum over B T into two, but then not fuse the first with what computes the numbers:
-    it would read all gradients of GELU, q, k and v once more (torch 2.13).
+    Inductor would itself split the sum over B T in two, but would not fuse the first with the kernel that computes the
+    summands: it would read all gradients of GELU, q, k and v once more (torch 2.13).
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        """The product of (B, T, in) and (in, out), and the bias (out)."""
+        """x (B, T, in), weight (in, out), bias (out) -> (B, T, out)."""
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = bias.dtype
         return torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
 
     @staticmethod
     def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  one output, one gradient
-        """Of (B, T, out): the gradients of x, weight and bias."""
+        """(B, T, out) -> the gradients of x, weight and bias."""
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, 1)
         grad_bias = grad.sum(1, dtype=torch.float32).sum(0).to(ctx.bias_dtype)
