@@ -1,4 +1,4 @@
-"""The hardware: precision, peak, memory, threads, allocator. Uses PyTorch, but not Accelerate."""
+"""The hardware: its precisions, peak FLOP/s, memory, threads and allocator. Uses PyTorch, but not Accelerate."""
 
 import ctypes
 import os
@@ -21,18 +21,18 @@ from recipe.utils.errors import UserError
 
 
 class DataSheet(NamedTuple):
-    """A GPU or a TPU device: its dense bf16 (fp16 where it has no bf16) peak in FLOP/s with sums in fp32; its memory in
-    10^9 bytes; whether it has bf16."""
+    """A GPU or a TPU device: its dense bf16 (or fp16, if it has no bf16) peak in FLOP/s with fp32 accumulation, its
+    memory in 10^9 bytes, and whether it has bf16."""
 
     peak: float
     memory: float
     bf16: bool = True
 
 
-# From the vendors' data sheets. Any other device has no peak rather than a guess: a laptop's GPU, a slice of one or a
-# "D" has almost the same name (see `known_name`). A GPU sold with several sizes of memory is here with one of them;
-# "A100 40GB" and "V100 32GB" are for plans alone. A chip of TPU v2 and v3 is two devices, each with half of its memory;
-# a chip of a later one is one device.
+# From the vendors' data sheets. The peak of any other device is not guessed from a similar name: a laptop's GPU, a
+# slice of a GPU or its "D" edition has almost the same one (see `known_name`). A GPU sold with several sizes of memory
+# is listed with one of them; "A100 40GB" and "V100 32GB" are for dry runs only. A chip of TPU v2 or v3 is two devices,
+# each with half of its memory; a chip of a later generation is one device.
 DEVICES = {
     "B200": DataSheet(2250e12, 180),
     "GH200": DataSheet(989e12, 96),
@@ -60,8 +60,8 @@ DEVICES = {
     "RTX 3090": DataSheet(71e12, 24),
     "RTX 3080": DataSheet(59.5e12, 10),
     "MI300X": DataSheet(1307.4e12, 192),
-    # Apple's own figures, in fp32, of its presentations of November 2020, October 2021 and June 2022; it has given none
-    # of later chips. The memory is the processor's too.
+    # Apple's own fp32 figures, from its presentations of November 2020, October 2021 and June 2022; it has published
+    # none for later chips. The memory is shared with the processor.
     "M1": DataSheet(2.6e12, 16),
     "M1 PRO": DataSheet(5.2e12, 32),
     "M1 MAX": DataSheet(10.4e12, 64),
@@ -74,8 +74,8 @@ DEVICES = {
     "TPU V5P": DataSheet(459e12, 95),
     "TPU V6E": DataSheet(918e12, 32),
 }
-# Parts of a name beside the model: vendor, socket, edition, the size of a job; and memory.
-_BESIDE = re.compile(
+# Parts of a device's name that do not identify the model: vendor, socket, edition, size of a job; and memory.
+_NAME_EXTRAS = re.compile(
     r"^(NVIDIA |AMD |APPLE )?(TESLA |GEFORCE |INSTINCT )?"
     r"| SXM\d?(?= |$)| (BLACKWELL WORKSTATION EDITION|GENERATION|SMALL|MEDIUM|LARGE)$"
 )
@@ -83,10 +83,10 @@ _MEMORY = re.compile(r" (\d+GB?|HBM\d\w?)(?= |$)")
 
 
 def known_name(name: str) -> str:
-    """The name in DEVICES of what CUDA or the XLA engine calls `name`; empty where it is not known.
+    """The name in DEVICES of the device that CUDA or the XLA engine calls `name`; empty if it is not known.
 
-    The full name must be explained: vendor, model, memory, socket. So the A1000 is no A100, and neither are a MIG
-    slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") nor a share of one ("GRID A100-10C").
+    Every word of the name must match: vendor, model, memory, socket. So the A1000 is not an A100, and neither is a MIG
+    slice of one ("NVIDIA A100-SXM4-80GB MIG 1g.10gb") or a vGPU ("GRID A100-10C").
     """
     model = _MEMORY.sub("", _model(name))
     return model if model in DEVICES else ""
@@ -94,34 +94,35 @@ def known_name(name: str) -> str:
 
 def _model(name: str) -> str:
     """A name in the spelling of DEVICES, with its memory."""
-    return _BESIDE.sub("", " ".join(re.split(r"[\s_-]+", name.strip().upper())))
+    return _NAME_EXTRAS.sub("", " ".join(re.split(r"[\s_-]+", name.strip().upper())))
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense half-precision peak in FLOP/s of the device called `name`; None where it is not known."""
-    return DEVICES[known].peak if (known := known_name(name)) else None
+    """Dense half-precision peak in FLOP/s of the device called `name`; None if it is not known."""
+    return DEVICES[model].peak if (model := known_name(name)) else None
 
 
 def named_devices(text: str) -> tuple[int, str]:
-    """ "8xh100", "H100:8", "a100_80gb", "rtx4090", "a10g-largex2", "8xtpu v5e", or "v5e-8" as Google names it -> how
-    many, and the name in DEVICES. Raises UserError for an unknown name."""
+    """ "8xh100", "H100:8", "a100_80gb", "rtx4090", "a10g-largex2", "8xtpu v5e", or Google's "v5e-8" -> the number of
+    devices, and their name in DEVICES. Raises UserError for an unknown name."""
     if tpus := re.fullmatch(r"(?:tpu-?)?(v\d\w?)-([1-9]\d*)", text.strip().lower().replace("litepod", "e")):
         name, cores = tpus[1], int(tpus[2])  # the chips of v4 and v5p have two cores, but are one device
         text = f"{max(1, cores // 2) if name in ('v4', 'v5p') else cores} x TPU {name}"
-    before = re.fullmatch(r"\s*([1-9]\d*)\s*x(.*)", text, re.IGNORECASE)
-    after = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
-    readings = [("1", text), before and before.groups(), after and (after[2], after[1])]
+    count_first = re.fullmatch(r"\s*([1-9]\d*)\s*x(.*)", text, re.IGNORECASE)
+    count_last = re.fullmatch(r"(.*?)\s*[x:]\s*([1-9]\d*)\s*", text, re.IGNORECASE)
+    readings = [("1", text), count_first and count_first.groups(), count_last and (count_last[2], count_last[1])]
     for count, name in filter(None, readings):
         model = re.sub(r"^(RTX|TPU)(?=\w)", r"\1 ", _model(name))
-        for known in (f"{kind}{one}" for one in (model, _MEMORY.sub("", model)) for kind in ("", "RTX ", "TPU ")):
-            if known in DEVICES:
-                return int(count), known
-    raise UserError(f"{text!r}: no such device is known; there are {', '.join(DEVICES)}")
+        for variant in (model, _MEMORY.sub("", model)):
+            for family in ("", "RTX ", "TPU "):
+                if (device := f"{family}{variant}") in DEVICES:
+                    return int(count), device
+    raise UserError(f"{text!r} is not a known device; use one of {', '.join(DEVICES)}")
 
 
 def set_up_allocator() -> None:
-    """Lets the segments of CUDA's allocator grow, where the user has not configured it; call it before CUDA starts.
-    Between segments of fixed size up to 11 % of the memory is lost, more than HEADROOM leaves (docs/log.md)."""
+    """Lets the segments of CUDA's allocator grow, unless the user has configured it; call it before CUDA starts.
+    Segments of fixed size lose up to 11 % of the memory to fragmentation, more than HEADROOM leaves (docs/log.md)."""
     if torch.version.cuda and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -129,18 +130,18 @@ def set_up_allocator() -> None:
 def use_deterministic_algorithms() -> None:
     """Makes two runs of the same program equal to the bit, compiled too; call it before CUDA starts.
 
-    On a GPU attention then does without cuDNN, and Inductor tunes no kernels. On a CPU it costs nothing: what else
-    differs there is the embedding's gradient, which compiled code would add up atomically.
+    On a GPU attention then does not use cuDNN, and Inductor tunes no kernels. On a CPU it costs nothing: the only
+    nondeterminism there is the embedding's gradient, which compiled code would sum atomically.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # It would only help to find bugs, and takes time. (An attribute of the module's class.)
+    # Filling memory only helps to find bugs, and takes time. (It is an attribute of the module's class.)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that the allocator of a CUDA device has held since the last `reset_peak_memory`; elsewhere the
-    process's largest resident set, which cannot be reset."""
+    """Bytes: the peak of a CUDA device's allocator since the last `reset_peak_memory`; elsewhere the process's largest
+    resident set, which cannot be reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -148,48 +149,49 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Frees cached memory, and resets `peak_memory` where the device can."""
+    """Frees cached memory and resets `peak_memory`, on a CUDA device only."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of a CUDA device's memory not in use by other processes, this one's CUDA context or its tensors."""
+    """Bytes of a CUDA device's memory not in use by other processes, this one's CUDA context or its tensors; None on
+    other devices."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def peak_while(device: torch.device, work: Callable[[], None]) -> int | None:
-    """Peak bytes of tensors on a CUDA device while `work` ran, including those from before; None where memory ran
-    out."""
+    """Peak bytes of tensors on a CUDA device while `work` runs, existing ones included; None if it ran out of
+    memory."""
     reset_peak_memory(device)
     try:
         work()
         torch.cuda.synchronize(device)
-    except RuntimeError as error:  # PyTorch's allocator raises its own type; cuBLAS, Triton and CUDA only a message
-        said = str(error).lower()
-        if "out of memory" not in said and "alloc_failed" not in said:
+    except RuntimeError as error:  # PyTorch's allocator has an error type of its own; cuBLAS, Triton and CUDA have none
+        message = str(error).lower()
+        if "out of memory" not in message and "alloc_failed" not in message:
             raise
         return None
     return torch.cuda.max_memory_allocated(device)
 
 
 def seconds_of(function: Callable[[], torch.Tensor]) -> float:
-    """Seconds that a call takes on the device: the median of three times four calls, after two."""
+    """Seconds that a call takes on the device: the median of three rounds of four calls, after a warm-up of two."""
     seconds = []
     for calls in (2, 4, 4, 4):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(calls):
             result = function()
-        result.view(-1)[0].item()  # waits for it, on any device
-        seconds.append((time.perf_counter() - begun) / calls)
+        result.view(-1)[0].item()  # waits for any device
+        seconds.append((time.perf_counter() - start) / calls)
     return statistics.median(seconds[1:])
 
 
 def resolve_precision(precision: str, *, cpu: bool) -> str:
-    """As `supported_precision`, for the device of this process: with `cpu`, the processor."""
+    """`supported_precision` of this process's device: a GPU if there is one, unless `cpu`."""
     if torch.cuda.is_available() and not cpu:  # is_bf16_supported() counts emulation
         bf16 = torch.cuda.get_device_capability() >= (8, 0)
         return supported_precision(precision, torch.cuda.get_device_name(), gpu=True, bf16=bf16)
@@ -199,27 +201,27 @@ def resolve_precision(precision: str, *, cpu: bool) -> str:
 
 
 def supported_precision(precision: str, name: str, *, gpu: bool, bf16: bool) -> str:
-    """Resolves `auto` to the fastest precision of the device called `name`, a CUDA GPU or not; `bf16`: whether it
-    computes that natively. Raises UserError where it lacks the one named."""
+    """Resolves `auto` to the fastest precision of the device called `name`; `gpu`: whether it is a CUDA GPU; `bf16`:
+    whether it computes in bf16 natively. Raises UserError if it does not support `precision`."""
     if gpu:
-        able = ("bf16", "fp16", "tf32", "fp32") if bf16 else ("fp16", "fp32")
+        supported = ("bf16", "fp16", "tf32", "fp32") if bf16 else ("fp16", "fp32")
     else:
-        able = ("bf16", "fp32") if bf16 else ("fp32", "bf16")
+        supported = ("bf16", "fp32") if bf16 else ("fp32", "bf16")
     if precision == "auto":
-        return able[0]
-    if precision not in able:
-        raise UserError(f"precision {precision} is not supported on {name}; use auto, {' or '.join(able)}")
+        return supported[0]
+    if precision not in supported:
+        raise UserError(f"precision {precision} is not supported on {name}; use auto, {' or '.join(supported)}")
     return precision
 
 
 def cpu_has_bf16() -> bool:
-    """Whether bf16 is faster than fp32 on this CPU: with AMX, and with AVX512-BF16 on an AMD. An Intel with AVX512-BF16
-    alone takes a step 1.5 times as fast in fp32 (docs/log.md)."""
+    """Whether bf16 is faster than fp32 on this CPU: with AMX, or with AVX512-BF16 on an AMD. On an Intel CPU that has
+    only AVX512-BF16, fp32 is 1.5 times as fast (docs/log.md)."""
     try:
-        processor = Path("/proc/cpuinfo").read_text()
+        cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    return "amx_bf16" in processor or ("avx512_bf16" in processor and "AuthenticAMD" in processor)
+    return "amx_bf16" in cpuinfo or ("avx512_bf16" in cpuinfo and "AuthenticAMD" in cpuinfo)
 
 
 def processor() -> str:
@@ -230,7 +232,7 @@ def processor() -> str:
 
 
 def nvidia_smi(*fields: str) -> dict[str, str]:
-    """These fields of nvidia-smi and their values for the first GPU; empty if there is none."""
+    """The values of nvidia-smi's `fields` for the first GPU; empty if there is none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -239,29 +241,29 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
 
 
 def compile_graph(model: torch.nn.Module, mode: str) -> None:
-    """Compiles in place, which keeps `_orig_mod.` out of the names, as one graph; with tuned kernels (max-autotune) or
-    without."""
+    """Compiles the model as one graph, in place, which keeps `_orig_mod.` out of the parameters' names; `mode`
+    max-autotune tunes the kernels, any other does not."""
     if torch.are_deterministic_algorithms_enabled():
         import torch._inductor.config as inductor
 
-        inductor.deterministic = True  # or a kernel's sums would depend on which of its variants was faster
+        inductor.deterministic = True  # otherwise sums depend on which variant of a kernel was the fastest
     # CUDA graphs would reserve the memory of a full step, and gain nothing at batches that fill a GPU.
     model.compile(dynamic=False, mode="max-autotune-no-cudagraphs" if mode == "max-autotune" else "default")
 
 
 def cores_in_use() -> float:
-    """How many of this machine's cores are busy, during a fifth of a second in which this thread waits."""
+    """How many of this machine's cores are busy, measured for 0.2 seconds, in which this thread sleeps."""
     return psutil.cpu_percent(interval=0.2) / 100 * (os.cpu_count() or 1)
 
 
 def tune_cpu(local_world_size: int) -> None:
-    """Sets threads and allocator for training on a CPU, `local_world_size` processes on this node.
+    """Configures threads and allocator for training on a CPU with `local_world_size` processes on this node.
 
-    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 where it is not set, which would leave all cores but one
-    idle; the user's own value stands. glibc returns large blocks to the kernel on every free: keeping them makes the
-    loss twice as fast (docs/log.md).
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 if it is not set, with which each process would use one core;
+    a value that the user has set is kept. glibc returns large blocks to the kernel on every free: keeping them makes
+    the loss twice as fast (docs/log.md).
     """
-    if "OMP_NUM_THREADS" not in os.environ or _threads_are_the_launchers():
+    if "OMP_NUM_THREADS" not in os.environ or _launcher_set_threads():
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = min(cores, len(os.sched_getaffinity(0)))
@@ -274,9 +276,9 @@ def tune_cpu(local_world_size: int) -> None:
         mallopt(m_top_pad, 64 * 2**20)
 
 
-def _threads_are_the_launchers() -> bool:
-    """Whether OMP_NUM_THREADS=1 comes from a launcher that was itself started without the variable (or, where the
-    system does not show it, from any launcher)."""
+def _launcher_set_threads() -> bool:
+    """Whether OMP_NUM_THREADS=1 comes from a launcher that was started without the variable itself. If the system does
+    not show the launcher's environment, it is assumed to."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if os.environ.get("OMP_NUM_THREADS") != "1" or not launched:
         return False

@@ -66,7 +66,7 @@ def test_a_plan_for_devices_that_are_not_here_is_all_about_them():
     assert "at 15.7 % MFU, published by windmaple in JAX" in panel("v6e-8", "--config=gpt2")["time"]
     with pytest.raises(UserError, match="precision bf16 is not supported on T4; use auto, fp16 or fp32"):
         panel("t4", "--precision=bf16")
-    with pytest.raises(UserError, match=r"'h1000': no such device is known; there are .*H100"):
+    with pytest.raises(UserError, match=r"'h1000' is not a known device; use one of .*H100"):
         panel("h1000")
 
 
