@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO 1, 2 and 3 as a strategy; imported where the launch asks for DeepSpeed, and only there.
+"""DeepSpeed ZeRO 1, 2 and 3 as a strategy; imported only if the launch asks for DeepSpeed.
 
 ds_configs/*.json decides how to shard. Everything else in DeepSpeed's configuration (batch, accumulation, clipping,
-precision) is written from the recipe before it starts, and read back afterwards.
+precision) is set from the recipe before it starts; accumulation and clipping are read back and checked.
 """
 
 import json
@@ -37,7 +37,7 @@ class ZeroStrategy(Strategy):
         cpu = _prepare_environment()
         precision = hardware.resolve_precision(precision, cpu=cpu)
         handlers = [InitProcessGroupKwargs(timeout=TIMEOUT, **({"backend": "gloo"} if cpu else {}))]
-        # DeepSpeed is told of the precision by its configuration, which `_wrap` completes.
+        # DeepSpeed takes the precision from its own configuration, which `_wrap` completes.
         accelerator = start_accelerator(precision, "no", handlers, (DistributedType.DEEPSPEED,))
         stage = accelerator.state.deepspeed_plugin.zero_stage
         runtime = Runtime(processes_of(accelerator), f"zero{stage}")
@@ -46,29 +46,29 @@ class ZeroStrategy(Strategy):
     def _wrap(self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan):
         if self.spike_filter.limits:
             raise UserError(
-                f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, "
-                "whose step takes the norm and moves the weights in one call; remove it, or launch with ddp.yaml"
+                f"skip_{next(iter(self.spike_filter.limits))}_z is not supported under ZeRO, whose step computes the "
+                "norm and updates the weights in one call; remove it, or launch with ddp.yaml"
             )
         config = self._accelerator.state.deepspeed_plugin.deepspeed_config
         config |= settings_of(batch, self._max_grad_norm, self.device.precision)
         if self.device.precision == "fp16":
-            full = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+            fp32_weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
         self._accelerator.gradient_accumulation_steps = batch.accumulation  # or it warns that DeepSpeed's differs
-        prepared, optimizer = self._accelerator.prepare(model, optimizer)
-        assert prepared.gradient_accumulation_steps() == batch.accumulation
-        assert prepared.gradient_clipping() == self._max_grad_norm
-        # DeepSpeed's groups have their backend's time-out, which for NCCL is less than a checkpoint may take.
+        engine, optimizer = self._accelerator.prepare(model, optimizer)
+        assert engine.gradient_accumulation_steps() == batch.accumulation
+        assert engine.gradient_clipping() == self._max_grad_norm
+        # DeepSpeed's groups have their backend's default timeout, and NCCL's is shorter than a checkpoint may take.
         for group in distributed_c10d._world.pg_map:
             distributed_c10d._set_pg_timeout(TIMEOUT, group)
-        self._zero = _Internals(prepared)
+        self._zero = _Internals(engine)
         if self.runtime.sharding != "zero3":
-            self._zero.describe_to_muon(optimizer)
+            self._zero.set_muon_layout(optimizer)
         if self.device.precision == "fp16":
-            # The spike filter ends a run that overflows for ever, with an error that explains it.
+            # A run that keeps overflowing is ended by the spike filter, with an error that explains it.
             self._zero.optimizer.loss_scaler.raise_error_at_min_scale = False
-            for name, p in model.named_parameters():  # DeepSpeed's fp32 weights are made from fp16 ones
-                self._zero.set(p, full[name])
-        return prepared, optimizer
+            for name, p in model.named_parameters():  # DeepSpeed has made its fp32 weights from fp16 ones
+                self._zero.set(p, fp32_weights[name])
+        return engine, optimizer
 
     @contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Generator[None, None, None]:
@@ -76,31 +76,31 @@ class ZeroStrategy(Strategy):
         self._zero.engine.set_gradient_accumulation_boundary(last)
         yield
         if not last:
-            self._zero.engine.step()  # counts the micro-step; at the boundary `clip_gradients` does
+            self._zero.engine.step()  # only counts the micro-step; `update` calls it for the last one
 
     def backward(self, loss: Tensor) -> None:
-        """As Strategy's; DeepSpeed adds to the gradients, and averages them in the last micro-step."""
+        """As Strategy's; DeepSpeed accumulates the gradients, and averages them in the last micro-step."""
         self._zero.engine.backward(loss, scale_wrt_gas=False)  # the loop has already divided by the accumulation
 
     def update(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """As Strategy's. DeepSpeed clips, skips a norm that is not finite, updates and clears in one call."""
+        """As Strategy's. DeepSpeed's step clips, skips if the norm is not finite, updates and clears the gradients."""
         self._zero.engine.step()
         norm = self._zero.engine.get_global_grad_norm()
         grad_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device.torch_device)
         return grad_norm, self._should_skip(grad_norm, loss)
 
     def gather(self, model: nn.Module, optimizer: Optimizer) -> tuple[dict, dict]:
-        """As Strategy's, gathered tensor by tensor. A collective call."""
+        """As Strategy's. A collective call."""
         weights, state = {}, {}
         if optimizer.state:  # there is none before the first step
             self._zero.link()
         names = state_names(model, optimizer)
-        for name, p in model.named_parameters():  # one full tensor at a time is on the device
-            parts = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
-            for key, into in parts.items():
-                full = self._zero.get(p, key)
+        for name, p in model.named_parameters():
+            copies_by_key = {"": weights} | (dict.fromkeys(names[name], state) if optimizer.state else {})
+            for key, copies in copies_by_key.items():
+                full = self._zero.get(p, key)  # one at a time is on the device
                 if self.runtime.processes.is_main:
-                    into[f"{key}.{name}" if key else name] = self._copies.add(full)
+                    copies[f"{key}.{name}" if key else name] = self._copies.add(full)
         self._copies.complete()
         return weights, state
 
@@ -114,36 +114,36 @@ class ZeroStrategy(Strategy):
                     self._zero.set(p, tensors[f"{key}.{name}"], key)
 
     def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """As Strategy's: gathered under ZeRO-3, else None. A collective call."""
+        """As Strategy's: not None under ZeRO-3 only. A collective call."""
         if self.runtime.sharding != "zero3":
             return None
         return {name: self._zero.get(p) for name, p in model.named_parameters()}
 
     @property
     def grad_scaler(self):
-        """As Strategy's, of DeepSpeed's own loss scale."""
+        """As Strategy's, with DeepSpeed's own loss scale."""
         fp16 = self.device.precision == "fp16"
         return _LossScale(self._zero.optimizer.loss_scaler) if fp16 else super().grad_scaler
 
 
 def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
-    """What the recipe adds to DeepSpeed's configuration, whose file decides how to shard."""
+    """The settings that the recipe adds to DeepSpeed's configuration, whose file decides how to shard."""
     settings = {
         "train_batch_size": batch.sequences,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": max_grad_norm,
-        # It would wait for the GPU in every micro-step, inside the compiled model, where torch 2.13 cannot trace it.
+        # They would wait for the GPU in every micro-step, inside the compiled model, which torch 2.13 cannot trace.
         "timers": {"throughput": {"enabled": False}},
     }
     if precision == "bf16":
-        # torch's autocast over fp32 weights: DeepSpeed's own bf16 would hold, and save, bf16 weights.
+        # torch's autocast over fp32 weights: DeepSpeed's own bf16 would keep, and save, bf16 weights.
         # The modules whose gradients may be reduced in bf16; DeepSpeed's own list has torch's layers only.
-        safe = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
-        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": safe}
+        modules = ["torch.nn.Linear", "recipe.model.gpt2.Conv1D"]
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": modules}
     if precision == "fp16":
-        # torch_autocast in float16 does not go together with clipping (deepspeed 0.19). The scale starts and grows as
-        # in torch's GradScaler.
+        # torch_autocast in float16 cannot be combined with clipping (deepspeed 0.19). The scale starts and grows as in
+        # torch's GradScaler.
         scale = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
         settings["fp16"] = {"enabled": True, "loss_scale": 0} | scale
     return settings
@@ -152,8 +152,8 @@ def settings_of(batch: BatchPlan, max_grad_norm: float, precision: str) -> dict:
 class _LossScale:
     """DeepSpeed's loss scale, with the state of torch's GradScaler.
 
-    DeepSpeed takes one good step more than torch before it grows for the first time, and then as many. Its tracker is
-    torch's one step later, and -1 before the first good step.
+    Before the scale grows for the first time, DeepSpeed takes one finite step more than torch, and later as many. So
+    its growth tracker lags torch's by one, and is -1 before the first finite step.
     """
 
     def __init__(self, scaler):
@@ -161,13 +161,13 @@ class _LossScale:
 
     def state_dict(self) -> dict:
         scaler = self._scaler
-        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        finite_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
             "scale": float(scaler.cur_scale),
             "growth_factor": scaler.scale_factor,
             "backoff_factor": 1 / scaler.scale_factor,
             "growth_interval": scaler.scale_window,
-            "_growth_tracker": (good - 1) % scaler.scale_window if good else -1,
+            "_growth_tracker": (finite_steps - 1) % scaler.scale_window if finite_steps else -1,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -176,30 +176,29 @@ class _LossScale:
 
 
 def _prepare_environment() -> bool:
-    """Makes the environment what DeepSpeed needs, and returns whether it is to run on the CPU. Raises UserError for a
+    """Sets the environment variables that DeepSpeed needs; returns whether to run on the CPU. Raises UserError for a
     launch that would not train what the recipe describes."""
     if "LOCAL_RANK" not in os.environ:
         raise UserError("start DeepSpeed with accelerate launch --config_file accelerate_configs/zero1.yaml")
     cpu = wants_cpu()
     if cpu == torch.cuda.is_available():
-        found = "a GPU was found" if cpu else "no GPU was found"
         raise UserError(
-            f"{found}; for ZeRO on the CPU put ACCELERATE_USE_CPU=true CUDA_VISIBLE_DEVICES= before the launch"
+            f"{'a' if cpu else 'no'} GPU was found; for ZeRO on the CPU put ACCELERATE_USE_CPU=true "
+            "CUDA_VISIBLE_DEVICES= before the launch"
         )
-    # With it set, Accelerate would silently ignore DeepSpeed.
-    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate would silently ignore DeepSpeed
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no accelerator
         import deepspeed.ops
 
-        # Otherwise it looks for compilers, and compiles for a minute an operator that only inference calls.
+        # Otherwise it looks for compilers, and spends a minute compiling an operator that only inference calls.
         deepspeed.ops.__compatible_ops__ = {}
     zero_stage()
     return cpu
 
 
 def zero_stage() -> int:
-    """The stage that the launch asks for. Raises UserError where a file cannot be read, or sets more than sharding."""
+    """The ZeRO stage of the launch. Raises UserError if a file cannot be read, or sets more than sharding."""
     file = Path(os.environ.get(_CONFIG_FILE, ""))
     if not file.is_file():  # launched from another directory
         os.environ[_CONFIG_FILE] = str(file := ROOT / file)
@@ -207,13 +206,13 @@ def zero_stage() -> int:
     if extra := [name for name in fields if name and not name.startswith(("deepspeed_", "zero3_init"))]:
         raise UserError(
             f"the Accelerate file sets {', '.join(extra)} beside deepspeed_config_file; remove it: {file} decides "
-            "sharding, the recipe precision, accumulation and clipping"
+            "the sharding, and the recipe precision, accumulation and clipping"
         )
     return stage_in(file)
 
 
 def stage_in(file: Path) -> int:
-    """The stage in DeepSpeed's `file`. Raises UserError where that cannot be read, or sets more than sharding."""
+    """The ZeRO stage in DeepSpeed's `file`. Raises UserError if it cannot be read, or sets more than sharding."""
     with reading(file, "the Accelerate file names it as deepspeed_config_file; ds_configs/ has examples"):
         config = dict(json.loads(file.read_bytes()))
     if (stage := config.get("zero_optimization", {}).get("stage")) not in (1, 2, 3):
@@ -225,10 +224,10 @@ def stage_in(file: Path) -> int:
 
 
 class _Internals:
-    """Private parts of DeepSpeed: reading and writing the full fp32 tensors of a sharded parameter.
+    """All access to private names of DeepSpeed: reads and writes the full fp32 tensors of a sharded parameter.
 
     The public functions are not enough (docs/log.md, "One recipe on every engine"). test_an_engine_from_inside fails
-    where a new version moves any of these names.
+    if a new version moves any of these names.
     """
 
     def __init__(self, engine):
@@ -238,54 +237,53 @@ class _Internals:
         self.stage = engine.zero_optimization_stage()
 
     def make_state(self, steps: int) -> None:
-        """Optimizer state of zeros, as after `steps` steps."""
+        """Creates the optimizer state after `steps` steps, with zeros in all of its tensors."""
         zero, optimizer = self.optimizer, self.optimizer.optimizer
         # This process's flat fp32 weights, one tensor a parameter group: the keys of the optimizer state.
-        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        muon = [flat for group in optimizer.param_groups if group.get("muon") for flat in group["params"]]
-        for flat in flats:
-            keys = MUON if any(flat is one for one in muon) else MOMENTS
+        flat_weights = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        muon_weights = {id(flat) for group in optimizer.param_groups if group.get("muon") for flat in group["params"]}
+        for flat in flat_weights:
+            keys = MUON if id(flat) in muon_weights else MOMENTS
             optimizer.state[flat] = {key: torch.zeros_like(flat) for key in keys}
             if keys == MOMENTS:
                 step = torch.tensor(float(steps), dtype=torch.float32, device=flat.device)
                 optimizer.state[flat] = {"step": step} | optimizer.state[flat]
         self.link()
 
-    def describe_to_muon(self, optimizer: Optimizer) -> None:
-        """Tells a Muon what this process's flat part of each parameter group holds (see Muon)."""
+    def set_muon_layout(self, optimizer: Optimizer) -> None:
+        """Tells Muon which elements of each matrix this process's flat tensors hold (see Muon)."""
         for group, parameters in zip(optimizer.param_groups, self.optimizer.bit16_groups, strict=True):
             if group.get("muon"):
-                group["layout"] = [self._held(p) for p in parameters]
+                group["layout"] = [self._fragment(p) for p in parameters]
 
     @staticmethod
-    def _held(p: torch.nn.Parameter) -> tuple[tuple[int, ...], int, int, int]:
-        """(shape, start in the flattened parameter, start in this process's part of the group, length)."""
+    def _fragment(p: torch.nn.Parameter) -> tuple[tuple[int, ...], int, int, int]:
+        """(shape, start in the flattened parameter, start in this process's flat tensor, length)."""
         mapping = getattr(p, "_hp_mapping", None)
-        if mapping is None:
+        if mapping is None:  # all of it is on other processes
             return tuple(p.shape), 0, 0, 0
-        of_parameter, of_part = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return tuple(p.shape), of_parameter.start, of_part.start, of_part.numel
+        in_parameter, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return tuple(p.shape), in_parameter.start, in_flat.start, in_flat.numel
 
     def link(self) -> None:
-        """Links parameters to the optimizer state of every group; needed before the state is read."""
+        """Links parameters to the optimizer state of every group. Call it before the state is read."""
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def get(self, p: torch.nn.Parameter, key: str = "") -> Tensor:
-        """The full fp32 weight (key "") or moment of `p`, on every process. A collective call."""
+        """The full fp32 weight (key "") or optimizer state of `p`, on every process. A collective call."""
         return self.api.safe_get_full_optimizer_state(p, key) if key else self.api.safe_get_full_fp32_param(p)
 
     def set(self, p: torch.nn.Parameter, full: Tensor, key: str = "") -> None:
-        """Sets this process's part of the fp32 weight (key "") or moment of `p` from the full tensor."""
+        """Sets this process's part of the fp32 weight (key "") or optimizer state of `p` from the full tensor."""
+        value, set_weight, set_state = full, self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
         if self.stage == 3:
-            part = p.partition_numel()  # ty: ignore[missing-attribute] # DeepSpeed puts it there
-            padded = torch.nn.functional.pad(full.flatten(), (0, part * self.engine.dp_world_size - full.numel()))
-            full = padded.narrow(0, part * torch.distributed.get_rank(), part)
-            set_weight, set_moment = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
-        else:
-            set_weight, set_moment = self.api.safe_set_full_fp32_param, self.api.safe_set_full_optimizer_state
+            numel = p.partition_numel()  # ty: ignore[missing-attribute] # DeepSpeed puts it there
+            padded = torch.nn.functional.pad(full.flatten(), (0, numel * self.engine.dp_world_size - full.numel()))
+            value = padded.narrow(0, numel * torch.distributed.get_rank(), numel)
+            set_weight, set_state = self.api.safe_set_local_fp32_param, self.api.safe_set_local_optimizer_state
         if key:
-            set_moment(p, full, key)
+            set_state(p, value, key)
         else:
-            set_weight(p, full)
+            set_weight(p, value)

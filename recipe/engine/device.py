@@ -1,4 +1,4 @@
-"""Device: what the rest of the recipe has to know of what a process computes on, here or, for a plan, elsewhere."""
+"""Device: what the rest of the recipe must know of a process's device, here or, in a dry run, elsewhere."""
 
 import re
 from collections.abc import Callable
@@ -18,24 +18,24 @@ _ELSEWHERE = torch.device("meta")
 
 @dataclass(frozen=True)
 class Device:
-    """Facts of a device and what is called on it. The devices behind one process count as one, with `count`."""
+    """Facts of a device, and its operations. Several devices behind one process are one Device, with their `count`."""
 
     type: str  # cuda, cpu, mps, tpu or xla, also of a device that is not here
-    name: str  # for people: NVIDIA H100 80GB HBM3; CPU (2 threads a process); TPU v5e
+    name: str  # to print: NVIDIA H100 80GB HBM3; CPU (2 threads a process); TPU v5e
     precision: str  # resolved: fp32, tf32, bf16 or fp16
     torch_device: torch.device = _ELSEWHERE  # this process's; meta for one that is not here
-    chip: str = ""  # what the numbers of a run may depend on: `name`, or the name of the processor
-    count: int = 1  # how many this process drives: more are the TPU cores behind one process
-    memory: int | None = None  # bytes of each device's own memory; None where it has none or it is not known
-    peak_flops: float | None = None  # of all `count` in FLOP/s; None where it is not known
+    chip: str = ""  # the hardware that the numerics of a run may depend on: `name`, or the name of the processor
+    count: int = 1  # devices that this process drives: more than one only for the TPU cores behind one process
+    memory: int | None = None  # bytes of each device's own memory; None if it has none or it is not known
+    peak_flops: float | None = None  # of all `count` in FLOP/s; None if it is not known
     no_compile: str = ""  # why torch.compile is ignored
-    attention: Callable | None = None  # in place of the model's own
+    attention: Callable | None = None  # replaces the model's own
     checkpoint: Callable | None = None  # the same
     adamw: str = "fused"  # which of torch's implementations of AdamW
-    pad_vocab_to: int = 1  # the rows of the head's product are rounded up to a multiple of this
+    pad_vocab_to: int = 1  # the head's row count is rounded up to a multiple of this
     eval_multiples: tuple[int, int, int] = (1, 1, 1)  # to which evaluations pad sequences, positions, scored tokens
     sum_dtype: torch.dtype = torch.float64  # for sums over many steps
-    note: str = ""  # what to tell the user
+    note: str = ""  # a hint for the user
 
     @property
     def model_options(self) -> dict:
@@ -44,34 +44,34 @@ class Device:
 
     def optimizer_options(self, processes: Processes) -> dict:
         """Arguments of make_optimizer: how AdamW and Muon compute on this device."""
-        half = self.precision == "bf16" and self.type != "cpu"  # a CPU's small products in bf16 are slow
-        muon = {"dtype": torch.bfloat16 if half else torch.float32, "rank": processes.rank}
+        use_bf16 = self.precision == "bf16" and self.type != "cpu"  # small bf16 products are slow on a CPU
+        muon = {"dtype": torch.bfloat16 if use_bf16 else torch.float32, "rank": processes.rank}
         return {"muon": muon | {"world_size": processes.world_size}, self.adamw: True}
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of products."""
+        """The type in which matrices are multiplied."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     def autocast(self) -> torch.autocast:
         """Context: the run's precision, for parts of the model that are called by themselves."""
-        half = self.dtype != torch.float32
-        return torch.autocast(self.type, self.dtype if half else torch.bfloat16, enabled=half)
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.type, self.dtype if enabled else torch.bfloat16, enabled=enabled)
 
     def put(self, rows: torch.Tensor) -> torch.Tensor:
-        """A micro-batch (micro, ...) on the device, or its rows divided over those of this process."""
+        """Moves a micro-batch (micro, ...) to the device, or shards its rows across those of this process."""
         return rows.to(self.torch_device, non_blocking=self.type == "cuda")
 
     def seed(self, seed: int) -> None:
-        """Seeds the device's random numbers, from which dropout draws."""
+        """Seeds the device's random number generator, which dropout uses."""
         torch.manual_seed(seed)
 
     def flush(self) -> None:
-        """Makes a lazy device run what it has recorded so far."""
+        """Makes a lazy device run the operations recorded so far."""
 
     def counters(self) -> dict[str, int | None]:
         """Columns of metrics.jsonl: peak_memory_bytes, the peak of a CUDA device's allocator or, elsewhere (CPU, MPS),
-        the process's largest resident set; None where it is not known."""
+        the process's largest resident set; None if it is not known."""
         return {"peak_memory_bytes": hardware.peak_memory(self.torch_device)}
 
 
@@ -111,18 +111,19 @@ def local_device(device: torch.device, precision: str, runtime: Runtime) -> Devi
 
 
 def planned_device(name: str, precision: str, runtime: Runtime, count: int = 1) -> Device:
-    """A device that is not here, by its name in DEVICES, or `count` TPU cores behind one process. Raises UserError."""
+    """A device that is not here, by its name in DEVICES, or `count` TPU cores behind one process. Raises UserError if
+    it lacks the precision."""
     sheet = hardware.DEVICES[name]
-    tpu = "xla" if name in ("TPU V2", "TPU V3") else "tpu"
-    kind = tpu if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"
-    bf16 = sheet.bf16 and kind != "mps"
+    tpu_type = "xla" if name in ("TPU V2", "TPU V3") else "tpu"
+    device_type = tpu_type if name.startswith("TPU") else "mps" if re.match(r"M\d( |$)", name) else "cuda"
+    bf16 = sheet.bf16 and device_type != "mps"
     return Device(
-        kind,
+        device_type,
         name,
-        hardware.supported_precision(precision, name, gpu=kind == "cuda", bf16=bf16),
+        hardware.supported_precision(precision, name, gpu=device_type == "cuda", bf16=bf16),
         chip=name,
         count=count,
         memory=int(1e9 * sheet.memory),
         peak_flops=sheet.peak * count,
-        no_compile=XLA_COMPILES if kind == "xla" else runtime.no_compile,
+        no_compile=XLA_COMPILES if device_type == "xla" else runtime.no_compile,
     )

@@ -1,4 +1,4 @@
-"""Opens the strategy that the launch asked for, or one that stands for devices that are not here."""
+"""Opens the strategy that the launch asks for, or describes that of other devices for a dry run."""
 
 import os
 
@@ -13,39 +13,39 @@ from recipe.utils.processes import Processes
 
 
 def open_strategy(precision: str = "auto", planned: str = "", *, deterministic: bool = False) -> Strategy:
-    """The strategy of this process: XLA, DeepSpeed or FSDP where the launch chose it, else one device or DDP; or one
-    that stands for the devices `planned`. `deterministic`: on a GPU too; on a CPU it always is. A collective call.
-    Raises UserError for a launch that would not train what the recipe describes."""
+    """The strategy of this process: XLA, DeepSpeed or FSDP if the launch asks for it, else one device or DDP; or one
+    that describes the devices `planned`. `deterministic`: on a GPU too; a CPU always is. A collective call. Raises
+    UserError for a launch that would not train what the recipe describes."""
     if planned:
-        return _planned(precision, planned)
+        return _planned_strategy(precision, planned)
     hardware.set_up_allocator()
     if deterministic:
         hardware.use_deterministic_algorithms()
     check_launch()
-    # Kaggle's images set this to "local", which libtpu takes for a host's name and waits for.
+    # Kaggle's images set this to "local", which libtpu takes for the name of a host, for which it waits.
     if os.environ.get("TPU_PROCESS_ADDRESSES") == "local":
         del os.environ["TPU_PROCESS_ADDRESSES"]
     if wants_deepspeed():
-        from recipe.engine.deepspeed import ZeroStrategy as strategy
+        from recipe.engine.deepspeed import ZeroStrategy as strategy_class
     elif wants_tpu() and has_torch_tpu():
-        from recipe.engine.tpu import TpuStrategy as strategy
+        from recipe.engine.tpu import TpuStrategy as strategy_class
     elif wants_fsdp():
-        from recipe.engine.fsdp import FsdpStrategy as strategy
+        from recipe.engine.fsdp import FsdpStrategy as strategy_class
     elif is_torch_xla_available():
-        from recipe.engine.xla import XlaStrategy as strategy
+        from recipe.engine.xla import XlaStrategy as strategy_class
     else:
-        strategy = Strategy
-    opened = strategy.open(precision)
-    opened.runtime.stop.listen()
-    return opened
+        strategy_class = Strategy
+    strategy = strategy_class.open(precision)
+    strategy.runtime.stop.listen()
+    return strategy
 
 
-def _planned(precision: str, devices: str) -> Strategy:
-    """What stands for `devices` (as in dry_run), sharded as the launch asks. Each process of the launch makes the whole
-    plan, and the first one prints it. Raises UserError for devices that are not known or lack the precision."""
+def _planned_strategy(precision: str, devices: str) -> Strategy:
+    """Describes the strategy on `devices` (as in dry_run), sharded as the launch asks. Every process of the launch does
+    the dry run, and the first one prints it. Raises UserError for unknown devices, and if they lack the precision."""
     count, name = hardware.named_devices(devices)
     rank = int(os.environ.get("RANK", 0))
-    if name in ("TPU V2", "TPU V3"):  # by torch_xla, all behind one process
+    if name in ("TPU V2", "TPU V3"):  # run by torch_xla: one process drives all of them
         how = f"{count} devices behind one process" if count > 1 else ""
         runtime = Runtime(Processes(rank, is_main=rank == 0), how=how)
         return Strategy(planned_device(name, precision, runtime, count), runtime)

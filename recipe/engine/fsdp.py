@@ -1,7 +1,7 @@
 """FSDP2: weights, gradients and optimizer state sharded across processes by torch itself, on GPUs or on CPU processes.
 
-`accelerate launch` reads the file with `distributed_type: FSDP`. Accelerate's own FSDP wants GPUs, so what the file
-asks for is taken out of the environment before Accelerate starts, and `place` calls torch's fully_shard.
+`accelerate launch` reads a file with `distributed_type: FSDP` and sets environment variables. Accelerate's own FSDP
+needs GPUs, so those variables are removed before Accelerate starts, and `place` calls torch's fully_shard.
 """
 
 import os
@@ -21,7 +21,7 @@ from recipe.engine.strategy import Strategy
 from recipe.model.gpt2 import GPT2LMHeadModel
 from recipe.utils.errors import UserError
 
-# What of the file's fsdp_config is supported; the launch makes variables of them.
+# The only supported values of these fields of the file's fsdp_config; the launch sets them as environment variables.
 _SUPPORTED = {
     "fsdp_version": "2",
     "fsdp_reshard_after_forward": "true",
@@ -31,8 +31,8 @@ _SUPPORTED = {
 
 
 class FsdpStrategy(Strategy):
-    """Each block is gathered while it runs, in bf16 where that is the precision; the sharded weights, gradients and
-    optimizer state are fp32.
+    """Each block's weights are gathered while it runs, in bf16 if that is the precision; the sharded weights, gradients
+    and optimizer state are fp32.
 
     Gradients are reduced in every micro-step: kept unsharded until the last one, they would take as much memory as the
     weights before sharding.
@@ -48,7 +48,7 @@ class FsdpStrategy(Strategy):
         return super().open(precision)
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
-        """As Strategy's, and shards the model, in place. Blocks are compiled one by one, whatever the mode, since
+        """As Strategy's, and shards the model, in place. Blocks are compiled one by one whatever the mode, because
         weights are gathered between them. A collective call."""
         if compile:
             for block in model.transformer.h:
@@ -57,7 +57,7 @@ class FsdpStrategy(Strategy):
             param_dtype=torch.bfloat16 if self.device.precision == "bf16" else None, reduce_dtype=torch.float32
         )
         mesh = init_device_mesh(self.device.type, (self.runtime.processes.world_size,))
-        # The root holds the rest, the embeddings and the last layer norm: the head reads the embedding too.
+        # The root holds the embeddings and the last layer norm: the head reads the embedding too.
         for module in (*model.transformer.h, model):  # one by one: no device ever holds the full model
             fully_shard(module.to(self.device.torch_device), mesh=mesh, mp_policy=policy)
 
@@ -75,11 +75,11 @@ class FsdpStrategy(Strategy):
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
         """As Strategy's; each process keeps its shard."""
-        shards, parts = _shards(model), {}
+        shards, sharded_state = _shards(model), {}
         for key, tensor in tensors.items():
-            p, placed = shards[key.partition(".")[2]], tensor.to(self.device.torch_device)
-            parts[key] = distribute_tensor(placed, p.device_mesh, p.placements, src_data_rank=None)
-        super().scatter(model, optimizer, parts, steps)
+            p, full = shards[key.partition(".")[2]], tensor.to(self.device.torch_device)
+            sharded_state[key] = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+        super().scatter(model, optimizer, sharded_state, steps)
 
     @torch.no_grad()
     def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -88,7 +88,8 @@ class FsdpStrategy(Strategy):
 
 
 def _shards(model: nn.Module) -> dict[str, DTensor]:
-    """This process's part of each parameter, by name. A forward pass without a backward may leave unsharded ones."""
+    """This process's shard of each parameter, by name. Reshards first: a forward pass without a backward may leave
+    parameters unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -96,12 +97,12 @@ def _shards(model: nn.Module) -> dict[str, DTensor]:
 
 
 def take_settings(precision: str) -> None:
-    """Takes the launch's wish for FSDP out of the environment. Raises UserError where the file asks for what is not
-    supported, and for the (resolved) precision fp16."""
+    """Hides from Accelerate that the launch asks for FSDP. Raises UserError if the file sets a field to a value that is
+    not supported, and for the (resolved) precision fp16."""
     del os.environ["ACCELERATE_USE_FSDP"]
-    for field, value in _SUPPORTED.items():
-        if (asked := os.environ.get(field.upper(), value)) != value:
-            raise UserError(f"the Accelerate file sets {field} {asked}; set {field}: {value}, as fsdp.yaml does")
+    for field, supported in _SUPPORTED.items():
+        if (value := os.environ.get(field.upper(), supported)) != supported:
+            raise UserError(f"the Accelerate file sets {field} {value}; set {field}: {supported}, as fsdp.yaml does")
     if precision == "fp16":
         raise UserError(
             "precision fp16 is not supported under FSDP; launch with accelerate_configs/ddp.yaml or zero2.yaml, "

@@ -17,9 +17,9 @@ from recipe.engine.shutdown import StopSignal
 from recipe.utils.errors import ExitCode, UserError
 from recipe.utils.redaction import redact
 
-EXIT_GRACE_S = 20  # in which the process that reports an error must have ended; processes start at different times
+EXIT_GRACE_S = 20  # within which the process that prints an error must have ended; processes start at different times
 
-# Messages of gloo and NCCL where the process at the other end of a connection, or its node, has died.
+# Messages of gloo and NCCL if the process at the other end of a connection, or its node, has died.
 _LOST_PEER = re.compile(
     r"^\[\S*gloo/transport/\S*\] (?P<gloo>.*?)(\. This is typically.*)?$|"
     r"^.*?(?P<nccl>ncclRemoteError|remote process exited|Connection (reset|closed) by (remote )?peer).*$",
@@ -43,32 +43,32 @@ def wants_fsdp() -> bool:
 
 
 def wants_tpu() -> bool:
-    """Whether the launch asks for a TPU: of what tpu.yaml says, Accelerate passes on only `gpu_ids: tpu`."""
+    """Whether the launch asks for a TPU: `gpu_ids: tpu` is all of tpu.yaml that Accelerate passes on."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") == "tpu" or os.environ.get("PJRT_DEVICE") == "TPU"
 
 
 def has_tpu() -> bool:
     """Whether this machine has a TPU, by Google's variable, by the device file of a v4 or an older one, or by the PCI
     ids that JAX knows (jax/_src/hardware_utils.py)."""
-    chip = re.compile("PCI_ID=1AE0:(0027|0056|005E|0062|0063|006F|0076)")
-    pci = (file.read_text() for file in Path("/sys/bus/pci/devices").glob("*/uevent"))
+    tpu_id = re.compile("PCI_ID=1AE0:(0027|0056|005E|0062|0063|006F|0076)")
+    pci_devices = (path.read_text() for path in Path("/sys/bus/pci/devices").glob("*/uevent"))
     device_files = Path("/dev").glob("accel[0-9]*")
-    return bool(os.environ.get("TPU_ACCELERATOR_TYPE")) or any(device_files) or any(map(chip.search, pci))
+    return bool(os.environ.get("TPU_ACCELERATOR_TYPE")) or any(device_files) or any(map(tpu_id.search, pci_devices))
 
 
 def has_torch_tpu() -> bool:
-    """Whether torch_tpu has found a TPU: then it is the device of PyTorch."""
+    """Whether torch_tpu has a TPU, which is then PyTorch's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == "tpu"
 
 
 def is_local_main_process() -> bool:
-    """Whether this process reports errors: one does on each node, because an error may concern that node only."""
+    """Whether this process prints errors: one does on each node, because an error may concern that node only."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def max_restarts() -> int:
-    """How often torchrun may restart this node's processes."""
+    """How many times torchrun may restart this node's processes."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
@@ -76,50 +76,49 @@ def fail(error: Exception) -> int:
     """Prints an error on standard error, once a node, and returns the exit code; one of several processes ends with
     that code instead of returning. Re-raises `error` unless it is a UserError, an OSError or the loss of a process.
 
-    The launcher ends all processes as soon as one has ended, so none may end before the error is printed: the others
-    wait to be ended. A process that is not ended is the only one that knows of the error, and prints it.
+    The launcher ends all processes as soon as one has ended, so none may end before the error is printed: those that do
+    not print wait for the launcher. If it does not end such a process, only that one has the error, and prints it.
     """
     message, code = f"error: {error}", ExitCode.USER_ERROR
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    is_distributed = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not isinstance(error, UserError | OSError):
-        how = _LOST_PEER.search(str(error))
-        if not (several and how):  # with one process it was some other connection
+        lost_peer = _LOST_PEER.search(str(error))
+        if not (is_distributed and lost_peer):  # with one process it was some other connection
             raise error
         code = ExitCode.RUN_AGAIN
         message = (
-            f"\nlost       another process of this run, or its node, is gone or does not answer "
-            f"({how['gloo'] or how['nccl']}); its own output has the cause. The same command on every node, without "
-            "--fresh, or torchrun's next restart continues from the last checkpoint"
+            "\nlost       another process of this run, or its node, is gone or does not answer "
+            f"({lost_peer['gloo'] or lost_peer['nccl']}); its own output has the cause. The same command on every "
+            "node, without --fresh, or torchrun's next restart continues from the last checkpoint"
         )
-    if several and not is_local_main_process():
-        if StopSignal.told and code == ExitCode.RUN_AGAIN:  # the launcher ends all, which is why the others are lost
+    if is_distributed and not is_local_main_process():
+        if StopSignal.received and code == ExitCode.RUN_AGAIN:  # the launcher is ending all of them: that lost the peer
             os._exit(code)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(EXIT_GRACE_S)
     print(redact(message), file=sys.stderr, flush=True)
-    if several:  # a normal exit would destroy a process group that others are still using, and abort
+    if is_distributed:  # a normal exit would destroy a process group that others are still using, and abort
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def check_launch() -> None:
-    """Raises UserError for a launch whose environment shows that it would not train what was asked for."""
-    xla, torch_tpu = is_torch_xla_available(), find_spec("torch_tpu") is not None
-    xla_runs = xla and ("PJRT_DEVICE" in os.environ or has_tpu())  # elsewhere it would take the CPU
-    if wants_tpu() and not xla_runs and not has_torch_tpu():
-        who, way_out = "the Accelerate file", "use another file, such as accelerate_configs/single.yaml"
+    """Raises UserError for a misconfigured launch, as far as its environment shows it."""
+    has_xla, torch_tpu_installed = is_torch_xla_available(), find_spec("torch_tpu") is not None
+    xla_has_device = has_xla and ("PJRT_DEVICE" in os.environ or has_tpu())  # otherwise it would use the CPU
+    if wants_tpu() and not xla_has_device and not has_torch_tpu():
+        origin, way_out = "the Accelerate file", "use another file, such as accelerate_configs/single.yaml"
         if os.environ.get("PJRT_DEVICE") == "TPU":
-            who, way_out = "PJRT_DEVICE=TPU", "unset PJRT_DEVICE"
+            origin, way_out = "PJRT_DEVICE=TPU", "unset PJRT_DEVICE"
         raise UserError(
-            f"{who} asks for a TPU, which cannot be used: found {'a' if has_tpu() else 'no'} chip, "
-            f"{'' if xla else 'no '}torch_xla, "
-            f"{'' if torch_tpu else 'no '}torch_tpu. "
-            f"On a TPU's machine pip install -e '.[tpu]'; elsewhere {way_out}"
+            f"{origin} asks for a TPU, which cannot be used: found {'a' if has_tpu() else 'no'} chip, "
+            f"{'' if has_xla else 'no '}torch_xla, {'' if torch_tpu_installed else 'no '}torch_tpu. "
+            f"On a machine with a TPU run pip install -e '.[tpu]'; elsewhere {way_out}"
         )
     has_gpu = torch.version.cuda is not None and Path("/dev/nvidia0").exists()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "tpu")
-    if has_gpu and not hidden and not torch.cuda.is_available() and not wants_cpu():
+    gpu_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "tpu")
+    if has_gpu and not gpu_hidden and not torch.cuda.is_available() and not wants_cpu():
         raise UserError(
             f"this node's Nvidia GPU cannot be used by PyTorch {torch.__version__}, built for CUDA "
             f"{torch.version.cuda}; most likely the driver is too old: update it, or install a build for an older CUDA "
@@ -131,13 +130,13 @@ def check_launch() -> None:
 
 
 def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType, ...], precision: str) -> None:
-    """Raises UserError where the Accelerator does not match the launch or the recipe."""
+    """Raises UserError if the Accelerator does not match the launch or the recipe."""
     if (expected := int(os.environ.get("WORLD_SIZE", 1))) != accelerator.num_processes:
         raise UserError(
-            f"{expected} processes were launched, but each would train alone: no GPU for each of them was found. "
+            f"{expected} processes were launched, but each would train alone: there is not a GPU for each of them. "
             "For processes on the CPU set ACCELERATE_USE_CPU=true before `accelerate launch`"
         )
-    if accelerator.distributed_type not in supported:  # also where torch_xla has taken DeepSpeed's or FSDP's place
+    if accelerator.distributed_type not in supported:  # also if torch_xla has taken DeepSpeed's or FSDP's place
         raise UserError(
             f"distributed_type {accelerator.distributed_type.value} is not supported; use a file of accelerate_configs/"
         )
@@ -145,8 +144,8 @@ def check_accelerator(accelerator: Accelerator, supported: tuple[DistributedType
         raise UserError(
             f"the Accelerate file compiles with {backend} (dynamo_config); remove that, and pass --torch_compile true"
         )
-    if (theirs := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", precision):
+    if (mixed_precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", precision):
         raise UserError(
-            f"the Accelerate file sets mixed_precision {theirs}, the recipe {precision}; "
+            f"the Accelerate file sets mixed_precision {mixed_precision}, the recipe {precision}; "
             "remove it from the file, or pass --precision"
         )

@@ -1,4 +1,4 @@
-"""Runtime: the processes that train together, how they share the work, and what they agree on between two steps."""
+"""Runtime: the processes of a run, how they share the work, and what they agree on between two steps."""
 
 import torch
 
@@ -10,24 +10,32 @@ _METHODS = {"": "DDP", "fsdp": "FSDP"}  # and zero1 to zero3
 
 
 class Runtime:
-    """The processes of a run: `processes`, this one among them; `sharding`, what they divide, zero1, zero2, zero3, fsdp
-    or empty; `method` and `how`, in words, how they share the work; `optimizers`, the values of `optim` that they can
-    run, if not any; `no_compile`, why torch.compile is ignored; `stop`, the signals that this process has received;
-    `agreement`, what they decide between two steps."""
+    """The processes of a run and how they work together.
+
+    Attributes:
+        processes: this process among all of them.
+        sharding: zero1, zero2, zero3, fsdp or empty.
+        method, how: how they share the work, to print: "DDP"; "DDP over 8 processes".
+        optimizers: the only supported values of `optim`; empty if all are supported.
+        no_compile: why torch.compile is ignored; empty if it is not.
+        stop: the signals that this process has received.
+        agreement: what the processes decide together between two steps.
+    """
 
     def __init__(
         self, processes: Processes, sharding: str = "", *, how: str | None = None, optimizers: tuple[str, ...] = ()
     ):
-        """`how` is worked out from the sharding unless it is given."""
+        """By default `how` follows from the sharding and the number of processes."""
         self.processes, self.sharding = processes, sharding
         self.method = _METHODS.get(sharding) or f"ZeRO-{sharding[-1]}"
-        alone = processes.world_size == 1 and not sharding
-        here = "" if alone else f"{self.method} over {plural(processes.world_size, 'process', 'es')}"
-        self.how = here if how is None else how
+        if how is None:
+            is_single = processes.world_size == 1 and not sharding
+            how = "" if is_single else f"{self.method} over {plural(processes.world_size, 'process', 'es')}"
+        self.how = how
         self.optimizers, self.no_compile = optimizers, ""
-        if sharding == "zero3":  # Muon cannot be told there which part of a matrix a process has
+        if sharding == "zero3":  # DeepSpeed does not show there which elements of a matrix a process has, for Muon
             self.optimizers = ("adamw",)
-            self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot follow"
+            self.no_compile = "ZeRO-3 gathers weights while the model runs, which torch.compile cannot trace"
         self.stop = StopSignal()
         self.agreement = Agreement(self.stop, processes.hosts)
 

@@ -74,8 +74,7 @@ class Strategy:
     # Preparing
 
     def place(self, model: GPT2LMHeadModel, *, compile: str) -> None:
-        """Moves the model to the device and compiles it if `compile` names a mode. Call it before the optimizer is
-        created."""
+        """Moves the model to the device and compiles it if `compile` names a mode. Call it before make_optimizer."""
         model.to(self.device.torch_device)
         if compile and not self.device.no_compile:
             # regional: block by block, and all blocks run the code compiled for the first
@@ -85,8 +84,7 @@ class Strategy:
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, batch: BatchPlan, config: OptimizerConfig
     ) -> tuple[nn.Module, Optimizer]:
-        """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError if the strategy
-        does not support them."""
+        """Returns the wrapped (model, optimizer) to train with. A collective call. Raises UserError if unsupported."""
         self._max_grad_norm = config.max_grad_norm
         self.spike_filter = SpikeFilter(self.device.torch_device, config)
         names = state_names(model, optimizer)
@@ -112,8 +110,7 @@ class Strategy:
         return nullcontext() if last else self._accelerator.no_sync(model)
 
     def backward(self, loss: Tensor) -> None:
-        """Runs backward of a loss, (), that is already divided by the number of micro-steps. Collective in the last
-        micro-step."""
+        """Backward pass of a loss, (), already divided by the number of micro-steps. Collective in the last one."""
         self._accelerator.backward(loss)
 
     def update(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,8 +173,7 @@ class Strategy:
         return weights, state
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
-        """Restores the optimizer state that `gather` returned after `steps` optimizer steps. Call it after
-        `prepare`."""
+        """Restores the optimizer state that `gather` returned after `steps` optimizer steps; after `prepare`."""
         load_named_state(model, optimizer, tensors, steps)
 
     def unsharded_weights(self, model: nn.Module) -> dict[str, Tensor] | None:

@@ -1,14 +1,14 @@
-"""The torch_xla strategy: one process drives all of its TPU cores (SPMD). Imported by factory.py, where it is needed.
+"""The torch_xla strategy: one process drives all of its TPU cores (SPMD). Imported by factory.py only if needed.
 
-The model is written for one device with a large batch. The rows of the batch are divided over the devices, weights and
-optimizer state are replicated, and XLA's partitioner adds the all-reduce of the gradients: no replica can drift.
+The model is written for one device with a large batch. The rows of the batch are sharded across the devices, weights
+and optimizer state are replicated, and XLA's partitioner adds the all-reduce of the gradients: no replica can drift.
 
-torch_xla only records operations and compiles them at a `sync`; what is recorded between two of them is a program,
-which is found again by its hash. So a run syncs at fixed points and keeps what changes from step to step (learning
-rate, seed, running loss) in tensors: a Python number would be part of the program. There are three large programs: a
+torch_xla records operations and compiles them at a `sync`: the operations between two syncs are a program, which is
+cached by its hash. So a run syncs at fixed points and keeps the values that change from step to step (learning rate,
+seed, running loss) in tensors: a Python number would be part of the program. There are three large programs: a
 micro-step, an optimizer step, a validation batch.
 
-Run on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`), with torch_xla 2.9. It has not been run on a TPU.
+Tested with torch_xla 2.9 on XLA's CPU client (`PJRT_DEVICE=CPU CPU_NUM_DEVICES=4`). It has not been run on a TPU.
 """
 
 import logging
@@ -46,23 +46,23 @@ from recipe.utils.errors import UserError
 from recipe.utils.processes import Processes
 from recipe.utils.units import plural
 
-_FLASH = ("v5e", "v5p", "v6e")  # on older ones the kernel does not compile
+_FLASH = ("v5e", "v5p", "v6e")  # TPUs with flash attention; on older ones the kernel does not compile
 _LAUNCH = "launch with accelerate_configs/tpu.yaml: one process drives all of a machine's TPU cores"
 
 
 @dataclass(frozen=True)
 class XlaDevice(Device):
-    """TPU cores, or the CPU as XLA's devices, behind one process; `mesh` is all of them."""
+    """TPU cores, or XLA's CPU devices, behind one process; `mesh` holds all of them."""
 
     mesh: xs.Mesh | None = None
 
     def put(self, rows: Tensor) -> Tensor:
-        """(micro, ...) with its rows divided over the devices."""
+        """Shards the rows of (micro, ...) across the devices."""
         spec = xs.ShardingSpec(self.mesh, ("data",) + (None,) * (rows.ndim - 1))
         return xm.send_cpu_data_to_device(rows, self.torch_device, spec)[0]
 
     def seed(self, seed: int) -> None:
-        """One mask for the whole batch, divided like its rows: devices draw different ones."""
+        """One seed for all devices: a mask is drawn for the full batch and sharded like its rows."""
         torch_xla.manual_seed(seed, str(self.torch_device))
 
     def flush(self) -> None:
@@ -70,15 +70,15 @@ class XlaDevice(Device):
         torch_xla.sync()
 
     def counters(self) -> dict[str, int | None]:
-        """Also compilations, the number of programs compiled so far: if it keeps growing, time is lost. The peak
+        """Also compilations, the number of programs compiled so far: if it keeps growing, time is wasted. The peak
         memory of a TPU is not known."""
-        compiled = xla_metrics.metric_data("CompileTime")
+        compile_times = xla_metrics.metric_data("CompileTime")
         memory = {"peak_memory_bytes": None} if xr.device_type() == "TPU" else super().counters()
-        return memory | {"compilations": compiled[0] if compiled else 0}
+        return memory | {"compilations": compile_times[0] if compile_times else 0}
 
 
 class XlaStrategy(Strategy):
-    """Devices behind one process; on a pod one process a host, with the same rows.
+    """Devices behind one process; on a pod one process per host, each with the same rows.
 
     `processes.world_size` is 1 whatever the number of hosts: each runs the same program on the same global batch.
     """
@@ -95,23 +95,23 @@ class XlaStrategy(Strategy):
             keep_programs(os.environ.get("XLA_PERSISTENT_CACHE_PATH", "~/.cache/gpt2-recipe/xla"))
         precision = hardware.supported_precision(precision, "a TPU", gpu=False, bf16=bool(generation))
         # With bf16 Accelerate sets XLA_USE_BF16 on a TPU: weights and optimizer state in bf16 that claim to be fp32.
-        # XLA is also what it makes of 'NO' where torch_xla is installed.
+        # If torch_xla is installed, Accelerate makes XLA of the distributed_type NO too.
         accelerator = start_accelerator(precision, "no", [], (DistributedType.XLA,))
         if precision == "fp32":
-            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # warns of a second call at the first
+            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # the first call warns of a second one
             torch_xla.backends.set_mat_mul_precision("highest")  # by default a TPU multiplies fp32 as bf16
         device = _device(accelerator.device, generation, precision)
-        hosts, processes = xr.process_count(), Processes()  # of the global batch, whose losses are those of all hosts
-        if hosts > 1:  # one process a host; not tested: no pod was at hand
+        hosts, processes = xr.process_count(), Processes()  # every host computes the loss of the global batch
+        how = f"{plural(device.count, 'device')} behind one process"
+        if hosts > 1:  # one process per host; not tested: no pod was available
             torch.distributed.init_process_group("gloo", init_method="xla://")
             processes = Processes(is_main=xr.process_index() == 0, hosts=torch.distributed.group.WORLD)
-        behind = f"a process on each of {hosts} hosts" if hosts > 1 else "behind one process"
-        how = f"{plural(device.count, 'device')}{', ' if hosts > 1 else ' '}{behind}"
+            how = f"{plural(device.count, 'device')}, a process on each of {hosts} hosts"
         # The optimizers whose state `_wrap` creates.
         return cls(device, Runtime(processes, how=how, optimizers=("adamw", "muon")), accelerator)
 
     def place(self, model: nn.Module, *, compile: str) -> None:
-        """As Strategy's, replicated over the devices; XLA compiles every step anyway."""
+        """As Strategy's, replicated on the devices; XLA compiles every step anyway."""
         model.to(self.device.torch_device)
         self._replicate(model.parameters())
 
@@ -123,10 +123,10 @@ class XlaStrategy(Strategy):
         zeros = {f"{key}.{name}": torch.zeros_like(params[name]) for name, keys in names.items() for key in keys}
         self.scatter(model, optimizer, zeros, 0)
         for group in optimizer.param_groups:
-            for scheduled in {"lr", "momentum"} & group.keys():
-                group[scheduled] = torch.zeros(1, device=self.device.torch_device)
+            for key in {"lr", "momentum"} & group.keys():
+                group[key] = torch.zeros(1, device=self.device.torch_device)
         # Accumulation adds to zeroed gradients: with None, the first micro-step would be a program of its own.
-        # A step of one micro-step adds to nothing, and frees the gradients' memory in between.
+        # A step of one micro-step does not accumulate, and the memory of its gradients is freed between steps.
         self._accumulates = batch.accumulation > 1
         if self._accumulates:
             for p in model.parameters():
@@ -138,7 +138,7 @@ class XlaStrategy(Strategy):
     @contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Generator[None, None, None]:
         """The gradients' all-reduce is part of each micro-step's program."""
-        # What was recorded between steps (a running loss set to 0) must not become part of this program.
+        # Operations recorded between steps (a running loss set to 0) must not become part of this program.
         self.device.flush()
         yield
         self.device.flush()
@@ -152,24 +152,24 @@ class XlaStrategy(Strategy):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm or float("inf"))
         skip = self._should_skip(grad_norm, loss)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        changed = [*parameters, *(tensor for state in optimizer.state.values() for tensor in state.values())]
-        before = [tensor.detach().clone() for tensor in changed]  # recorded only: the program copies nothing
+        tensors = [*parameters, *(tensor for state in optimizer.state.values() for tensor in state.values())]
+        old_values = [tensor.detach().clone() for tensor in tensors]  # recorded only: the program copies nothing
         optimizer.step()
         with torch.no_grad():
-            for tensor, old in zip(changed, before, strict=True):
-                tensor.copy_(torch.where(skip > 0, old, tensor))
-        optimizer.zero_grad(set_to_none=not self._accumulates)  # what is accumulated becomes zeros (see `_wrap`)
+            for tensor, old_value in zip(tensors, old_values, strict=True):
+                tensor.copy_(torch.where(skip > 0, old_value, tensor))
+        optimizer.zero_grad(set_to_none=not self._accumulates)  # see `_wrap`
         return grad_norm, skip
 
     def _replicate(self, tensors) -> None:
-        """Marks tensors as replicated, as a program's outputs are, or the first step would be compiled twice."""
+        """Marks tensors as replicated, as the outputs of a program are; otherwise the first step is compiled twice."""
         for t in tensors:
             xs.mark_sharding(t, self.device.mesh, (None,) * t.ndim)
 
     # Weights and optimizer state
 
     def scatter(self, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
-        """As Strategy's, replicated over the devices."""
+        """As Strategy's, replicated on the devices."""
         super().scatter(model, optimizer, tensors, steps)
         self._replicate(tensor for state in optimizer.state.values() for tensor in state.values())
         self.device.flush()
@@ -177,17 +177,18 @@ class XlaStrategy(Strategy):
 
 @cache
 def keep_programs(directory: str) -> None:
-    """Keeps compiled programs there, for later processes; in one of them torch_xla wants to hear of it once."""
+    """Keeps compiled programs in `directory`, for later processes. torch_xla accepts the call once per process."""
     xr.initialize_cache(str(Path(directory).expanduser()))
 
 
 def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
-    """The devices of this host, by the data sheet: torch_xla 2.9 reports nothing of those behind SPMD's one."""
-    count, known = xr.global_runtime_device_count(), hardware.known_name(f"TPU {generation}")
+    """The devices of the run, with the facts of their data sheet: torch_xla 2.9 does not report those behind SPMD's
+    single device."""
+    count, model = xr.global_runtime_device_count(), hardware.known_name(f"TPU {generation}")
     mesh = xs.Mesh(np.arange(count), (count,), ("data",))
-    flash = generation in _FLASH
+    supports_flash, has_jax = generation in _FLASH, find_spec("jax") is not None
     name = f"TPU {generation}" if generation else "XLA's CPU client"
-    jax = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
+    needs_jax = "flash attention, which takes less memory, needs jax: pip install -e '.[tpu]'"
     return XlaDevice(
         "xla",
         name,
@@ -195,21 +196,21 @@ def _device(device: torch.device, generation: str, precision: str) -> XlaDevice:
         device,
         chip=name,
         count=count,
-        memory=int(1e9 * hardware.DEVICES[known].memory) if known else None,
-        peak_flops=hardware.DEVICES[known].peak * count if known else None,
+        memory=int(1e9 * hardware.DEVICES[model].memory) if model else None,
+        peak_flops=hardware.DEVICES[model].peak * count if model else None,
         no_compile=XLA_COMPILES,
-        attention=partial(flash_or_sdpa, mesh=mesh) if flash and find_spec("jax") else None,
+        attention=partial(flash_or_sdpa, mesh=mesh) if supports_flash and has_jax else None,
         checkpoint=checkpoint,
         adamw="capturable",  # keeps the step count in tensors
         eval_multiples=(math.lcm(32, count), 64, 1024),  # few shapes, each of which is compiled
         sum_dtype=torch.float32,
-        note=jax if flash and not find_spec("jax") else "",
+        note=needs_jax if supports_flash and not has_jax else "",
         mesh=mesh,
     )
 
 
 def check_xla_launch() -> None:
-    """Raises UserError for launches under which torch_xla trains wrongly, as seen with Accelerate 1.15."""
+    """Raises UserError for launches with which torch_xla trains wrongly, as observed with Accelerate 1.15."""
     for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
         if os.environ.get(name, "0") not in ("", "0"):
             raise UserError(f"unset {name}: it keeps the weights and AdamW's state in bf16; use --precision bf16")
@@ -220,14 +221,14 @@ def check_xla_launch() -> None:
 
 
 def tpu_generation() -> str:
-    """v2, v3, v4, v5e, v5p, v6e; "of unknown kind" where a TPU does not report it; empty on the CPU client."""
+    """v2, v3, v4, v5e, v5p, v6e; "of unknown kind" if a TPU does not report it; empty on the CPU client."""
     if xr.device_type() != "TPU":
         return ""
     try:
-        kind = tpu.get_tpu_type()  # of TPU_ACCELERATOR_TYPE or the machine's metadata: v3, v5litepod, v6e
+        tpu_type = tpu.get_tpu_type()  # from TPU_ACCELERATOR_TYPE or the machine's metadata: v3, v5litepod, v6e
     except (OSError, KeyError, TypeError):
         return "of unknown kind"
-    return {"v5litepod": "v5e", "v5lite": "v5e"}.get(kind, kind)
+    return {"v5litepod": "v5e", "v5lite": "v5e"}.get(tpu_type, tpu_type)
 
 
 def flash_or_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mesh: xs.Mesh) -> Tensor:
@@ -237,7 +238,7 @@ def flash_or_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mesh: xs.M
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     from torch_xla.experimental.custom_kernel import flash_attention
 
-    # Its own scale is 1, and it has no partitioning rule: each device is given its rows.
+    # Its default scale is 1, and it has no partitioning rule: each device is given its rows.
     return flash_attention(
         q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, partition_spec=("data", None, None, None), mesh=mesh
     )

@@ -249,7 +249,7 @@ class GPT2LMHeadModel(nn.Module):
         Raises UserError for missing, unexpected or misshapen tensors.
         """
         tensors = {k: v for k, v in tensors.items() if not _OLD_BUFFERS.search(k)}
-        tensors.pop("lm_head.weight", None)  # the embedding once more
+        tensors.pop("lm_head.weight", None)  # tied to the embedding
         if "wte.weight" in tensors:  # OpenAI's files on the Hub were saved from the bare GPT2Model
             tensors = {f"transformer.{k}": v for k, v in tensors.items()}
         expected = self.state_dict()

@@ -56,7 +56,7 @@ def test_the_loss_of_another_process_is_reported_in_a_line(monkeypatch, capsys, 
 
 def test_a_process_that_was_told_to_end_does_so_at_once_whatever_it_has_lost_by_then(monkeypatch, capsys):
     """The launcher tells all where one has ended, and then this one loses it."""
-    monkeypatch.setattr(StopSignal, "told", True)
+    monkeypatch.setattr(StopSignal, "received", True)
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waits"))
     assert ended(monkeypatch, CLOSED, LOCAL_RANK="1") == 75
     assert capsys.readouterr().err == ""
@@ -109,7 +109,8 @@ def test_the_tpu_line_of_the_readme_never_trains_on_the_cpu():
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
         "error: the Accelerate file asks for a TPU, which cannot be used: found no chip, no torch_xla, no torch_tpu. "
-        "On a TPU's machine pip install -e '.[tpu]'; elsewhere use another file, such as accelerate_configs/single.yaml"
+        "On a machine with a TPU run pip install -e '.[tpu]'; elsewhere use another file, such as "
+        "accelerate_configs/single.yaml"
     ]
     assert "exit status 2" in result.stderr  # the launcher itself ends with 1
     assert result.stdout == ""
