@@ -23,7 +23,7 @@ from recipe.utils.redaction import redacted
 
 STATUS = ".builder.json"  # {"opened": true once readers can begin}, and then {"error": why the builder ended}
 POLL = 0.1  # seconds
-_AHEAD = 8  # shards, counted from the one that is read
+_LOOKAHEAD = 8  # shards, counted from the one that is read
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -57,31 +57,31 @@ class Builder:
                 "validation, since a fraction of it is known only at its end; or set streaming to false"
             )
 
-    def run(self, commit: str | None, earlier: Manifest | None) -> None:
+    def run(self, commit: str | None, saved_manifest: Manifest | None) -> None:
         """Makes shards until the process is ended. Raises UserError."""
-        self.manifest = self.producer.open(commit, earlier)
+        self.manifest = self.producer.open(commit, saved_manifest)
         self.producer.make_validation()
-        val = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
-        train = sum(map(self.producer.bytes_of, self._here()))
-        affordable = val + train + shutil.disk_usage(self.out).free * 9 // 10
+        val_bytes = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
+        train_bytes = sum(map(self.producer.bytes_of, self._shards_on_disk()))
+        affordable = val_bytes + train_bytes + shutil.disk_usage(self.out).free * 9 // 10
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
-        if (least := val + 2 * (HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens)) > budget:
+        if (min_bytes := val_bytes + 2 * (HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens)) > budget:
             raise UserError(
                 f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, and the "
-                f"validation shards and two training shards need {least / 1e9:.3g} GB; raise it, free some "
+                f"validation shards and two training shards need {min_bytes / 1e9:.3g} GB; raise it, free some "
                 "disk, or lower shard_tokens"
             )
         if not self.manifest.of("train"):
             self.producer.make("train", 0)
         write_json(self.out / STATUS, {"opened": True})
         while True:
-            number = self._next_shard(budget - val)
+            number = self._next_shard(budget - val_bytes)
             if number is None:
                 time.sleep(POLL)
             else:
                 self.producer.make("train", number)
 
-    def _here(self) -> set[int]:
+    def _shards_on_disk(self) -> set[int]:
         """The training shards on the disk."""
         train = self.manifest.of("train")
         return set(range(len(train))).difference(self.producer.missing(train))
@@ -90,24 +90,24 @@ class Builder:
         """The nearest shard ahead of the readers that is not here, once there is room for it; None: nothing to do yet.
         To make room, shards that all readers have passed are deleted. `budget`: bytes for training shards."""
         train = self.manifest.of("train")
-        n = len(train) if self.manifest.complete else None
+        total = len(train) if self.manifest.complete else None
         positions = [read_json(reader_path(self.out, rank)) for rank in range(self.readers)]
         if not all(positions):  # a reader that begins will write its position
             return None
-        low, here = min(position["shard"] for position in positions), self._here()
-        wanted = [i % n if n else i for i in range(low, low + _AHEAD)]  # readers count over all epochs
-        number = next((i for i in wanted if i not in here), None)
+        slowest, on_disk = min(position["shard"] for position in positions), self._shards_on_disk()
+        upcoming = [i % total if total else i for i in range(slowest, slowest + _LOOKAHEAD)]  # counted over all epochs
+        number = next((i for i in upcoming if i not in on_disk), None)
         if number is None:
             return None
-        spare = here - set(wanted[: wanted.index(number)])
-        while sum(map(self.producer.bytes_of, [*here, number])) > budget:
-            if not spare:
+        deletable = on_disk - set(upcoming[: upcoming.index(number)])
+        while sum(map(self.producer.bytes_of, [*on_disk, number])) > budget:
+            if not deletable:
                 return None
             # the one that is needed again last; in a first epoch, whose end nobody knows, the oldest
-            victim = max(spare, key=lambda i: (i - low) % n if n else -i)
+            victim = max(deletable, key=lambda i: (i - slowest) % total if total else -i)
             (self.out / train[victim]["file"]).unlink()
-            spare.remove(victim)
-            here.remove(victim)
+            deletable.remove(victim)
+            on_disk.remove(victim)
         return number
 
 
@@ -117,10 +117,10 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(10)  # the step comes first
     set_up_logging()
-    data, earlier = DataConfig(**job["data"]), job["earlier"]
+    data, saved_manifest = DataConfig(**job["data"]), job["saved_manifest"]
     out = Path(data.dataset_name)
     try:
-        Builder(data, job["readers"]).run(job["commit"], Manifest(**earlier) if earlier else None)
+        Builder(data, job["readers"]).run(job["commit"], Manifest(**saved_manifest) if saved_manifest else None)
     except (UserError, OSError) as error:
         write_json(out / STATUS, {"error": str(error) if isinstance(error, UserError) else f"{out}: {error}"})
 

@@ -59,36 +59,36 @@ class TokenDataset:
 
     def validation_windows(self, lo: int, hi: int) -> np.ndarray:
         """Windows [lo, hi) in plain order, shape (hi - lo, T + 1), int64; hi is at most `windows`."""
-        window = np.arange(lo, hi, dtype=np.int64)
-        return self._gather(np.zeros_like(window), window, permuted=False)
+        windows = np.arange(lo, hi, dtype=np.int64)
+        return self._gather(np.zeros_like(windows), windows, permuted=False)
 
-    def _gather(self, epoch: np.ndarray, window: np.ndarray, permuted: bool) -> np.ndarray:
-        out = np.empty((len(window), self.sequence_length + 1), np.int64)  # (N, T + 1)
-        shard = np.searchsorted(self.starts, window, side="right") - 1  # (N,)
-        changes = np.flatnonzero(np.diff(epoch) | np.diff(shard)) + 1  # windows of one epoch and shard are neighbors
-        for group in np.split(np.arange(len(window)), changes):
+    def _gather(self, epochs: np.ndarray, windows: np.ndarray, permuted: bool) -> np.ndarray:
+        out = np.empty((len(windows), self.sequence_length + 1), np.int64)  # (N, T + 1)
+        shards = np.searchsorted(self.starts, windows, side="right") - 1  # (N,)
+        changes = np.flatnonzero(np.diff(epochs) | np.diff(shards)) + 1  # windows of one epoch and shard are neighbors
+        for group in np.split(np.arange(len(windows)), changes):
             if len(group) == 0:
                 continue
-            e, s = int(epoch[group[0]]), int(shard[group[0]])
-            reader, order = self._open(e, s)
-            index = window[group] - self.starts[s]
+            epoch, shard = int(epochs[group[0]]), int(shards[group[0]])
+            reader, order = self._open(epoch, shard)
+            index = windows[group] - self.starts[shard]
             index = order[index] if permuted else index
-            windows = reader.runs(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
-            if (largest := windows.max()) >= self._vocab_size:
-                whose = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
+            rows = reader.runs(index * self.sequence_length, self.sequence_length + 1)  # (group, T + 1)
+            if (largest := rows.max()) >= self._vocab_size:
+                vocabulary = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
                 raise UserError(
-                    f"{self.shards[s].path}: holds token {largest}, {whose} ends at {self._vocab_size - 1}: another "
-                    "tokenizer, type or byte order"
+                    f"{self.shards[shard].path}: holds token {largest}, {vocabulary} ends at {self._vocab_size - 1}: "
+                    "another tokenizer, type or byte order"
                 )
-            out[group] = windows
+            out[group] = rows
         return out
 
-    def _open(self, epoch: int, s: int) -> tuple[ShardReader, np.ndarray]:
-        if self._opened is None or self._opened[0] != (epoch, s):
+    def _open(self, epoch: int, shard: int) -> tuple[ShardReader, np.ndarray]:
+        if self._opened is None or self._opened[0] != (epoch, shard):
             self._opened = None  # closes it
-            reader, windows = open_shard(self.shards[s]), int(self.starts[s + 1] - self.starts[s])
-            self.shards[s] = replace(self.shards[s], sha256=reader.sha256)
-            self._opened = (epoch, s), reader, permutation(windows, self.seed, epoch, s)
+            reader, count = open_shard(self.shards[shard]), int(self.starts[shard + 1] - self.starts[shard])
+            self.shards[shard] = replace(self.shards[shard], sha256=reader.sha256)
+            self._opened = (epoch, shard), reader, permutation(count, self.seed, epoch, shard)
         return self._opened[1:]
 
     def state_dict(self) -> dict:
@@ -98,8 +98,8 @@ class TokenDataset:
 
     def load_state_dict(self, state: dict) -> None:
         """Takes over the SHA-256 of files that have no manifest, so that each is compared when it is opened."""
-        for s, (shard, (_, _, sha256)) in enumerate(zip(self.shards, state["shards"], strict=False)):
-            self.shards[s] = replace(shard, sha256=shard.sha256 or sha256)
+        for i, (shard, (_, _, sha256)) in enumerate(zip(self.shards, state["shards"], strict=False)):
+            self.shards[i] = replace(shard, sha256=shard.sha256 or sha256)
 
     def check_batch(self) -> None:
         """Raises UserError for fewer windows than one optimizer step takes."""
@@ -119,20 +119,22 @@ def permutation(n: int, seed: int, *key: int) -> np.ndarray:
     return np.random.RandomState([seed % 2**32, seed // 2**32, *key]).permutation(n)
 
 
-def check_same_data(saved: dict, now: dict, where: str) -> None:
+def check_same_data(saved: dict, current: dict, name: str) -> None:
     """Raises UserError for data other than those whose `saved` state a checkpoint keeps. A stream that has not come to
     its end knows its first shards only; those must be the same."""
-    if "mixture" in now:
-        for then, today in zip(saved["mixture"], now["mixture"], strict=True):
-            check_same_data(then, today, today["name"])
+    if "mixture" in current:
+        for saved_part, part in zip(saved["mixture"], current["mixture"], strict=True):
+            check_same_data(saved_part, part, part["name"])
         return
-    then, today = saved["shards"], now["shards"]
-    changed = [a[0] for a, b in zip(then, today, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
-    more, fewer = len(today) > len(then) and saved["complete"], len(today) < len(then) and now["complete"]
-    if changed or more or fewer:
-        what = f" ({changed[0]} differs)" if changed else ""
+    saved_shards, shards = saved["shards"], current["shards"]
+    pairs = zip(saved_shards, shards, strict=False)  # each shard is [name, tokens, sha256]
+    changed = [old[0] for old, new in pairs if old[:2] != new[:2] or (old[2] and new[2] and old[2] != new[2])]
+    added = len(shards) > len(saved_shards) and saved["complete"]
+    removed = len(shards) < len(saved_shards) and current["complete"]
+    if changed or added or removed:
+        detail = f" ({changed[0]} differs)" if changed else ""
         raise UserError(
-            f"{where} no longer holds the shards that the checkpoint was trained on{what}; prepare the "
+            f"{name} no longer holds the shards that the checkpoint was trained on{detail}; prepare the "
             "same text again, or start over with --fresh"
         )
 
@@ -140,20 +142,21 @@ def check_same_data(saved: dict, now: dict, where: str) -> None:
 def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> None:
     """Raises UserError for data on which a run would mislead or could not take a step: validation data without a full
     window, fewer training windows than a step takes, and a training shard that is also one for validation."""
-    for one, dataset in zip(train, validation, strict=True):
+    for train_set, dataset in zip(train, validation, strict=True):
         if not dataset.windows:
-            tokens, least = sum(shard.tokens for shard in one.shards + dataset.shards), 2 * dataset.sequence_length + 2
-            way_out = "raise val_fraction" if tokens > least else f"give more text (these are {tokens:,} tokens in all)"
+            tokens = sum(shard.tokens for shard in train_set.shards + dataset.shards)
+            enough = tokens > 2 * (dataset.sequence_length + 1)
+            way_out = "raise val_fraction" if enough else f"give more text (these are {tokens:,} tokens in all)"
             raise UserError(
                 f"{dataset.shards[0].path}: {dataset.shards[0].tokens} tokens, fewer than one sequence of "
                 f"sequence_length + 1 = {dataset.sequence_length + 1}; {way_out}, or lower sequence_length"
             )
     for dataset in train:
         dataset.check_batch()
-    for v in (shard for dataset in validation for shard in dataset.shards):
-        for t in (shard for dataset in train for shard in dataset.shards):
-            if t.path.resolve() == v.path.resolve() or (t.sha256 and t.sha256 == v.sha256):
+    for val_shard in (shard for dataset in validation for shard in dataset.shards):
+        for shard in (shard for dataset in train for shard in dataset.shards):
+            if shard.path.resolve() == val_shard.path.resolve() or (shard.sha256 and shard.sha256 == val_shard.sha256):
                 raise UserError(
-                    f"{t.path} (training) and {v.path} (validation) hold the same tokens: the validation loss would "
-                    "mean nothing; name other files in dataset_name or val_data"
+                    f"{shard.path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
+                    "loss would mean nothing; name other files in dataset_name or val_data"
                 )

@@ -35,8 +35,8 @@ PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe pla
 LONGEST_PIECE = 1 << 20
 # No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the text.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
-_BATCH = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
-_JSON = "expected one object per line, or in .json an array of objects"
+_BATCH_CHARS = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
+_JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
 Content = str | np.ndarray  # of a piece of a document, never empty: text, or its tokens, (tokens,), uint16
 
@@ -59,16 +59,16 @@ class Column:
         separators = {GPT2Tokenizer.end_of_text_token, tokenizer.end_of_text_token}
         self._separator, self._longest = re.compile("|".join(map(re.escape, separators))), max(map(len, separators))
 
-    def pieces(self, row: dict, where: str) -> Iterable[Content]:
-        """The document in a row, which `where` names in errors; a null is an empty one. Raises UserError where the
+    def pieces(self, row: dict, location: str) -> Iterable[Content]:
+        """The document in a row, which `location` names in errors; a null is an empty one. Raises UserError where the
         column is missing, or holds neither text nor the tokenizer's ids."""
-        value = self._value(row, where)
+        value = self._value(row, location)
         return in_pieces(_chunks_of(value)) if isinstance(value, str) else [value] if len(value) else []
 
-    def separated(self, row: dict, where: str) -> Iterable[tuple[int, Content]]:
+    def separated(self, row: dict, location: str) -> Iterable[tuple[int, Content]]:
         """As `pieces`, for a row of a local file, in which end-of-texts separate documents: each piece with its number
         in its document."""
-        value = self._value(row, where)
+        value = self._value(row, location)
         if isinstance(value, str):
             return self.separated_text(_chunks_of(value))
         return [(0, value)] if len(value) else []
@@ -80,18 +80,18 @@ class Column:
             yield from enumerate(in_pieces(part for _, part in document))
 
     def _numbered(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
-        number, rest = 0, ""
+        number, remainder = 0, ""
         for chunk in chunks:
-            *ended, rest = self._separator.split(rest + chunk)
-            yield from enumerate(ended, number)
-            number += len(ended)
-            sure = max(0, len(rest) - self._longest + 1)  # what follows may be the beginning of a separator
-            yield number, rest[:sure]
-            rest = rest[sure:]
-        yield number, rest
+            *documents, remainder = self._separator.split(remainder + chunk)
+            yield from enumerate(documents, number)
+            number += len(documents)
+            safe_length = max(0, len(remainder) - self._longest + 1)  # what follows may be the beginning of a separator
+            yield number, remainder[:safe_length]
+            remainder = remainder[safe_length:]
+        yield number, remainder
 
-    def _value(self, row: dict, where: str) -> str | np.ndarray:
-        self.check_is_in(row, where)
+    def _value(self, row: dict, location: str) -> str | np.ndarray:
+        self.check_is_in(row, location)
         value = row[self.name]
         if value is None:
             return ""
@@ -99,40 +99,40 @@ class Column:
             # JSON may hold a lone surrogate, which UTF-8 may not: U+FFFD takes its place.
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if isinstance(value, list) and all(type(number) is int for number in value):
-            return self._tokens(np.array(value, np.int64), where)
+            return self._tokens(np.array(value, np.int64), location)
         raise UserError(
-            f"{where}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; choose "
-            "another text_column"
+            f"{location}: column {self.name!r} holds {type(value).__name__}, neither text nor a list of token ids; "
+            "choose another text_column"
         )
 
-    def check_is_in(self, names: Iterable[str], where: str) -> None:
+    def check_is_in(self, names: Iterable[str], location: str) -> None:
         """Raises UserError where the column is none of `names`."""
         if self.name not in names:
             raise UserError(
-                f"{where}: no column {self.name!r}; there are: {', '.join(names)}. Choose with --text_column"
+                f"{location}: no column {self.name!r}; there are: {', '.join(names)}. Choose with --text_column"
             )
 
-    def _tokens(self, ids: np.ndarray, where: str) -> np.ndarray:
-        wrong = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
-        if len(wrong):
+    def _tokens(self, ids: np.ndarray, location: str) -> np.ndarray:
+        invalid = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
+        if len(invalid):
             raise UserError(
-                f"{where}: column {self.name!r} holds token {wrong[0]}, and the vocabulary of tokenizer "
+                f"{location}: column {self.name!r} holds token {invalid[0]}, and the vocabulary of tokenizer "
                 f"{self._tokenizer.name} ends at {self._tokenizer.vocab_size - 1}; set tokenizer to the one that made "
                 "these ids, or choose a text_column of text"
             )
         # End-of-text at either end separates documents, which `tokenized` does for all.
-        inside = np.flatnonzero(ids != self._tokenizer.end_of_text)
-        return (ids[inside[0] : inside[-1] + 1] if len(inside) else inside).astype(DTYPE)
+        text_indices = np.flatnonzero(ids != self._tokenizer.end_of_text)
+        return (ids[text_indices[0] : text_indices[-1] + 1] if len(text_indices) else text_indices).astype(DTYPE)
 
 
 def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """The pieces with their tokens, (tokens,), uint16, of which the first of a document is end-of-text. Texts are
     tokenized on a thread for each core: tokenizers release the GIL."""
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
-    last = None
+    last_document = None
     for piece, tokens in _encoded(pieces, tokenizer):
-        yield piece, tokens if piece.document == last else np.concatenate([end_of_text, tokens])
-        last = piece.document
+        yield piece, tokens if piece.document == last_document else np.concatenate([end_of_text, tokens])
+        last_document = piece.document
 
 
 def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -143,13 +143,13 @@ def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tupl
         texts = iter(tokenizer.encode([piece.content for piece in batch if isinstance(piece.content, str)]))
         return [(piece, next(texts) if isinstance(piece.content, str) else piece.content) for piece in batch]
 
-    ahead: deque = deque()
+    futures: deque = deque()
     with ThreadPoolExecutor(threads) as pool:
         for batch in _batches(pieces):
-            ahead.append(pool.submit(encode, batch))
-            if len(ahead) > 2 * threads:
-                yield from ahead.popleft().result()
-        for future in ahead:
+            futures.append(pool.submit(encode, batch))
+            if len(futures) > 2 * threads:
+                yield from futures.popleft().result()
+        for future in futures:
             yield from future.result()
 
 
@@ -158,7 +158,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.content)
-        if size >= _BATCH:
+        if size >= _BATCH_CHARS:
             yield batch
             batch, size = [], 0
     yield batch
@@ -184,8 +184,8 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
 
 def _cut(text: str) -> tuple[str, str]:
     """The first piece of a text, and the rest."""
-    safe = _SAFE_CUT.search(text, PIECE, LONGEST_PIECE)
-    end = safe.end() if safe else LONGEST_PIECE
+    match = _SAFE_CUT.search(text, PIECE, LONGEST_PIECE)
+    end = match.end() if match else LONGEST_PIECE
     return text[:end], text[end:]
 
 
@@ -216,24 +216,24 @@ class TextFiles:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 
-    def has_documents(self, many: int) -> bool:
+    def has_documents(self, count: int) -> bool:
         """Whether there are so many, in 2^30 bytes of the files at least."""
-        for piece in self.pieces() if len(self.paths) < many else ():
-            if piece.document + 1 == many:
+        for piece in self.pieces() if len(self.paths) < count else ():
+            if piece.document + 1 == count:
                 return True
             if self.position > 1 << 30:
                 return False
-        return len(self.paths) >= many
+        return len(self.paths) >= count
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
         """All documents in order, or those from an earlier piece's `stream` on, whose state is a file's number."""
-        following, first = (stream["document"], stream["state"]) if stream else (0, 0)
-        for number, path in enumerate(self.paths[first:], first):
-            here = {"document": following, "state": number} if number else None
-            with _reading(path):
-                for nth, content in self._pieces_in(path, self._starts[number]):
-                    following += nth == 0
-                    yield Piece(following - 1, content, here)
+        document_count, first_file = (stream["document"], stream["state"]) if stream else (0, 0)
+        for number, path in enumerate(self.paths[first_file:], first_file):
+            file_start = {"document": document_count, "state": number} if number else None
+            with _reading_text(path):
+                for piece_number, content in self._pieces_in(path, self._starts[number]):
+                    document_count += piece_number == 0
+                    yield Piece(document_count - 1, content, file_start)
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
         """Of a file, each piece with its number in its document."""
@@ -248,8 +248,8 @@ class TextFiles:
                     for row in batch.to_pylist():
                         yield from self.column.separated(row, str(path))
             return
-        with path.open("rb") as packed:
-            raw = io.BufferedReader(pa.input_stream(packed, PACKED.get(path.suffix.lower())), 1 << 20)
+        with path.open("rb") as packed_file:
+            raw = io.BufferedReader(pa.input_stream(packed_file, PACKED.get(path.suffix.lower())), 1 << 20)
             file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
             if suffix in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)
@@ -260,22 +260,22 @@ class TextFiles:
                 rows = ((f"item {number}", row) for number, row in enumerate(json.load(file), 1))
             elif suffix in (".json", ".jsonl"):
                 lines = ((f"line {number}", line) for number, line in enumerate(file, 1) if line.strip())
-                rows = ((where, _parsed(line, f"{path}, {where}")) for where, line in lines)
+                rows = ((location, _parse_json(line, f"{path}, {location}")) for location, line in lines)
             else:
-                yield from self.column.separated_text(self._chunks(file, packed, start))
+                yield from self.column.separated_text(self._chunks(file, packed_file, start))
                 return
-            for where, row in rows:
-                self.position = start + packed.tell()
+            for location, row in rows:
+                self.position = start + packed_file.tell()
                 if not isinstance(row, dict):
-                    raise UserError(f"{path}, {where}: a JSON {type(row).__name__}; {_JSON}")
-                yield from self.column.separated(row, f"{path}, {where}")
+                    raise UserError(f"{path}, {location}: a JSON {type(row).__name__}; {_JSON_FORMAT}")
+                yield from self.column.separated(row, f"{path}, {location}")
 
-    def _chunks(self, file: io.TextIOWrapper, packed: BinaryIO, start: int) -> Iterator[str]:
-        first = True
+    def _chunks(self, file: io.TextIOWrapper, packed_file: BinaryIO, start: int) -> Iterator[str]:
+        is_first = True
         while chunk := file.read(LONGEST_PIECE):
-            if first and chunk[257:262] == "ustar":
-                raise UserError(f"{packed.name}: an archive of files; unpack it, and name the directory")
-            first, self.position = False, start + packed.tell()
+            if is_first and chunk[257:262] == "ustar":
+                raise UserError(f"{packed_file.name}: an archive of files; unpack it, and name the directory")
+            is_first, self.position = False, start + packed_file.tell()
             if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
                 raise UnicodeError
             yield chunk
@@ -287,7 +287,7 @@ def _size_of(path: Path) -> int:
 
 
 @contextmanager
-def _reading(path: Path) -> Generator[None, None, None]:
+def _reading_text(path: Path) -> Generator[None, None, None]:
     """As `reading`; the error for a file that is not UTF-8 says how to convert it."""
     try:
         with reading(path, "is it complete?"):
@@ -296,29 +296,29 @@ def _reading(path: Path) -> Generator[None, None, None]:
         if isinstance(error.__cause__, UnicodeError):
             if text_suffix(path) == ".parquet":
                 raise UserError(f"{path}: a text in it is not UTF-8; write it again, or name other files") from None
-            where, unpack = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
-            option, what = _encoding(path)
+            name, codec = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
+            option, reason = _diagnose_encoding(path)
             if not option:
-                raise UserError(f"{path}: {what}") from None
+                raise UserError(f"{path}: {reason}") from None
             convert = f"iconv {option} -t UTF-8"
-            convert = f"{unpack.replace('bz2', 'bzip2')} -dc {where} | {convert}" if unpack else f"{convert} {where}"
+            convert = f"{codec.replace('bz2', 'bzip2')} -dc {name} | {convert}" if codec else f"{convert} {name}"
             way_out = f"{convert} > NEW{text_suffix(path) or '.txt'}"
-            raise UserError(f"{path}: {what}, or name other files:\n{way_out}") from None
+            raise UserError(f"{path}: {reason}, or name other files:\n{way_out}") from None
         raise
 
 
-def _encoding(path: Path) -> tuple[str, str]:
+def _diagnose_encoding(path: Path) -> tuple[str, str]:
     """iconv's option for a text that is not all UTF-8, and why, by the text's beginning; none for what is no text."""
-    with path.open("rb") as packed:
-        start = pa.input_stream(packed, PACKED.get(path.suffix.lower())).read(1 << 24)
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):  # its byte order marks
+    with path.open("rb") as packed_file:
+        head = pa.input_stream(packed_file, PACKED.get(path.suffix.lower())).read(1 << 24)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # its byte order marks
         return "-f UTF-16", "not text in UTF-8; convert it, from UTF-16"
-    if len(start) / 1000 < start.count(0) < len(start) / 4:
+    if len(head) / 1000 < head.count(0) < len(head) / 4:
         return "", "not text; unpack it if it is an archive, or make .txt, .jsonl or .parquet of it"
-    read = start.decode(errors="replace")
-    if sum(character > "\x7f" for character in read) > 2 * read.count("\ufffd"):
+    text = head.decode(errors="replace")
+    if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
         return "-c -f UTF-8", "some bytes are not UTF-8; leave them out"
-    if re.search(rb"[\x80-\x9f]", start):  # control characters in Latin-1, quotes and dashes in Windows'
+    if re.search(rb"[\x80-\x9f]", head):  # control characters in Latin-1, quotes and dashes in Windows'
         return "-f CP1252", "not text in UTF-8; convert it, from Windows-1252 for example"
     return "-f LATIN1", "not text in UTF-8; convert it, from Latin-1 for example"
 
@@ -328,24 +328,24 @@ def _rows_of(table: csv.DictReader, column: str, path: Path) -> Iterator[tuple[s
     fields = table.fieldnames or []
     try:
         for row in table:
-            where = f"line {table.line_num}"
+            location = f"line {table.line_num}"
             if any(row.get(None, ())) or row[column] is None:  # a delimiter at the end of a row is nobody's text
-                has = len(fields) + len(row[None]) if None in row else [*row.values()].index(None)
+                count = len(fields) + len(row[None]) if None in row else [*row.values()].index(None)
                 raise UserError(
-                    f"{path}, {where}: {plural(has, 'field')}, and the header has {len(fields)}; put texts that hold "
-                    f"{table.reader.dialect.delimiter!r} into quotes"
+                    f"{path}, {location}: {plural(count, 'field')}, and the header has {len(fields)}; put texts that "
+                    f"hold {table.reader.dialect.delimiter!r} into quotes"
                 )
-            yield where, row
+            yield location, row
     except csv.Error as error:
-        where = f"{path}, line {table.reader.line_num}"
-        raise UserError(f"{where}: {error}; is a quote not closed, or the file cut short?") from None
+        location = f"{path}, line {table.reader.line_num}"
+        raise UserError(f"{location}: {error}; is a quote not closed, or the file cut short?") from None
 
 
-def _parsed(line: str, where: str):
+def _parse_json(line: str, location: str):
     try:
         return json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); {_JSON}") from None
+        raise UserError(f"{location}: not JSON ({error}); {_JSON_FORMAT}") from None
 
 
 def _file_identity(path: Path) -> dict:

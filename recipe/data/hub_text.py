@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # seconds for the first answer of the Hub
 _RETRY_WINDOW_S = 900  # seconds without anything new after which a failing Hub ends the run
-_LONGEST_WAIT = 60  # seconds between two attempts
+_MAX_DELAY_S = 60  # seconds between two attempts
 _STATE_EVERY = 256  # documents between two positions from which a stream can start again
-_PERMANENT = {400, 401, 403, 404, 410, 416}  # HTTP
+_PERMANENT_STATUSES = {400, 401, 403, 404, 410, 416}  # HTTP
 
 
 class HubText:
@@ -42,7 +42,7 @@ class HubText:
     def __init__(self, data: DataConfig, column: Column):
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
-        self._worked, self._since = False, time.monotonic()
+        self._has_succeeded, self._last_success = False, time.monotonic()
         self._files = None  # all of them, as `datasets` streams them, from the first `_rows` on
 
     def __str__(self) -> str:
@@ -65,31 +65,31 @@ class HubText:
     def pin(self, manifest: Manifest) -> None:
         """Reads what the shards of a manifest were made from. If there are shards already, a failure from now on is the
         Hub's, not a mistake in a name."""
-        self.commit, self._worked = manifest.source["commit"], bool(manifest.shards)
+        self.commit, self._has_succeeded = manifest.source["commit"], bool(manifest.shards)
 
     def wait_after(self, error: Exception) -> None:
         """Waits before another attempt. Raises UserError where there should be none."""
-        if not self._worked:
+        if not self._has_succeeded:
             raise self._error(error) from None
         status, reason = _status_and_reason(error)
-        silence = time.monotonic() - self._since
-        if status in _PERMANENT or silence > _RETRY_WINDOW_S:
+        silence = time.monotonic() - self._last_success
+        if status in _PERMANENT_STATUSES or silence > _RETRY_WINDOW_S:
             raise UserError(
                 f"data set {self.name}: the Hub, which answered before, reports {reason}; the same command continues"
             ) from None
-        wait = min(_LONGEST_WAIT, 1 + silence)  # about twice as long each time
-        logger.warning("data       %s: %s; trying again in %.0f s from where it stopped", self.repo, reason, wait)
-        time.sleep(wait)
+        delay = min(_MAX_DELAY_S, 1 + silence)  # about twice as long each time
+        logger.warning("data       %s: %s; trying again in %.0f s from where it stopped", self.repo, reason, delay)
+        time.sleep(delay)
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
         """All documents in order, or those from an earlier piece's `stream` on: each once, whatever happens."""
-        following = 0
+        next_index = 0
         while True:
             try:
                 for index, row, stream in self._rows(stream):  # noqa: B020  (a later attempt starts from there)
-                    self._worked, self._since = True, time.monotonic()
-                    if index >= following:
-                        following = index + 1
+                    self._has_succeeded, self._last_success = True, time.monotonic()
+                    if index >= next_index:
+                        next_index = index + 1
                         for content in self.column.pieces(row, self.repo):
                             yield Piece(index, content, stream)
                 return
@@ -102,8 +102,8 @@ class HubText:
         """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not
         said what is wrong with the name."""
         status, reason = _status_and_reason(error)
-        refused = status in _PERMANENT or isinstance(error, HFValidationError)
-        return (UserError if refused else Unreachable)(
+        is_permanent = status in _PERMANENT_STATUSES or isinstance(error, HFValidationError)
+        return (UserError if is_permanent else Unreachable)(
             f"data set {self.name}: no such path on this disk, and the Hub reports {reason}; check the name and the "
             "network, or give text on this disk"
         )
@@ -113,36 +113,36 @@ class HubText:
         import datasets.config
 
         # Its own retries wait up to twenty minutes without a message.
-        for what in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
-            setattr(datasets.config, f"STREAMING_{what}", 1)
-        for what in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
-            setattr(datasets.config, f"STREAMING_{what}_RETRY_INTERVAL", 0)
+        for setting in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
+            setattr(datasets.config, f"STREAMING_{setting}", 1)
+        for setting in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
+            setattr(datasets.config, f"STREAMING_{setting}_RETRY_INTERVAL", 0)
         if self._files is None:
             subset, split = self._data.dataset_config or None, self._data.dataset_split
             self._files = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
-        count = self._files.num_shards
-        index, first, within = 0, 0, None  # `within`: where in its first file
+        file_count = self._files.num_shards
+        index, first_file, file_state = 0, 0, None  # `within`: where in its first file
         if stream:
-            index, first, within = stream["document"], stream["state"]["file"], stream["state"]["within"]
-        for number in range(first, count):
+            index, first_file, file_state = stream["document"], stream["state"]["file"], stream["state"]["within"]
+        for file_number in range(first_file, file_count):
             # By row groups of parquet: a restart need not read the file up to there. A file at a time, since all of
             # them would be opened first.
-            rows = self._files.shard(count, number).reshard()
-            if within:
-                rows.load_state_dict(within)
+            rows = self._files.shard(file_count, file_number).reshard()
+            if file_state:
+                rows.load_state_dict(file_state)
             for row in rows:
                 yield index, row, stream
                 index += 1
                 if index % _STATE_EVERY == 0:
-                    stream = {"document": index, "state": {"file": number, "within": rows.state_dict()}}
-            within, stream = None, {"document": index, "state": {"file": number + 1, "within": None}}
+                    stream = {"document": index, "state": {"file": file_number, "within": rows.state_dict()}}
+            file_state, stream = None, {"document": index, "state": {"file": file_number + 1, "within": None}}
 
 
 def _status_and_reason(error: Exception) -> tuple[int | None, str]:
     """The HTTP status beneath an error, if there is one, and a line about both."""
-    status, beneath = None, error
-    while beneath and status is None:
-        status = getattr(getattr(beneath, "response", None), "status_code", None)
-        beneath = beneath.__cause__ or beneath.__context__
+    status, cause = None, error
+    while cause and status is None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        cause = cause.__cause__ or cause.__context__
     text = redact(first_line(error))[:200]  # redacted first: a cut secret is not recognized
     return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"

@@ -28,44 +28,45 @@ def open_datasets(
 ) -> Generator[tuple[Dataset, Dataset], None, None]:
     """The training and validation data of a run that continues at `step`; `state` is what the checkpoint kept of the
     data. A collective call: local text is prepared by the main process first. Raises UserError on all processes."""
-    sets, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
+    entries, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     with processes.shared_error("the data cannot be opened"):
-        streamed = [_is_streamed(one.data) for one in sets]
-        for one in sets:
-            if one.data.train_text and one.data.val_data:  # an error before the text is prepared
-                _validation_shards(one.data)
-    firsts = windows_before(step * batch.sequences, tuple(one.count for one in sets), run.seed)
-    trains: list[TokenDataset] = []
-    validations: list[TokenDataset] = []
-    with ExitStack() as closing:
-        for one, is_stream, first, saved in zip(sets, streamed, firsts, states or [state] * len(sets), strict=True):
-            data = replace(one.data, disk_budget_gb=one.data.disk_budget_gb / max(1, sum(streamed)))
-            per_step = -(-batch.sequences * one.count // MIXTURE_PERIOD)
-            shape = data.sequence_length, per_step, run.seed, config.model.vocab_size
+        streamed = [_is_streamed(entry.data) for entry in entries]
+        for entry in entries:
+            if entry.data.train_text and entry.data.val_data:  # an error before the text is prepared
+                _validation_shards(entry.data)
+    first_windows = windows_before(step * batch.sequences, tuple(entry.count for entry in entries), run.seed)
+    train_sets: list[TokenDataset] = []
+    val_sets: list[TokenDataset] = []
+    with ExitStack() as stack:
+        saved_states = states or [state] * len(entries)
+        for entry, is_stream, first_window, saved in zip(entries, streamed, first_windows, saved_states, strict=True):
+            data = replace(entry.data, disk_budget_gb=entry.data.disk_budget_gb / max(1, sum(streamed)))
+            batch_size = -(-batch.sequences * entry.count // MIXTURE_PERIOD)
+            settings = data.sequence_length, batch_size, run.seed, config.model.vocab_size
             if is_stream:
-                train, validation = _open_stream(data, shape, processes, first, saved, closing)
+                train, validation = _open_stream(data, settings, processes, first_window, saved, stack)
             else:
                 with processes.shared_error("the data cannot be prepared"), processes.main_process_first():
                     if must_prepare(data):
                         prepare(data)
-                sequences = 0 if config.undecided else config.optimizer.max_steps * batch.sequences * one.share
-                train, validation = _open_prepared(data, shape, sequences)
-            trains.append(train)
-            validations.append(validation)
-        check_data(trains, validations)
-        if len(sets) == 1:
-            yield trains[0], validations[0]
+                sequences = 0 if config.undecided else config.optimizer.max_steps * batch.sequences * entry.share
+                train, validation = _open_prepared(data, settings, sequences)
+            train_sets.append(train)
+            val_sets.append(validation)
+        check_data(train_sets, val_sets)
+        if len(entries) == 1:
+            yield train_sets[0], val_sets[0]
             return
-        train, validation = (MixedDataset(sets, each, batch.sequences, run.seed) for each in (trains, validations))
-        yield train, validation
+        train, val = (MixedDataset(entries, parts, batch.sequences, run.seed) for parts in (train_sets, val_sets))
+        yield train, val
 
 
 def training_windows(config: Config) -> int:
     """Sequences in an epoch of a run's data; prepares local text. Raises UserError where their end is not known."""
-    data, several = data_sets(config.data)[0].data, len(data_sets(config.data)) > 1
-    if several or _is_streamed(data):
-        what = "a mixture" if several else f"a stream ({data.dataset_name})"
-        raise UserError(f"num_train_epochs is for one prepared data set, and the data are {what}; give max_steps")
+    data, is_mixture = data_sets(config.data)[0].data, len(data_sets(config.data)) > 1
+    if is_mixture or _is_streamed(data):
+        kind = "a mixture" if is_mixture else f"a stream ({data.dataset_name})"
+        raise UserError(f"num_train_epochs is for one prepared data set, and the data are {kind}; give max_steps")
     if must_prepare(data):
         if config.run.dry_run:
             raise UserError(
@@ -78,26 +79,26 @@ def training_windows(config: Config) -> int:
 
 def state_on_disk(data: DataConfig) -> dict:
     """The state_dict of a run's training data, by the shards on this disk. Raises UserError if there are none."""
-    sets = data_sets(data)
-    states = [TokenDataset(find_shards(one.data.dataset_name, "train"), 1, 1, 0).state_dict() for one in sets]
-    return {"mixture": [{"name": ""} | state for state in states]} if len(sets) > 1 else states[0]
+    entries = data_sets(data)
+    states = [TokenDataset(find_shards(entry.data.dataset_name, "train"), 1, 1, 0).state_dict() for entry in entries]
+    return {"mixture": [{"name": ""} | state for state in states]} if len(entries) > 1 else states[0]
 
 
-def check_dataset(one: MixtureEntry, batch: BatchPlan, steps: int) -> None:
+def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
     """For a plan of so many steps: logs what a data set of the run is, and prepares and downloads nothing. Raises
     UserError where it cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
-    data = one.data
-    what = " ".join(filter(None, (data.train_text, data.dataset_config)))
+    data = entry.data
+    text = " ".join(filter(None, (data.train_text, data.dataset_config)))
     if data.train_text and data.val_data:
         _validation_shards(data)
     if _is_streamed(data):
-        logger.info("data       %s, streamed into %s", what, data.dataset_name)
+        logger.info("data       %s, streamed into %s", text, data.dataset_name)
         Builder(data, readers=1).producer.source.newest()
     elif must_prepare(data):
-        logger.info("data       %s, to be prepared as shards in %s", what, data.dataset_name)
+        logger.info("data       %s, to be prepared as shards in %s", text, data.dataset_name)
     else:
-        shape = data.sequence_length, -(-batch.sequences * one.count // MIXTURE_PERIOD), 0
-        train, validation = _open_prepared(data, shape, steps * batch.sequences * one.share)
+        settings = data.sequence_length, -(-batch.sequences * entry.count // MIXTURE_PERIOD), 0
+        train, validation = _open_prepared(data, settings, steps * batch.sequences * entry.share)
         check_data([train], [validation])
 
 
@@ -106,18 +107,19 @@ def _is_streamed(data: DataConfig) -> bool:
     return data.streaming and Producer(data).finished() is None
 
 
-def _open_prepared(data: DataConfig, shape: tuple[int, ...], sequences: float) -> tuple[TokenDataset, TokenDataset]:
-    """`shape` is what TokenDataset takes after its shards; the run reads so many `sequences`."""
+def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float) -> tuple[TokenDataset, TokenDataset]:
+    """`settings` are what TokenDataset takes after its shards; the run reads so many `sequences`."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
     sizes = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
     manifest = Manifest.load(Path(data.val_data or data.dataset_name))
     kind = manifest.validation if manifest else ""
     logger.info("data       %s: %s; validation %s%s", data.dataset_name, *sizes, kind)
-    datasets = TokenDataset(train, *shape), TokenDataset(val, *shape)
+    datasets = TokenDataset(train, *settings), TokenDataset(val, *settings)
     if sequences and (windows := datasets[0].windows):
-        epochs, many = sequences / windows, sequences >= 4 * windows
-        note = "; from four on, more text helps more than more steps" if many else ""  # Muennighoff et al. (2023)
-        logger.log(logging.WARNING if many else logging.INFO, "epochs     %.3g of these data%s", epochs, note)
+        epochs, is_repetitive = sequences / windows, sequences >= 4 * windows
+        # Muennighoff et al. (2023)
+        note = "; from four on, more text helps more than more steps" if is_repetitive else ""
+        logger.log(logging.WARNING if is_repetitive else logging.INFO, "epochs     %.3g of these data%s", epochs, note)
     return datasets
 
 
@@ -137,17 +139,17 @@ def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
 
 
 def _open_stream(
-    data: DataConfig, shape: tuple[int, ...], processes: Processes, first: int, state: dict | None, closing: ExitStack
+    data: DataConfig, settings: tuple[int, ...], processes: Processes, window: int, state: dict | None, stack: ExitStack
 ) -> tuple[StreamedDataset, TokenDataset]:
-    """Starts this node's builder and waits for its first shards; the run reads from window `first` on."""
+    """Starts this node's builder and waits for its first shards; the run reads from `window` on."""
     out = Path(data.dataset_name)
     commit = None
 
     def start(commit: str | None) -> str | None:
         builder = BuilderProcess(data, processes.local_world_size, commit, (state or {}).get("manifest"))
-        closing.callback(builder.close)
-        what = " ".join(filter(None, (data.train_text, data.dataset_config)))
-        logger.info("data       streaming %s into %s, at most %g GB", what, out, data.disk_budget_gb)
+        stack.callback(builder.close)
+        text = " ".join(filter(None, (data.train_text, data.dataset_config)))
+        logger.info("data       streaming %s into %s, at most %g GB", text, out, data.disk_budget_gb)
         return open_manifest(out).source.get("commit")
 
     # The main process's builder fixes the data set's version; builders of other nodes are given it.
@@ -163,4 +165,5 @@ def _open_stream(
         val_shards = _validation_shards(data)
     elif not (val_shards := open_manifest(out).shards_in(out, "val")):
         raise UserError(f"{data.train_text} has no validation shards; name some with val_data")
-    return StreamedDataset(out, *shape, rank=processes.local_rank, first=first), TokenDataset(val_shards, *shape)
+    train = StreamedDataset(out, *settings, rank=processes.local_rank, first_window=window)
+    return train, TokenDataset(val_shards, *settings)

@@ -37,7 +37,7 @@ class BatchLoader:
         self._indices = ((step, m) for step in range(start, stop) for m in range(batch.accumulation))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._pending: deque[Future] = deque()
-        self._waited = 0.0
+        self._wait_seconds = 0.0
 
     def __enter__(self) -> BatchLoader:
         """Begins to read ahead."""
@@ -61,31 +61,31 @@ class BatchLoader:
     def ready(self, seconds: float, ahead: int = 0) -> bool:
         """Whether all micro-batches of the next step, or of the one `ahead` steps later, are ready within `seconds`.
         False after the last step."""
-        wanted, asked = self._step(ahead), time.perf_counter()
-        late = wait(wanted, timeout=seconds).not_done
-        self._waited += time.perf_counter() - asked
-        return bool(wanted) and not late
+        futures, start = self._futures_of(ahead), time.perf_counter()
+        not_done = wait(futures, timeout=seconds).not_done
+        self._wait_seconds += time.perf_counter() - start
+        return bool(futures) and not not_done
 
     def error(self, ahead: int = 0) -> UserError | None:
         """The error with which reading the next step, or that `ahead` steps later, has failed."""
-        error = next((e for f in self._step(ahead) if f.done() and (e := f.exception())), None)
+        error = next((e for future in self._futures_of(ahead) if future.done() and (e := future.exception())), None)
         if error is None or isinstance(error, UserError):
             return error
         return UserError(f"the data cannot be read ({type(error).__name__}: {first_line(error)})")
 
-    def _step(self, ahead: int) -> list[Future]:
+    def _futures_of(self, ahead: int) -> list[Future]:
         n = self._batch.accumulation
         return list(islice(self._pending, ahead * n, (ahead + 1) * n))
 
     def __next__(self) -> torch.Tensor:
         """The next micro-batch, (micro, T + 1) int64, on the device, once it is read; raises what reading raised."""
-        asked = time.perf_counter()
+        start = time.perf_counter()
         sequences = self._pending.popleft().result()
-        self._waited += time.perf_counter() - asked
+        self._wait_seconds += time.perf_counter() - start
         self._submit_next()
         return self._to_device(sequences)
 
     def waited(self) -> float:
         """Seconds for which the loop has waited since the last call."""
-        waited, self._waited = self._waited, 0.0
+        waited, self._wait_seconds = self._wait_seconds, 0.0
         return waited

@@ -35,11 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     """The command, whose flags are those of a run; returns its exit code."""
     set_up_logging()
     try:
-        sets = [one.data for one in data_sets(parse_config(argv).data)]
-        if not any(data.train_text for data in sets):
-            find_shards(name := sets[0].dataset_name, "train")  # raises where there is nothing of that name
+        data_configs = [entry.data for entry in data_sets(parse_config(argv).data)]
+        if not any(data.train_text for data in data_configs):
+            find_shards(name := data_configs[0].dataset_name, "train")  # raises where there is nothing of that name
             raise UserError(f"dataset_name {name} holds shards, which need no preparing; name text")
-        for data in sets:
+        for data in data_configs:
             if data.train_text:  # else they are shards
                 prepare(data)
     except (UserError, OSError) as error:

@@ -21,7 +21,7 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import some
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
-MANY = 1000  # documents of local text from which on they are divided, and not the text
+SPREAD_FROM = 1000  # documents of local text from which on they are divided, and not the text
 SPREAD = "documents from all over it"
 # Where in a text a shard begins: in which document, after how many of its tokens, and Piece's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
@@ -55,11 +55,11 @@ class Producer:
         self.source, self.tokenizer = open_text(data), open_tokenizer(data.tokenizer)
         self.out = out = Path(data.dataset_name)
         if out.is_dir() and not (out / MANIFEST).exists():
-            others = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
-            if others:
+            strays = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
+            if strays:
                 raise UserError(
-                    f"{out} holds other files ({some(sorted(others), 1)}), and shards are not mixed with them; name an "
-                    "empty or a new directory"
+                    f"{out} holds other files ({some(sorted(strays), 1)}), and shards are not mixed with them; name "
+                    "an empty or a new directory"
                 )
         self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
         self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
@@ -73,8 +73,8 @@ class Producer:
         self.show: Callable[[], object] = int  # progress: called whenever `made` has grown
         self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
         self._runs: Iterator[Run] = iter(())
-        self._rest: Run | None = None  # what the previous shard has left of a document
-        self._documents = 0  # read so far
+        self._leftover: Run | None = None  # what the previous shard has left of a document
+        self._document_count = 0  # read so far
 
     def finished(self) -> Manifest | None:
         """The manifest in `out` if nothing is left to do. Raises UserError for shards of other text or settings."""
@@ -84,20 +84,20 @@ class Producer:
         self._check_same(manifest)
         return None if self.missing(manifest.shards) else manifest
 
-    def open(self, commit: str | None = None, earlier: Manifest | None = None) -> Manifest:
-        """The manifest to continue, which is kept in `self.manifest`: the one in `out`, or the `earlier` one that a
+    def open(self, commit: str | None = None, saved_manifest: Manifest | None = None) -> Manifest:
+        """The manifest to continue, which is kept in `self.manifest`: the one in `out`, or the `saved_manifest` that a
         checkpoint kept if it knows more of the same shards, since a run may continue on another node or an emptied
         disk; or a new one. `commit` is the version of a data set on the Hub to begin with, None for the newest. Raises
         UserError for shards of other text or settings."""
         manifest = Manifest.load(self.out)
-        if earlier and not self._difference(earlier):
-            manifest = max(manifest or earlier, earlier, key=lambda one: len(one.shards))
+        if saved_manifest and not self._difference(saved_manifest):
+            manifest = max(manifest or saved_manifest, saved_manifest, key=lambda candidate: len(candidate.shards))
         if manifest and manifest.shards:
             self._check_same(manifest)
         else:
             manifest = Manifest(
                 self.source.identity() | ({"commit": commit} if commit else self.source.newest()),
-                self.options | ({"validation": self._kind_of_validation()} if self.val_fraction else {}),
+                self.options | ({"validation": self._validation_kind()} if self.val_fraction else {}),
                 tokenizer=self.tokenizer.digest,
                 vocab_size=self.tokenizer.vocab_size,
                 end_of_text=self.tokenizer.end_of_text,
@@ -107,9 +107,10 @@ class Producer:
         manifest.save(self.out)
         return manifest
 
-    def _kind_of_validation(self) -> str:
+    def _validation_kind(self) -> str:
         assert isinstance(self.source, TextFiles)
-        return SPREAD if self.source.has_documents(MANY) and any(map(self._is_val, range(MANY))) else "the end"
+        has_many = self.source.has_documents(SPREAD_FROM)
+        return SPREAD if has_many and any(map(self._is_val, range(SPREAD_FROM))) else "the end"
 
     def _is_val(self, document: int) -> bool:
         """Whether a document is one for validation: a fixed function of its number, for the same shards in each run."""
@@ -125,12 +126,12 @@ class Producer:
 
     def _difference(self, manifest: Manifest) -> str:
         """How the text and the settings differ from those that made the shards of `manifest`; empty where equal."""
-        wanted = self.source.identity() | self.options | {"tokenizer": self.tokenizer.digest}
+        current = self.source.identity() | self.options | {"tokenizer": self.tokenizer.digest}
         made_with = manifest.source | manifest.options | {"tokenizer": manifest.tokenizer}
-        for name, value in wanted.items():
+        for name, value in current.items():
             if made_with.get(name) != value:
-                different = f"{name} was {made_with.get(name)!r}, and is {value!r} now"
-                return "the text files differ" if name == "files" else different
+                change = f"{name} was {made_with.get(name)!r}, and is {value!r} now"
+                return "the text files differ" if name == "files" else change
         return ""
 
     def missing(self, entries: list[dict]) -> list[int]:
@@ -145,11 +146,11 @@ class Producer:
         """Tokens of a shard; for one that is not known yet, assuming that it is not the last. The first one for
         training is a tenth of `shard_tokens`, so that training can begin while the next is made, and each has twice the
         tokens of the one before, up to `shard_tokens`."""
-        known = self.manifest.of(split)
-        if number < len(known):
-            return known[number]["tokens"]
-        first = max(1, self.shard_tokens // 10)
-        return self.shard_tokens if split == "val" else min(self.shard_tokens, first << min(number, 31))
+        entries = self.manifest.of(split)
+        if number < len(entries):
+            return entries[number]["tokens"]
+        first_size = max(1, self.shard_tokens // 10)
+        return self.shard_tokens if split == "val" else min(self.shard_tokens, first_size << min(number, 31))
 
     def everything(self) -> None:
         """Makes what is missing. Raises UserError where a split stays empty."""
@@ -164,73 +165,73 @@ class Producer:
 
     def make_validation(self) -> None:
         """Makes the validation shards, unless they are here; none of a text that is empty."""
-        known = self.manifest.of("val")
-        here = not self.missing(known)
-        if not (self.val_documents or self._spread) or (here and (self.manifest.of("train") or self.manifest.complete)):
+        entries = self.manifest.of("val")
+        on_disk, finished = not self.missing(entries), self.manifest.of("train") or self.manifest.complete
+        if not (self.val_documents or self._spread) or (on_disk and finished):
             return
-        number = len(known) if here else 0
+        number = len(entries) if on_disk else 0
         while self.make("val", number):
             number += 1
 
     def make(self, split: str, number: int) -> bool:
         """Makes a shard, or finds that the text ends before it; returns whether more of the split may follow. Raises
         UserError where a shard that the manifest knows comes out different."""
-        known = self.manifest.of(split)[number : number + 1]
+        is_known = number < len(self.manifest.of(split))
         if self._next != (split, number):
-            self._go_to(split, number)
+            self._seek(split, number)
         self._next = None  # until this one is finished
         size, position = self.tokens_of(split, number), START
         with OpenShard(self.out / f"{split}.part") as shard:
-            while shard.tokens < size and (run := self._rest or next(self._runs, None)):
+            while shard.tokens < size and (run := self._leftover or next(self._runs, None)):
                 position, tokens = run
-                taken = tokens[: size - shard.tokens]
-                shard.append(taken)
-                position = position | {"tokens": position["tokens"] + len(taken)}
-                self._rest = (position, tokens[len(taken) :]) if len(taken) < len(tokens) else None
-                self.made += len(taken)
+                chunk = tokens[: size - shard.tokens]
+                shard.append(chunk)
+                position = position | {"tokens": position["tokens"] + len(chunk)}
+                self._leftover = (position, tokens[len(chunk) :]) if len(chunk) < len(tokens) else None
+                self.made += len(chunk)
                 self.show()
-            ended = shard.tokens < size
-            if shard.tokens or known:
+            text_ended = shard.tokens < size
+            if shard.tokens or is_known:
                 self._commit(shard, split, number, position)
                 self.manifest.save(self.out)
-        if not ended:
+        if not text_ended:
             self._next = split, number + 1
         elif split == "train" and not self.manifest.complete:
             self._complete()
-        return not ended
+        return not text_ended
 
     def _complete(self) -> None:
         if not self.manifest.of("train"):
-            others = " besides the documents for validation; lower val_documents" if self.manifest.of("val") else ""
-            raise UserError(f"{self.source}: holds no text{others}")
+            detail = " besides the documents for validation; lower val_documents" if self.manifest.of("val") else ""
+            raise UserError(f"{self.source}: holds no text{detail}")
         if self.val_fraction and not self._spread:
             self._hold_out_the_end()
-        self.manifest.documents, self.manifest.complete = self._documents, True
+        self.manifest.documents, self.manifest.complete = self._document_count, True
         self.manifest.save(self.out)
 
     def _hold_out_the_end(self) -> None:
         """Divides the last training shards again: the last `val_fraction` of all tokens become validation shards."""
-        tokens, last = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
-        held_out = int(tokens * self.val_fraction)
-        if not 0 < held_out < tokens:
+        total, last_shards = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
+        val_count = int(total * self.val_fraction)
+        if not 0 < val_count < total:
             raise UserError(
-                f"{self.source}: {tokens:,} tokens, too few for training and validation, which take at least one "
+                f"{self.source}: {total:,} tokens, too few for training and validation, which take at least one "
                 f"sequence of sequence_length + 1 = {self._window:,} tokens each; give more text"
             )
-        while sum(shard.tokens for shard in last[1:]) >= held_out:
-            del last[0]
-        end = np.concatenate([open_shard(shard).read() for shard in last])
-        del self.manifest.shards[-len(last) :]
+        while sum(shard.tokens for shard in last_shards[1:]) >= val_count:
+            del last_shards[0]
+        tokens = np.concatenate([open_shard(shard).read() for shard in last_shards])
+        del self.manifest.shards[-len(last_shards) :]
         self.manifest.save(self.out)  # a producer that is killed from here on makes these shards again
-        for shard in last:
+        for shard in last_shards:
             shard.path.unlink()
-        for split, rest in (("val", end[-held_out:]), ("train", end[:-held_out])):
-            while len(rest):
+        for split, remaining in (("val", tokens[-val_count:]), ("train", tokens[:-val_count])):
+            while len(remaining):
                 number = len(self.manifest.of(split))
                 with OpenShard(self.out / f"{split}.part") as shard:
-                    shard.append(rest[: self.tokens_of(split, number)])
+                    shard.append(remaining[: self.tokens_of(split, number)])
                     self._commit(shard, split, number, START)
-                rest = rest[shard.tokens :]
+                remaining = remaining[shard.tokens :]
 
     def _commit(self, shard: OpenShard, split: str, number: int, position: dict) -> None:
         path, tokens = self.out / f"{split}_{number:06d}.bin", shard.tokens
@@ -245,41 +246,41 @@ class Producer:
                 f"the text has changed; delete {self.out} and start over with --fresh"
             )
 
-    def _go_to(self, split: str, number: int) -> None:
-        val, position = self.manifest.of("val"), START
+    def _seek(self, split: str, number: int) -> None:
+        val_entries, position = self.manifest.of("val"), START
         if number:
             position = self.manifest.of(split)[number - 1]["next"]
-        elif split == "train" and self.val_documents and val:  # whose documents come first
-            position = {"document": self.val_documents, "tokens": 0, "stream": val[-1]["next"]["stream"]}
-        self._rest, self._runs = None, self._read(split, position)
+        elif split == "train" and self.val_documents and val_entries:  # whose documents come first
+            position = {"document": self.val_documents, "tokens": 0, "stream": val_entries[-1]["next"]["stream"]}
+        self._leftover, self._runs = None, self._read(split, position)
 
     def _read(self, split: str, position: dict) -> Iterator[Run]:
         """The documents of a split from a position on; for training none that equals one for validation."""
-        held_out: set[bytes] = set()
+        val_set: set[bytes] = set()
         if split == "train" and (self.val_documents or self._spread):
             val = np.concatenate([open_shard(shard).read() for shard in self.manifest.shards_in(self.out, "val")])
-            first = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
-            held_out = {document.tobytes() for document in np.split(val, first)}
-        longest = max(map(len, held_out), default=0)  # in bytes
+            starts = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
+            val_set = {document.tobytes() for document in np.split(val, starts)}
+        max_bytes = max(map(len, val_set), default=0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)
         for number, group in groupby(pieces, key=lambda piece: piece[0].document):
-            beginning, size, at = [], 0, 0
-            while size <= longest and (piece := next(group, None)):
-                beginning.append(piece)
-                size += piece[1].nbytes
-            if held_out and b"".join(tokens.tobytes() for _, tokens in beginning) in held_out:
+            head, head_bytes, offset = [], 0, 0
+            while head_bytes <= max_bytes and (piece := next(group, None)):
+                head.append(piece)
+                head_bytes += piece[1].nbytes
+            if val_set and b"".join(tokens.tobytes() for _, tokens in head) in val_set:
                 continue
-            for piece, tokens in chain(beginning, group):
-                skipped = max(0, position["tokens"] - at) if number == position["document"] else 0
-                if skipped < len(tokens):
-                    where = {"document": number, "tokens": at + skipped, "stream": piece.stream}
-                    yield where, tokens[skipped:]
-                at += len(tokens)
+            for piece, tokens in chain(head, group):
+                skip = max(0, position["tokens"] - offset) if number == position["document"] else 0
+                if skip < len(tokens):
+                    run_position = {"document": number, "tokens": offset + skip, "stream": piece.stream}
+                    yield run_position, tokens[skip:]
+                offset += len(tokens)
 
     def _pieces_from(self, split: str, position: dict) -> Iterator[Piece]:
         for piece in self.source.pieces(position["stream"]):
             number = piece.document
-            self._documents = number + 1
+            self._document_count = number + 1
             if split == "val" and self.val_documents and number >= self.val_documents:
                 return
             if self._spread and self._is_val(number) != (split == "val"):

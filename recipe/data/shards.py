@@ -25,12 +25,12 @@ from recipe.utils.schema import COUNT, SHA256, check
 from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, VERSION, ShardReader
 
 MANIFEST = "manifest.json"
-_SAMPLE = 1 << 20  # tokens that are looked at where no manifest names the tokenizer
-_ENOUGH = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
+_SAMPLE_SIZE = 1 << 20  # tokens that are looked at where no manifest names the tokenizer
+_MIN_SAMPLE = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
 FORMAT_VERSION = 1
 
-_PREPARE = "python -m recipe.data.prepare --dataset_name TEXT"
-_AGAIN = "mend that, and the same command continues after the last finished shard"
+_PREPARE_COMMAND = "python -m recipe.data.prepare --dataset_name TEXT"
+_RETRY_HINT = "mend that, and the same command continues after the last finished shard"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OpenShard:
 
     def append(self, tokens: np.ndarray) -> None:
         """Writes tokens (n,) after those so far."""
-        with writing(self.part, _AGAIN):
+        with writing(self.part, _RETRY_HINT):
             self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)
 
@@ -76,7 +76,7 @@ class OpenShard:
         """Writes the header and renames the file to `path`, safe from a power failure; returns its SHA-256."""
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
-        with writing(self.part, _AGAIN):
+        with writing(self.part, _RETRY_HINT):
             self._file.seek(0)
             self._file.write(header.tobytes())
             self._file.flush()
@@ -139,7 +139,7 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Writes the manifest into `directory`, replacing the one there atomically."""
-        with writing(directory / MANIFEST, _AGAIN):
+        with writing(directory / MANIFEST, _RETRY_HINT):
             replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=1).encode() + b"\n")
 
     @classmethod
@@ -172,7 +172,7 @@ class Manifest:
 
     def shards_in(self, directory: Path, split: str) -> list[Shard]:
         """The shards of a split, as files of `directory`."""
-        return [Shard(directory / e["file"], e["tokens"], e["sha256"]) for e in self.of(split)]
+        return [Shard(directory / entry["file"], entry["tokens"], entry["sha256"]) for entry in self.of(split)]
 
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
@@ -180,13 +180,13 @@ def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) ->
     long sample, as of nanoGPT's characters, whose largest token is below a sixteenth of the vocabulary."""
     manifest = Manifest.load(Path(name))
     if manifest and manifest.tokenizer != tokenizer.digest:
-        maker = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
+        origin = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
         raise UserError(
-            f"{name} holds shards of {maker}, and tokenizer is {tokenizer.name}; prepare its text again in another "
+            f"{name} holds shards of {origin}, and tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
         )
-    sample = ShardReader(shards[0].path).read(_SAMPLE)
-    if not manifest and len(sample) >= _ENOUGH and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
+    sample = ShardReader(shards[0].path).read(_SAMPLE_SIZE)
+    if not manifest and len(sample) >= _MIN_SAMPLE and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
         raise UserError(
             f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
             f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; train on "
@@ -226,9 +226,9 @@ def _files_of(name: str, split: str) -> list[Path]:
     files = sorted(path for path in paths if path.is_file() and path.suffix == ".bin")
     if not files:
         raise unknown_data(name, "dataset_name" if split == "train" else "val_data")
-    chosen = [path for path in files if split in path.name or not directory.is_dir()]
-    if not chosen:
+    matches = [path for path in files if split in path.name or not directory.is_dir()]
+    if not matches:
         text = next((f"{directory}/*{path.suffix}" for path in text_files(name)[0]), "")
-        way_out = f"for its text alone name '{text}'" if text else f"prepare the text: {_PREPARE}"
+        way_out = f"for its text alone name '{text}'" if text else f"prepare the text: {_PREPARE_COMMAND}"
         raise UserError(f"{name}: {files[0].name}, no manifest.json, and nothing that matches *{split}*.bin; {way_out}")
-    return chosen
+    return matches

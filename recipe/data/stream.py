@@ -24,32 +24,32 @@ from recipe.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 10.0  # a killed run may be about to end
-_SILENCE = 2.0  # seconds of waiting before the first line about it
-_BETWEEN_LINES = 10.0
+_FIRST_LINE_AFTER_S = 2.0  # seconds of waiting before the first line about it
+_LOG_INTERVAL_S = 10.0
 
 
 class BuilderProcess:
     """The builder of this node, until `close`. If it dies, every wait for a shard raises UserError. It prints the Hub's
     messages to the output of this process."""
 
-    def __init__(self, data: DataConfig, readers: int, commit: str | None, earlier: dict | None):
+    def __init__(self, data: DataConfig, readers: int, commit: str | None, saved_manifest: dict | None):
         """`readers` processes of this node will read; `commit` is the version of a data set on the Hub, None for the
-        newest; `earlier` is the manifest that a checkpoint kept. Raises UserError where another run streams into the
+        newest; `saved_manifest` is the one that a checkpoint kept. Raises UserError where another run streams into the
         same directory."""
-        self.out, self._closing, self._alone = Path(data.dataset_name), False, ExitStack()
+        self.out, self._closing, self._lock = Path(data.dataset_name), False, ExitStack()
         self.out.mkdir(parents=True, exist_ok=True)
-        self._alone.enter_context(alone_in(self.out, seconds=LOCK_TIMEOUT_S))  # before anything of that is touched
-        for leftover in [self.out / STATUS, *self.out.glob(".reader-*")]:
-            leftover.unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        bars = dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1")
+        self._lock.enter_context(alone_in(self.out, seconds=LOCK_TIMEOUT_S))  # before anything of that is touched
+        for stale_file in [self.out / STATUS, *self.out.glob(".reader-*")]:
+            stale_file.unlink(missing_ok=True)
+        python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        no_progress_bars = dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "recipe.data.builder"],
             stdin=subprocess.PIPE,
-            env=os.environ | bars | {"PYTHONPATH": path},
+            env=os.environ | no_progress_bars | {"PYTHONPATH": python_path},
             start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
         )
-        job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "earlier": earlier}
+        job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "saved_manifest": saved_manifest}
         assert self.process.stdin
         self._stdin = self.process.stdin
         self._stdin.write(json.dumps(job).encode() + b"\n")
@@ -68,22 +68,22 @@ class BuilderProcess:
         self.process.kill()
         self.process.wait()
         self._stdin.close()
-        self._alone.close()
+        self._lock.close()
 
 
-def wait_for(out: Path, ready: Callable[[], object], what: str, closed: threading.Event | None = None) -> None:
-    """Waits until `ready()` is true, and logs that it waits for `what`. Raises UserError with the error of the builder
+def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: threading.Event | None = None) -> None:
+    """Waits until `condition()` is true, and logs what is `awaited`. Raises UserError with the error of the builder
     of `out`, and where the event `closed` is set."""
     start = time.monotonic()
-    logged = start + _SILENCE - _BETWEEN_LINES
-    while not ready():
+    last_logged = start + _FIRST_LINE_AFTER_S - _LOG_INTERVAL_S
+    while not condition():
         if error := read_json(out / STATUS).get("error"):
             raise UserError(error)
         if closed and closed.is_set():
             raise UserError("the run ended while it waited for data")
-        if time.monotonic() - logged > _BETWEEN_LINES:
-            logged = time.monotonic()
-            logger.info("data       waiting %.0f s for %s", logged - start, what)
+        if time.monotonic() - last_logged > _LOG_INTERVAL_S:
+            last_logged = time.monotonic()
+            logger.info("data       waiting %.0f s for %s", last_logged - start, awaited)
         time.sleep(POLL)
 
 
@@ -97,17 +97,17 @@ def open_manifest(out: Path) -> Manifest:
 
 
 class StreamedDataset(TokenDataset):
-    """A TokenDataset over shards that come and go, read in the order of the steps from window `first` of the run on.
+    """A TokenDataset over shards that come and go, read in the order of the steps from `first_window` of the run on.
     `rank` is this reader's number on its node."""
 
-    def __init__(self, out: Path, *shape: int, rank: int, first: int):
-        """`shape` is what TokenDataset takes after its shards."""
+    def __init__(self, out: Path, *settings: int, rank: int, first_window: int):
+        """`settings` are what TokenDataset takes after its shards."""
         self.out, self.rank = out, rank
         self._closed = threading.Event()
-        self._at: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
+        self._current_shard: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
         self.manifest = open_manifest(out)
-        super().__init__(self.manifest.shards_in(out, "train"), *shape)
-        self.pass_to(first)
+        super().__init__(self.manifest.shards_in(out, "train"), *settings)
+        self.pass_to(first_window)
 
     def _refresh(self) -> bool:
         """Reads the manifest; returns whether it has changed."""
@@ -119,17 +119,17 @@ class StreamedDataset(TokenDataset):
 
     def windows_at(self, g: np.ndarray) -> np.ndarray:
         """Windows by their number since the run's start, (N,) ascending -> (N, T + 1), int64; waits for shards."""
-        wanted, parts = g, []
+        remaining, arrays = g, []
         while True:
             # Each shard is read before the next is waited for: the builder may delete those that are passed.
-            known = wanted if self.manifest.complete else wanted[wanted < self.windows]
-            parts.append(super().windows_at(known))
-            wanted = wanted[len(known) :]
-            if not len(wanted):
-                return np.concatenate(parts)
-            number = len(self.shards)  # which is the first one of the next epoch if the stream ends here
-            self._pass_to(number)
-            self._wait_for(self._refresh, number)
+            available = remaining if self.manifest.complete else remaining[remaining < self.windows]
+            arrays.append(super().windows_at(available))
+            remaining = remaining[len(available) :]
+            if not len(remaining):
+                return np.concatenate(arrays)
+            next_shard = len(self.shards)  # which is the first one of the next epoch if the stream ends here
+            self._pass_to(next_shard)
+            self._wait_for(self._refresh, next_shard)
             self.check_batch()
 
     def pass_to(self, window: int) -> None:
@@ -145,20 +145,20 @@ class StreamedDataset(TokenDataset):
         if self.manifest.complete:
             super().check_batch()
 
-    def _open(self, epoch: int, s: int) -> tuple[ShardReader, np.ndarray]:
-        self._pass_to(epoch * len(self.shards) + s)
-        self._wait_for(self.shards[s].path.exists, s)
-        return super()._open(epoch, s)
+    def _open(self, epoch: int, shard: int) -> tuple[ShardReader, np.ndarray]:
+        self._pass_to(epoch * len(self.shards) + shard)
+        self._wait_for(self.shards[shard].path.exists, shard)
+        return super()._open(epoch, shard)
 
-    def _wait_for(self, ready: Callable[[], object], number: int) -> None:
-        wait_for(self.out, ready, f"shard {number}", self._closed)
+    def _wait_for(self, condition: Callable[[], object], shard: int) -> None:
+        wait_for(self.out, condition, f"shard {shard}", self._closed)
 
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""
-        if shard != self._at:
+        if shard != self._current_shard:
             self._opened = None  # otherwise the disk would still hold what is deleted
             write_json(reader_path(self.out, self.rank), {"shard": shard})
-            self._at = shard
+            self._current_shard = shard
 
     def state_dict(self) -> dict:
         """As TokenDataset's, and the manifest, from which another node can build the shards again."""

@@ -41,8 +41,8 @@ def encoding() -> tiktoken.Encoding:
     """The tiktoken encoding, built offline."""
     # Not by tiktoken.load: it would first look for these files in /tmp/data-gym-cache, where anybody may put others.
     characters = {chr(byte): byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")}
-    others = [byte for byte in range(256) if byte not in characters.values()]
-    characters |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in characters.values()]
+    characters |= {chr(256 + number): byte for number, byte in enumerate(unprintable)}
     tokens = json.loads((_FILES / "encoder.json").read_bytes()).items()  # a token's number is its rank
     ranks = {bytes(map(characters.__getitem__, token)): rank for token, rank in tokens if rank != END_OF_TEXT}
     return tiktoken.Encoding(
@@ -60,9 +60,9 @@ def encode(text: str) -> np.ndarray:
         return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except ValueError:
         # On some 100,000s of spaces the regex engine's stack runs out, and that of transformers' does not.
-        slower = hf_tokenizer().backend_tokenizer
-        slower.encode_special_tokens = True
-        return np.array(slower.encode(text).ids, np.uint16)
+        tokenizer = hf_tokenizer().backend_tokenizer
+        tokenizer.encode_special_tokens = True
+        return np.array(tokenizer.encode(text).ids, np.uint16)
 
 
 def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> tokenization_gpt2.GPT2Tokenizer:
@@ -105,7 +105,7 @@ class OwnTokenizer(GPT2Tokenizer):
 
     def __init__(self, name: str):
         """Raises UserError for what cannot be loaded, or cannot make shards."""
-        self._tokenizer = _loaded(name)
+        self._tokenizer = _load(name)
         self.name = Path(name).resolve().name if Path(name).exists() else name
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.end_of_text, self.end_of_text_token = self._tokenizer.eos_token_id, self._tokenizer.eos_token
@@ -117,7 +117,8 @@ class OwnTokenizer(GPT2Tokenizer):
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As GPT2Tokenizer's."""
-        return [np.array(one.ids, np.uint16) for one in self._bpe.encode_batch_fast(texts, add_special_tokens=False)]
+        encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint16) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> bytes:
         """As GPT2Tokenizer's; U+FFFD for what is no complete character."""
@@ -136,10 +137,10 @@ def _digest(tokenizer_json: str, end_of_text: int) -> str:
     that of the loaded tokenizer, in which tokenizer_config.json has had its effect (add_prefix_space, added tokens)."""
     # What is null or false counts as absent: later versions of the library write such keys for their new options.
     parts = json.loads(
-        tokenizer_json, object_hook=lambda of: {k: v for k, v in of.items() if v is not None and v is not False}
+        tokenizer_json, object_hook=lambda pairs: {k: v for k, v in pairs.items() if v is not None and v is not False}
     )
-    deciding = [parts.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-    return hashlib.sha256(json.dumps([*deciding, end_of_text], sort_keys=True).encode()).hexdigest()[:16]
+    relevant = [parts.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    return hashlib.sha256(json.dumps([*relevant, end_of_text], sort_keys=True).encode()).hexdigest()[:16]
 
 
 _HUB_FILES = ["*token*.json", "config.json", "vocab.json", "merges.txt"]
@@ -151,7 +152,7 @@ def open_tokenizer(name: str) -> GPT2Tokenizer:
     return GPT2Tokenizer() if name == GPT2 else OwnTokenizer(name)
 
 
-def _loaded(name: str) -> PreTrainedTokenizerFast:
+def _load(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     directory = on_this_disk(name, "tokenizer", _HUB_FILES, "tokenizer.json")
@@ -180,8 +181,8 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
-    added, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
-    tokens = {token for token, i in tokenizer.get_vocab().items() if i not in added}
+    added_ids, alphabet = tokenizer.added_tokens_decoder, set(ByteLevel.alphabet())
+    tokens = {token for token, token_id in tokenizer.get_vocab().items() if token_id not in added_ids}
     byte_level = alphabet <= tokens and set("".join(tokens)) <= alphabet
     return byte_level and isinstance(tokenizer.backend_tokenizer.model, BPE)
 
@@ -192,13 +193,13 @@ def train_tokenizer(texts: Iterable[str], directory: Path | str, vocab_size: int
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    bpe, end, alphabet = Tokenizer(models.BPE()), "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
+    bpe, end_of_text, alphabet = Tokenizer(models.BPE()), "<|endoftext|>", pre_tokenizers.ByteLevel.alphabet()
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
         ),
     )
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end).save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end_of_text).save_pretrained(directory)
     return Path(directory)

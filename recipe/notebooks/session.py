@@ -53,25 +53,25 @@ def run(command: str, essential: bool = True) -> bool:
         except KeyboardInterrupt:
             interrupted = True
             os.killpg(process.pid, signal.SIGTERM)
-    code = process.wait()
+    exit_code = process.wait()
     if interrupted:
         raise KeyboardInterrupt
-    if code and essential and not stopped:
-        raise RuntimeError(f"exit code {code}; the command's output above names the cause")
-    if code and not stopped:
+    if exit_code and essential and not stopped:
+        raise RuntimeError(f"exit code {exit_code}; the command's output above names the cause")
+    if exit_code and not stopped:
         FAILED.append(command)
-        print(f"FAILED     exit code {code}; the notebook goes on", flush=True)
-    return code == 0
+        print(f"FAILED     exit code {exit_code}; the notebook goes on", flush=True)
+    return exit_code == 0
 
 
-def take_up(run_dir: str | Path, where: str | Path) -> None:
-    """Copies an earlier session's copy of this run, anywhere under `where`, into `run_dir` if it has a newer
+def take_up(run_dir: str | Path, search_dir: str | Path) -> None:
+    """Copies an earlier session's copy of this run, anywhere under `search_dir`, into `run_dir` if it has a newer
     checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
     run_dir = Path(run_dir)
-    copies = [*run_dir.glob(_STEPS), *Path(where).glob(f"**/{run_dir.name}/{_STEPS}")]
-    newest = max(copies, key=lambda path: path.name, default=None)  # of equal ones the first: that of `run_dir`
+    checkpoints = [*run_dir.glob(_STEPS), *Path(search_dir).glob(f"**/{run_dir.name}/{_STEPS}")]
+    newest = max(checkpoints, key=lambda path: path.name, default=None)  # of equal ones the first: that of `run_dir`
     if newest is None:
-        print(f"new run    nothing of it under {where}")
+        print(f"new run    nothing of it under {search_dir}")
     elif newest.parent == run_dir:
         print(f"resuming   {run_dir} from step {int(newest.name.removeprefix('step_'))}")
     else:
@@ -88,10 +88,10 @@ def copy_run(source: str | Path, target: str | Path) -> None:
         if not path.match(_STEPS) and not path.name.startswith("."):
             _copy_files(path, target / path.name)
     for path in source.glob(_STEPS):
-        manifests = [at / path.name / "manifest.json" for at in (source, target)]  # the checksums of all files
+        manifests = [parent / path.name / "manifest.json" for parent in (source, target)]  # the checksums of all files
         if not (all(file.exists() for file in manifests) and filecmp.cmp(*manifests, shallow=False)):
-            for leftover in (incoming, target / path.name):
-                shutil.rmtree(leftover, ignore_errors=True)
+            for stale_dir in (incoming, target / path.name):
+                shutil.rmtree(stale_dir, ignore_errors=True)
             _copy_files(path, incoming)
             incoming.rename(target / path.name)
     for path in target.glob(_STEPS):
@@ -124,5 +124,5 @@ def secret(name: str) -> bool:
 
 def summary(run_dir: str | Path) -> str:
     """Where the run is, and which of the notebook's commands failed, if any."""
-    failed = "".join(f"\nFAILED     {command}" for command in FAILED)
-    return f"{'not everything worked' if failed else 'all done'}; the run is in {run_dir}{failed}"
+    failures = "".join(f"\nFAILED     {command}" for command in FAILED)
+    return f"{'not everything worked' if failures else 'all done'}; the run is in {run_dir}{failures}"

@@ -23,13 +23,13 @@ def local(prepared) -> TokenDataset:
 
 
 @contextmanager
-def streaming(data, readers=1, earlier=None, first=0):
+def streaming(data, readers=1, saved_manifest=None, first=0):
     """Readers of a stream, from step `first` on, and its builder."""
-    builder = BuilderProcess(data, readers, commit=None, earlier=earlier)
+    builder = BuilderProcess(data, readers, commit=None, saved_manifest=saved_manifest)
     out, datasets = builder.out, []
     try:
         open_manifest(out)
-        datasets += [StreamedDataset(out, T, BATCH, 1, rank=rank, first=first * BATCH) for rank in range(readers)]
+        datasets += [StreamedDataset(out, T, BATCH, 1, rank=i, first_window=first * BATCH) for i in range(readers)]
         yield SimpleNamespace(datasets=datasets, builder=builder, out=out)
     finally:
         for dataset in datasets:

@@ -73,9 +73,9 @@ def test_a_resumed_stream_builds_only_what_it_needs(prepared, tmp_path):
         assert_rows(s, expected, range(middle + 1))
         state = s.datasets[0].state_dict()
     (tmp_path / "s" / "train_000005.bin").unlink()
-    for out, earlier in ((tmp_path / "s", None), (tmp_path / "other", state["manifest"])):
+    for out, saved_manifest in ((tmp_path / "s", None), (tmp_path / "other", state["manifest"])):
         there = dataclasses.replace(data, dataset_name=str(out))
-        with streaming(there, earlier=earlier, first=middle) as s:
+        with streaming(there, saved_manifest=saved_manifest, first=middle) as s:
             assert_rows(s, expected, range(middle, middle + 3))
     made = sorted(path.name for path in (tmp_path / "other").glob("*.bin"))
     assert made[0] == "train_000005.bin"
@@ -121,7 +121,7 @@ def test_a_second_run_that_streams_into_the_directory_is_refused_and_the_first_g
     with streaming(data) as s:
         assert_rows(s, expected, range(2))
         with pytest.raises(UserError, match="another process is making shards in this directory"):
-            BuilderProcess(data, 1, commit=None, earlier=None)
+            BuilderProcess(data, 1, commit=None, saved_manifest=None)
         assert_rows(s, expected, range(2, expected.windows // BATCH))
 
 
@@ -145,7 +145,7 @@ from recipe.config import DataConfig
 from recipe.data.stream import BuilderProcess
 
 data = DataConfig(**json.loads(sys.argv[1]))
-print(BuilderProcess(data, 1, commit=None, earlier=None).process.pid, flush=True)
+print(BuilderProcess(data, 1, commit=None, saved_manifest=None).process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -175,7 +175,7 @@ def test_a_shard_that_is_rebuilt_differently_is_refused(prepared, tmp_path):
     manifest = Manifest(**dataclasses.asdict(prepared.manifest))
     manifest.shards[4] = manifest.shards[4] | {"sha256": "0" * 64}
     producer = Producer(at(prepared, tmp_path))
-    producer.open(earlier=manifest)
+    producer.open(saved_manifest=manifest)
     producer.make_validation()
     with pytest.raises(UserError, match="built again, it differs"):
         producer.make("train", 3)
