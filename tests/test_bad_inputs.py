@@ -161,7 +161,7 @@ TABLE = {
     ),
     "4 token outside": (
         lambda at: at.train(at.shard(np.where(GOOD % 9 == 0, 50257, GOOD))),
-        "x_train_0.bin: holds token 50257, GPT-2's vocabulary ends at 50256",
+        "x_train_0.bin: holds token 50257, but GPT-2's vocabulary ends at 50256",
         "another tokenizer",
     ),
     "9 column": (

@@ -285,7 +285,7 @@ def test_the_newest_of_several_earlier_outputs_is_taken_up(session, whole_run, t
     session.take_up(run, tmp_path / "input")
     assert {"metrics.jsonl", "step_00000010", "step_00000020"} <= set(names(run))
     session.take_up(tmp_path / "runs" / "new", tmp_path / "nowhere")
-    assert "new run    nothing of it under" in capsys.readouterr().out
+    assert "new run    no checkpoint of it under" in capsys.readouterr().out
 
 
 def test_a_copy_follows_the_run_and_never_holds_half_a_checkpoint(session, whole_run, tmp_path, monkeypatch):

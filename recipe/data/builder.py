@@ -1,8 +1,7 @@
-"""The process that makes a streamed run's shards: a few ahead of those who read them, within a disk budget.
+"""The process that makes the shards of a streamed run, a few ahead of its readers and within a disk budget.
 
-stream.py starts one on each node. Its standard input holds a line with its job, as JSON, and is closed when the process
-that started it ends, however that ends; then this one ends too. The two processes and the readers communicate through
-small files beside the shards.
+stream.py starts one on each node. It reads its job, one line of JSON, from standard input, and exits when that closes,
+which happens however its parent ends. It exchanges small files beside the shards with its parent and the readers.
 """
 
 import json
@@ -21,18 +20,18 @@ from recipe.utils.files import replace_file
 from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redacted
 
-STATUS = ".builder.json"  # {"opened": true once readers can begin}, and then {"error": why the builder ended}
+STATUS = ".builder.json"  # {"opened": true} once readers can start; {"error": message} if the builder fails
 POLL = 0.1  # seconds
-_LOOKAHEAD = 8  # shards, counted from the one that is read
+_LOOKAHEAD = 8  # shards to keep ready, from the one being read on
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Replaces a file atomically, without waiting for the disk, and without what is secret."""
+    """Replaces a file atomically, without fsync and with secrets redacted."""
     replace_file(path, json.dumps(redacted(values)).encode(), flush=False)
 
 
 def read_json(path: Path) -> dict:
-    """Empty where there is no such file."""
+    """The contents of a file, {} if it does not exist."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -40,25 +39,25 @@ def read_json(path: Path) -> dict:
 
 
 def reader_path(out: Path, rank: int) -> Path:
-    """The file in which a reader, by its rank on this node, writes its {"shard"}, counted over all epochs."""
+    """The file in which the reader of a local rank writes {"shard": the one it reads, counted over all epochs}."""
     return out / f".reader-{rank}"
 
 
 class Builder:
-    """Makes the shards that the readers of this node need, in the order in which they need them."""
+    """Makes the shards for the readers of this node, in the order in which they are read."""
 
     def __init__(self, data: DataConfig, readers: int):
-        """Raises UserError for what cannot be streamed."""
+        """Raises UserError for text that cannot be streamed."""
         self.data, self.out, self.readers = data, Path(data.dataset_name), readers
         self.producer = Producer(data)
         if self.producer.val_fraction:
             raise UserError(
-                "streaming local text needs val_documents, the number of documents at its start that are for "
-                "validation, since a fraction of it is known only at its end; or set streaming to false"
+                "streaming local text needs val_documents, the number of documents at its start to hold out for "
+                "validation: val_fraction works only once all of the text is read; set it, or set streaming to false"
             )
 
     def run(self, commit: str | None, saved_manifest: Manifest | None) -> None:
-        """Makes shards until the process is ended. Raises UserError."""
+        """Makes shards until the process ends. Raises UserError."""
         self.manifest = self.producer.open(commit, saved_manifest)
         self.producer.make_validation()
         val_bytes = sum(self.producer.bytes_of(i, "val") for i in range(len(self.manifest.of("val"))))
@@ -67,9 +66,9 @@ class Builder:
         budget = min(int(self.data.disk_budget_gb * 1e9), affordable)
         if (min_bytes := val_bytes + 2 * (HEADER_BYTES + DTYPE.itemsize * self.data.shard_tokens)) > budget:
             raise UserError(
-                f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, and the "
-                f"validation shards and two training shards need {min_bytes / 1e9:.3g} GB; raise it, free some "
-                "disk, or lower shard_tokens"
+                f"disk_budget_gb {self.data.disk_budget_gb:g}: only {budget / 1e9:.3g} GB may be used, but the "
+                f"validation shards and two training shards need {min_bytes / 1e9:.3g} GB; raise it, free disk "
+                "space, or lower shard_tokens"
             )
         if not self.manifest.of("train"):
             self.producer.make("train", 0)
@@ -82,17 +81,17 @@ class Builder:
                 self.producer.make("train", number)
 
     def _shards_on_disk(self) -> set[int]:
-        """The training shards on the disk."""
+        """The numbers of the training shards on the disk."""
         train = self.manifest.of("train")
         return set(range(len(train))).difference(self.producer.missing(train))
 
     def _next_shard(self, budget: int) -> int | None:
-        """The nearest shard ahead of the readers that is not here, once there is room for it; None: nothing to do yet.
-        To make room, shards that all readers have passed are deleted. `budget`: bytes for training shards."""
+        """The first shard ahead of the readers that is not on the disk; None if there is none, or no room for it yet.
+        Makes room by deleting shards that are not needed before it. `budget`: bytes for training shards."""
         train = self.manifest.of("train")
         total = len(train) if self.manifest.complete else None
         positions = [read_json(reader_path(self.out, rank)) for rank in range(self.readers)]
-        if not all(positions):  # a reader that begins will write its position
+        if not all(positions):  # a starting reader will write its position
             return None
         slowest, on_disk = min(position["shard"] for position in positions), self._shards_on_disk()
         upcoming = [i % total if total else i for i in range(slowest, slowest + _LOOKAHEAD)]  # counted over all epochs
@@ -103,7 +102,7 @@ class Builder:
         while sum(map(self.producer.bytes_of, [*on_disk, number])) > budget:
             if not deletable:
                 return None
-            # the one that is needed again last; in a first epoch, whose end nobody knows, the oldest
+            # evict the shard with the farthest next use; in epoch 0, whose length is unknown, the oldest
             victim = max(deletable, key=lambda i: (i - slowest) % total if total else -i)
             (self.out / train[victim]["file"]).unlink()
             deletable.remove(victim)
@@ -112,10 +111,10 @@ class Builder:
 
 
 def main() -> None:
-    """Makes the shards of the job on stdin until the trainer ends. An error is in the status file."""
+    """Makes the shards of the job on stdin until the trainer ends. An error goes to the status file."""
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.nice(10)  # the step comes first
+    os.nice(10)  # training comes first
     set_up_logging()
     data, saved_manifest = DataConfig(**job["data"]), job["saved_manifest"]
     out = Path(data.dataset_name)
@@ -127,7 +126,7 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     sys.stdin.read()
-    os._exit(0)  # an open shard is made again
+    os._exit(0)  # the unfinished shard is made again by the next builder
 
 
 if __name__ == "__main__":

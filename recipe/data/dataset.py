@@ -1,4 +1,4 @@
-"""Which tokens an optimizer step reads: a pure function of (seed, step), however the step is divided."""
+"""Which tokens an optimizer step reads: a pure function of (seed, step), however processes split the step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from recipe.data.shards import Shard, ShardReader, open_shard
 from recipe.data.tokenizer import VOCAB_SIZE
 from recipe.utils.errors import UserError
 
-# Shapes: N windows asked for, T sequence_length.
+# Shapes: N requested windows, T sequence_length. `g` are windows numbered from the start of the run.
 
 
 class TokenDataset:
-    """Shards on this machine as windows of T + 1 tokens at stride T that never cross a shard.
+    """Local token shards, read as windows of T + 1 tokens at stride T that never cross a shard boundary.
 
-    Shards are read in order, the windows of each in a permutation of its own for (seed, epoch, shard). `batch_size` is
-    the number of sequences of one optimizer step over all processes, `vocab_size` that of the tokenizer's tokens. One
-    shard is open at a time, and is verified when it is opened. Reading raises what `open_shard` raises, and UserError
-    for a token that is not below `vocab_size`.
+    Shards are read in order, and the windows of a shard in a permutation keyed by (seed, epoch, shard). `batch_size` is
+    the number of sequences per optimizer step over all processes, `vocab_size` the number of tokens of the tokenizer.
+    One shard is open at a time; it is verified when it is opened. Reading raises what `open_shard` raises, and
+    UserError for a token id outside the vocabulary.
     """
 
     def __init__(
@@ -27,23 +27,23 @@ class TokenDataset:
     ):
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self._vocab_size = vocab_size
-        # (epoch, shard), its tokens, the order of its windows; each epoch verifies it again
+        # (epoch, shard), its reader, the order of its windows; every epoch opens and verifies it again
         self._opened: tuple[tuple[int, int], ShardReader, np.ndarray] | None = None
         self._set_shards(shards)
 
     def _set_shards(self, shards: list[Shard]) -> None:
         self.shards = shards
-        # first window of each shard, and the end
+        # first window of each shard, then the total
         self.starts = np.cumsum([0] + [(shard.tokens - 1) // self.sequence_length for shard in shards])
 
     @property
     def parts(self) -> list[tuple[str, float, TokenDataset]]:
-        """(name, share, dataset) of each data set: this is the only one, and needs no name."""
+        """(name, share, dataset) of each data set of the run: only this one, which needs no name."""
         return [("", 1.0, self)]
 
     @property
     def windows(self) -> int:
-        """Windows in one epoch."""
+        """Windows per epoch."""
         return int(self.starts[-1])
 
     def sequences(self, step: int, lo: int, hi: int) -> np.ndarray:
@@ -51,11 +51,11 @@ class TokenDataset:
         return self.windows_at(step * self.batch_size + np.arange(lo, hi, dtype=np.int64))
 
     def windows_at(self, g: np.ndarray) -> np.ndarray:
-        """Windows by their number since the run's start, (N,) -> (N, T + 1), int64."""
+        """The windows `g`, (N,) -> (N, T + 1), int64."""
         return self._gather(g // self.windows, g % self.windows, permuted=True)
 
     def pass_to(self, window: int) -> None:
-        """Notes that windows before `window`, counted since the run's start, will not be read again."""
+        """Declares that windows before `window` of the run will not be read again; only streams need to know."""
 
     def validation_windows(self, lo: int, hi: int) -> np.ndarray:
         """Windows [lo, hi) in plain order, shape (hi - lo, T + 1), int64; hi is at most `windows`."""
@@ -77,8 +77,8 @@ class TokenDataset:
             if (largest := rows.max()) >= self._vocab_size:
                 vocabulary = "GPT-2's vocabulary" if self._vocab_size == VOCAB_SIZE else "the tokenizer's vocabulary"
                 raise UserError(
-                    f"{self.shards[shard].path}: holds token {largest}, {vocabulary} ends at {self._vocab_size - 1}: "
-                    "another tokenizer, type or byte order"
+                    f"{self.shards[shard].path}: holds token {largest}, but {vocabulary} ends at "
+                    f"{self._vocab_size - 1}: it was made with another tokenizer, type or byte order; prepare it again"
                 )
             out[group] = rows
         return out
@@ -92,17 +92,17 @@ class TokenDataset:
         return self._opened[1:]
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps, so that a resumed run can tell these data, wherever they lie, from others
-        (`check_same_data`): {"shards": [[name, tokens, sha256], ...], "complete": True}"""
+        """What a checkpoint saves so that `check_same_data` can recognize these data in any directory:
+        {"shards": [[name, tokens, sha256], ...], "complete": True}"""
         return {"shards": [[shard.path.name, shard.tokens, shard.sha256] for shard in self.shards], "complete": True}
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes over the SHA-256 of files that have no manifest, so that each is compared when it is opened."""
+        """Restores the SHA-256 of shards without a manifest, so that they are verified when they are opened."""
         for i, (shard, (_, _, sha256)) in enumerate(zip(self.shards, state["shards"], strict=False)):
             self.shards[i] = replace(shard, sha256=shard.sha256 or sha256)
 
     def check_batch(self) -> None:
-        """Raises UserError for fewer windows than one optimizer step takes."""
+        """Raises UserError if an epoch has fewer windows than one optimizer step takes."""
         if self.batch_size > self.windows:
             raise UserError(
                 f"{self.shards[0].path.parent}: total_batch_tokens takes {self.batch_size} sequences a step, but the "
@@ -110,18 +110,18 @@ class TokenDataset:
             )
 
     def close(self) -> None:
-        """Ends a waiting read; only a streamed dataset's reads can wait."""
+        """Interrupts a read that waits for a shard; only reads of a stream wait."""
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """The pseudo-random permutation of range(n) for (seed, *key), (n,), int64: 7 ms and 0.8 MB for a shard of 100M
-    tokens. By numpy's RandomState, whose streams are frozen (NEP 19), while those of its Generator may change."""
+    """The pseudo-random permutation of range(n) keyed by (seed, *key), (n,), int64: 7 ms and 0.8 MB for a shard of
+    100M tokens. From numpy's RandomState, whose streams are frozen (NEP 19); those of Generator may change."""
     return np.random.RandomState([seed % 2**32, seed // 2**32, *key]).permutation(n)
 
 
 def check_same_data(saved: dict, current: dict, name: str) -> None:
-    """Raises UserError for data other than those whose `saved` state a checkpoint keeps. A stream that has not come to
-    its end knows its first shards only; those must be the same."""
+    """Raises UserError if the `current` data are not those whose state a checkpoint `saved`. An incomplete stream knows
+    only its first shards, so only those are compared."""
     if "mixture" in current:
         for saved_part, part in zip(saved["mixture"], current["mixture"], strict=True):
             check_same_data(saved_part, part, part["name"])
@@ -140,8 +140,8 @@ def check_same_data(saved: dict, current: dict, name: str) -> None:
 
 
 def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> None:
-    """Raises UserError for data on which a run would mislead or could not take a step: validation data without a full
-    window, fewer training windows than a step takes, and a training shard that is also one for validation."""
+    """Raises UserError for data that cannot train or validate a model: validation data without a full window, fewer
+    training windows than a step takes, or a shard that is used for both training and validation."""
     for train_set, dataset in zip(train, validation, strict=True):
         if not dataset.windows:
             tokens = sum(shard.tokens for shard in train_set.shards + dataset.shards)
@@ -158,5 +158,5 @@ def check_data(train: list[TokenDataset], validation: list[TokenDataset]) -> Non
             if shard.path.resolve() == val_shard.path.resolve() or (shard.sha256 and shard.sha256 == val_shard.sha256):
                 raise UserError(
                     f"{shard.path} (training) and {val_shard.path} (validation) hold the same tokens: the validation "
-                    "loss would mean nothing; name other files in dataset_name or val_data"
+                    "loss would be meaningless; name other files in dataset_name or val_data"
                 )

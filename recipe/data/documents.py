@@ -1,5 +1,5 @@
-"""Documents of a text on this machine, and their tokens. Each is a .txt file, a JSON object or a row of a table. A
-literal end-of-text separates documents, in all of them."""
+"""Reads documents from local text files, and tokenizes documents. A document is a .txt file, a JSON object or a row of
+a table; a literal end-of-text splits any of these into several documents."""
 
 import csv
 import io
@@ -31,20 +31,20 @@ from recipe.utils.units import plural
 
 logger = logging.getLogger(__name__)
 
-PIECE = 1 << 18  # characters; a document's pieces are cut at the first safe place after this many
+PIECE = 1 << 18  # characters; a piece ends at the first safe cut after this many
 LONGEST_PIECE = 1 << 20
-# No GPT-2 token continues from a visible character to a blank, so pieces cut there give the tokens of the text.
+# No GPT-2 token spans a visible character and a blank after it, so cutting between them does not change the tokens.
 _SAFE_CUT = re.compile(r"\S(?=[ \n])")
-_BATCH_CHARS = 1 << 17  # characters of documents that a thread takes at once, or one longer piece
+_BATCH_CHARS = 1 << 17  # characters that a thread tokenizes at once; more if one piece is longer
 _JSON_FORMAT = "expected one object per line, or in .json an array of objects"
 
-Content = str | np.ndarray  # of a piece of a document, never empty: text, or its tokens, (tokens,), uint16
+Content = str | np.ndarray  # of a piece, never empty: text, or token ids, (tokens,), uint16
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`document` counts the documents of a data set. `stream` is {"document", "state"}: a document at or before this
-    one, and the state from which the data set can be read there."""
+    """A part of a document. `document` is the document's number in the data set. `stream` is {"document", "state"}: the
+    number of a document at or before this one, and the reader's state at that document; None at the start."""
 
     document: int
     content: Content
@@ -52,7 +52,7 @@ class Piece:
 
 
 class Column:
-    """The column, or key of JSON objects, that holds the documents: as text, or as ids of the run's tokenizer."""
+    """The table column, or key of JSON objects, that holds documents as text or as ids of the run's tokenizer."""
 
     def __init__(self, name: str, tokenizer: GPT2Tokenizer):
         self.name, self._tokenizer = name, tokenizer
@@ -60,21 +60,21 @@ class Column:
         self._separator, self._longest = re.compile("|".join(map(re.escape, separators))), max(map(len, separators))
 
     def pieces(self, row: dict, location: str) -> Iterable[Content]:
-        """The document in a row, which `location` names in errors; a null is an empty one. Raises UserError where the
-        column is missing, or holds neither text nor the tokenizer's ids."""
+        """The pieces of a row's document; null is an empty document. `location` is where the row is, for errors. Raises
+        UserError if the column is missing, or holds neither text nor ids of the tokenizer."""
         value = self._value(row, location)
         return in_pieces(_chunks_of(value)) if isinstance(value, str) else [value] if len(value) else []
 
     def separated(self, row: dict, location: str) -> Iterable[tuple[int, Content]]:
-        """As `pieces`, for a row of a local file, in which end-of-texts separate documents: each piece with its number
-        in its document."""
+        """Like `pieces`, for a row of a local file, which end-of-texts split into documents: (index of the piece in its
+        document, piece) pairs."""
         value = self._value(row, location)
         if isinstance(value, str):
             return self.separated_text(_chunks_of(value))
         return [(0, value)] if len(value) else []
 
     def separated_text(self, chunks: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """As `separated`, for a text that comes in chunks."""
+        """Like `separated`, for a text that is given in chunks."""
         parts = (pair for pair in self._numbered(chunks) if pair[1])
         for _, document in groupby(parts, key=itemgetter(0)):
             yield from enumerate(in_pieces(part for _, part in document))
@@ -85,7 +85,7 @@ class Column:
             *documents, remainder = self._separator.split(remainder + chunk)
             yield from enumerate(documents, number)
             number += len(documents)
-            safe_length = max(0, len(remainder) - self._longest + 1)  # what follows may be the beginning of a separator
+            safe_length = max(0, len(remainder) - self._longest + 1)  # the rest may begin a separator
             yield number, remainder[:safe_length]
             remainder = remainder[safe_length:]
         yield number, remainder
@@ -96,7 +96,7 @@ class Column:
         if value is None:
             return ""
         if isinstance(value, str):
-            # JSON may hold a lone surrogate, which UTF-8 may not: U+FFFD takes its place.
+            # JSON allows lone surrogates, which UTF-8 does not: replace them by U+FFFD.
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if isinstance(value, list) and all(type(number) is int for number in value):
             return self._tokens(np.array(value, np.int64), location)
@@ -106,7 +106,7 @@ class Column:
         )
 
     def check_is_in(self, names: Iterable[str], location: str) -> None:
-        """Raises UserError where the column is none of `names`."""
+        """Raises UserError if the column is not among `names`."""
         if self.name not in names:
             raise UserError(
                 f"{location}: no column {self.name!r}; there are: {', '.join(names)}. Choose with --text_column"
@@ -116,18 +116,18 @@ class Column:
         invalid = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
         if len(invalid):
             raise UserError(
-                f"{location}: column {self.name!r} holds token {invalid[0]}, and the vocabulary of tokenizer "
+                f"{location}: column {self.name!r} holds token {invalid[0]}, but the vocabulary of tokenizer "
                 f"{self._tokenizer.name} ends at {self._tokenizer.vocab_size - 1}; set tokenizer to the one that made "
                 "these ids, or choose a text_column of text"
             )
-        # End-of-text at either end separates documents, which `tokenized` does for all.
+        # Strip end-of-texts from both ends: `tokenized` adds one to every document.
         text_indices = np.flatnonzero(ids != self._tokenizer.end_of_text)
         return (ids[text_indices[0] : text_indices[-1] + 1] if len(text_indices) else text_indices).astype(DTYPE)
 
 
 def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """The pieces with their tokens, (tokens,), uint16, of which the first of a document is end-of-text. Texts are
-    tokenized on a thread for each core: tokenizers release the GIL."""
+    """Yields each piece with its tokens, (tokens,), uint16; a document's first token is end-of-text. Tokenizes on one
+    thread per core, since tokenizers release the GIL."""
     end_of_text = np.array([tokenizer.end_of_text], DTYPE)
     last_document = None
     for piece, tokens in _encoded(pieces, tokenizer):
@@ -136,7 +136,7 @@ def tokenized(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tup
 
 
 def _encoded(pieces: Iterable[Piece], tokenizer: GPT2Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """The pieces' tokens in order; a few batches are tokenized ahead."""
+    """Yields each piece with its tokens, in order; a few batches are tokenized ahead."""
     threads = os.cpu_count() or 1
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
@@ -169,8 +169,8 @@ def _chunks_of(text: str) -> Iterator[str]:
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Cuts a text into pieces of 256 Ki to 1 Mi characters that together give the tokens of the text. Where 768 Ki
-    characters hold no blank, the cut falls between any two, which may cost a token there."""
+    """Cuts a text into pieces of 256 Ki to 1 Mi characters whose tokens together are those of the text. If 768 Ki
+    characters contain no blank, the cut falls between any two characters, which may add a token."""
     text = ""
     for chunk in chunks:
         text += chunk
@@ -190,11 +190,11 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 class TextFiles:
-    """Local files in order, which are never held in memory all at once."""
+    """Local text files, read in order and never all loaded at once."""
 
     def __init__(self, name: str, column: Column):
-        """`name` is a file, a glob or a directory; `paths` is empty where no text file matches. `size` is that of all
-        files, in bytes, and `position` how many of them were read. Raises UserError for a link to nothing."""
+        """`name` is a file, a glob or a directory; `paths` is empty if no text file matches. `size` is the
+        number of bytes, and `position` that of the bytes read. Raises UserError for a broken link."""
         (self.paths, self._skipped), self.column = text_files(name), column
         self._starts = [0, *accumulate(map(_size_of, self.paths))]
         self.size, self.position = self._starts[-1], 0
@@ -203,21 +203,21 @@ class TextFiles:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} files from {self.paths[0]}"
 
     def identity(self) -> dict:
-        """What the manifest records of the text, so that a change of it is noticed."""
+        """What the manifest records of the text, to detect changes."""
         return {"files": [_file_identity(path) for path in self.paths], "text_column": self.column.name}
 
     def newest(self) -> dict:
-        """As HubText's: files on this disk have one version."""
+        """Empty: unlike HubText's, local files have no commit."""
         return {}
 
     def pin(self, manifest: Manifest) -> None:
-        """As HubText's; logs which files of a directory are not read."""
+        """Logs which files of a directory are skipped; there is no commit to pin."""
         if skipped := self._skipped:
             kinds = f"{endings(skipped)} ({', '.join(TEXT_SUFFIXES)} are read)"
             logger.info("data       %s skipped: %s", plural(len(skipped), "file"), kinds)
 
     def has_documents(self, count: int) -> bool:
-        """Whether there are so many, in 2^30 bytes of the files at least."""
+        """Whether there are `count` files, or else `count` documents in about the first 2^30 bytes."""
         for piece in self.pieces() if len(self.paths) < count else ():
             if piece.document + 1 == count:
                 return True
@@ -226,7 +226,7 @@ class TextFiles:
         return len(self.paths) >= count
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
-        """All documents in order, or those from an earlier piece's `stream` on, whose state is a file's number."""
+        """Yields all documents in order, or those from an earlier piece's `stream` on; its state is a file number."""
         document_count, first_file = (stream["document"], stream["state"]) if stream else (0, 0)
         for number, path in enumerate(self.paths[first_file:], first_file):
             file_start = {"document": document_count, "state": number} if number else None
@@ -236,10 +236,10 @@ class TextFiles:
                     yield Piece(document_count - 1, content, file_start)
 
     def _pieces_in(self, path: Path, start: int) -> Iterator[tuple[int, Content]]:
-        """Of a file, each piece with its number in its document."""
+        """Yields (index of the piece in its document, piece) for a file."""
         suffix = text_suffix(path)
         if suffix == ".parquet":
-            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or a row group is read at once
+            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else it loads a row group
                 self.column.check_is_in(file.schema_arrow.names, str(path))
                 batches, rows = file.iter_batches(batch_size=64, columns=[self.column.name], use_threads=False), 0
                 for batch in batches:
@@ -276,7 +276,7 @@ class TextFiles:
             if is_first and chunk[257:262] == "ustar":
                 raise UserError(f"{packed_file.name}: an archive of files; unpack it, and name the directory")
             is_first, self.position = False, start + packed_file.tell()
-            if chunk.count("\0") > len(chunk) / 4:  # UTF-16 of English is UTF-8 too
+            if chunk.count("\0") > len(chunk) / 4:  # English in UTF-16 is valid UTF-8
                 raise UnicodeError
             yield chunk
 
@@ -288,14 +288,14 @@ def _size_of(path: Path) -> int:
 
 @contextmanager
 def _reading_text(path: Path) -> Generator[None, None, None]:
-    """As `reading`; the error for a file that is not UTF-8 says how to convert it."""
+    """Like `reading`; if a file is not UTF-8, the error holds the command that converts it."""
     try:
         with reading(path, "is it complete?"):
             yield
     except UserError as error:
         if isinstance(error.__cause__, UnicodeError):
             if text_suffix(path) == ".parquet":
-                raise UserError(f"{path}: a text in it is not UTF-8; write it again, or name other files") from None
+                raise UserError(f"{path}: a text in it is not UTF-8; convert it, or name other files") from None
             name, codec = shlex.quote(str(path)), PACKED.get(path.suffix.lower(), "")
             option, reason = _diagnose_encoding(path)
             if not option:
@@ -308,32 +308,32 @@ def _reading_text(path: Path) -> Generator[None, None, None]:
 
 
 def _diagnose_encoding(path: Path) -> tuple[str, str]:
-    """iconv's option for a text that is not all UTF-8, and why, by the text's beginning; none for what is no text."""
+    """iconv's options for a file that is not UTF-8, "" if it is not text, and advice; judged by its first 16 MiB."""
     with path.open("rb") as packed_file:
         head = pa.input_stream(packed_file, PACKED.get(path.suffix.lower())).read(1 << 24)
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # its byte order marks
-        return "-f UTF-16", "not text in UTF-8; convert it, from UTF-16"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):  # byte order marks
+        return "-f UTF-16", "not UTF-8 text; convert it from UTF-16"
     if len(head) / 1000 < head.count(0) < len(head) / 4:
         return "", "not text; unpack it if it is an archive, or make .txt, .jsonl or .parquet of it"
     text = head.decode(errors="replace")
     if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
-        return "-c -f UTF-8", "some bytes are not UTF-8; leave them out"
-    if re.search(rb"[\x80-\x9f]", head):  # control characters in Latin-1, quotes and dashes in Windows'
-        return "-f CP1252", "not text in UTF-8; convert it, from Windows-1252 for example"
-    return "-f LATIN1", "not text in UTF-8; convert it, from Latin-1 for example"
+        return "-c -f UTF-8", "some bytes are not UTF-8; drop them"
+    if re.search(rb"[\x80-\x9f]", head):  # control characters in Latin-1, quotes and dashes in Windows-1252
+        return "-f CP1252", "not UTF-8 text; convert it, for example from Windows-1252"
+    return "-f LATIN1", "not UTF-8 text; convert it, for example from Latin-1"
 
 
 def _rows_of(table: csv.DictReader, column: str, path: Path) -> Iterator[tuple[str, dict]]:
-    """Each row, and where it is. Raises UserError where a row does not have the header's fields: text would be lost."""
+    """Yields (location, row). Raises UserError for a row without exactly the header's fields: text would be lost."""
     fields = table.fieldnames or []
     try:
         for row in table:
             location = f"line {table.line_num}"
-            if any(row.get(None, ())) or row[column] is None:  # a delimiter at the end of a row is nobody's text
+            if any(row.get(None, ())) or row[column] is None:  # empty fields at the end are harmless
                 count = len(fields) + len(row[None]) if None in row else [*row.values()].index(None)
                 raise UserError(
-                    f"{path}, {location}: {plural(count, 'field')}, and the header has {len(fields)}; put texts that "
-                    f"hold {table.reader.dialect.delimiter!r} into quotes"
+                    f"{path}, {location}: {plural(count, 'field')}, but the header has {len(fields)}; quote texts "
+                    f"that contain {table.reader.dialect.delimiter!r}"
                 )
             yield location, row
     except csv.Error as error:
@@ -351,6 +351,6 @@ def _parse_json(line: str, location: str):
 def _file_identity(path: Path) -> dict:
     status = path.stat()
     identity = {"name": path.name, "size": status.st_size}
-    if status.st_size <= 1 << 22:  # bytes; small files are often copied, which changes their times
+    if status.st_size <= 1 << 22:  # bytes; small files are often copied, which changes their modification times
         return identity | {"sha256": sha256_of(path)}
     return identity | {"mtime_ns": status.st_mtime_ns}

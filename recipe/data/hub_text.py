@@ -1,7 +1,7 @@
-"""Data sets on the Hugging Face Hub, read at one commit.
+"""Data sets streamed from the Hugging Face Hub at one commit.
 
-A failure of the Hub is an error before the first success, and afterwards is retried from where the reading stopped,
-with a message. The token stays where huggingface_hub finds it: in the environment.
+Before the first success a failure of the Hub is an error; afterwards reading is retried, with a log line, from where it
+stopped. The token stays in the environment, where huggingface_hub reads it.
 """
 
 import logging
@@ -21,40 +21,40 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # seconds for the first answer of the Hub
-_RETRY_WINDOW_S = 900  # seconds without anything new after which a failing Hub ends the run
+ANSWER_S = 30.0  # seconds that the Hub has for its first response
+_RETRY_WINDOW_S = 900  # seconds without a new document after which a failing Hub ends the run
 _MAX_DELAY_S = 60  # seconds between two attempts
-_STATE_EVERY = 256  # documents between two positions from which a stream can start again
+_STATE_EVERY = 256  # documents between positions at which a stream can resume
 _PERMANENT_STATUSES = {400, 401, 403, 404, 410, 416}  # HTTP
 
 
 class HubText:
     """A data set of text, or of token ids, streamed with `datasets` at the commit that `pin` sets.
 
-    The libraries sometimes report a rate limit or an outage as a missing file, or as a data set without data. So what
-    has worked is retried whatever the error is, unless the Hub itself reports that it is permanent; and what has not
-    worked yet is a mistake, such as a wrong name.
+    The libraries sometimes report a rate limit or an outage as a missing file or an empty data set. So once reading has
+    succeeded, any error is retried unless the Hub's status is a permanent one; before that, an error is taken for a
+    mistake such as a wrong name.
     """
 
     commit: str
-    size = position = 0  # bytes, as those of TextFiles: unknown
+    size = position = 0  # bytes, as in TextFiles; unknown for the Hub
 
     def __init__(self, data: DataConfig, column: Column):
         self.repo, self.column, self._data = data.train_text, column, data
         self.name = next((name for name, (repo, _) in DATASETS.items() if repo == self.repo), self.repo)
         self._has_succeeded, self._last_success = False, time.monotonic()
-        self._files = None  # all of them, as `datasets` streams them, from the first `_rows` on
+        self._dataset = None  # opened by `_rows`
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.repo, self._data.dataset_config, self._data.dataset_split))) + " on the Hub"
 
     def identity(self) -> dict:
-        """What must not change between an interrupted preparation and its continuation."""
+        """The settings that must not change before an interrupted preparation continues."""
         fields = ("train_text", "dataset_config", "dataset_split", "dataset_revision", "text_column")
         return {field: getattr(self._data, field) for field in fields}
 
     def newest(self) -> dict:
-        """{"commit": the newest one of `dataset_revision`}. Raises UserError."""
+        """{"commit": the newest commit of `dataset_revision`}. Raises UserError."""
         try:
             revision = self._data.dataset_revision or None
             info = within(ANSWER_S, lambda: HfApi().dataset_info(self.repo, revision=revision, timeout=ANSWER_S))
@@ -63,12 +63,12 @@ class HubText:
         return {"commit": info.sha}
 
     def pin(self, manifest: Manifest) -> None:
-        """Reads what the shards of a manifest were made from. If there are shards already, a failure from now on is the
-        Hub's, not a mistake in a name."""
+        """Selects the commit from which the manifest's shards were made. If there are shards already, failures are
+        the Hub's and not a wrong name."""
         self.commit, self._has_succeeded = manifest.source["commit"], bool(manifest.shards)
 
     def wait_after(self, error: Exception) -> None:
-        """Waits before another attempt. Raises UserError where there should be none."""
+        """Waits before the next attempt. Raises UserError if there should be none."""
         if not self._has_succeeded:
             raise self._error(error) from None
         status, reason = _status_and_reason(error)
@@ -82,11 +82,11 @@ class HubText:
         time.sleep(delay)
 
     def pieces(self, stream: dict | None = None) -> Iterator[Piece]:
-        """All documents in order, or those from an earlier piece's `stream` on: each once, whatever happens."""
+        """Yields all documents in order, or those from an earlier piece's `stream` on; none twice, despite retries."""
         next_index = 0
         while True:
             try:
-                for index, row, stream in self._rows(stream):  # noqa: B020  (a later attempt starts from there)
+                for index, row, stream in self._rows(stream):  # noqa: B020  (a retry resumes from there)
                     self._has_succeeded, self._last_success = True, time.monotonic()
                     if index >= next_index:
                         next_index = index + 1
@@ -99,8 +99,8 @@ class HubText:
                 self.wait_after(error)
 
     def _error(self, error: Exception) -> UserError:
-        """One sentence for what the Hub's libraries raise, which is dozens of types; Unreachable where the Hub has not
-        said what is wrong with the name."""
+        """The UserError for any of the dozens of exceptions that the Hub's libraries raise; Unreachable unless the Hub
+        has rejected the name."""
         status, reason = _status_and_reason(error)
         is_permanent = status in _PERMANENT_STATUSES or isinstance(error, HFValidationError)
         return (UserError if is_permanent else Unreachable)(
@@ -109,25 +109,25 @@ class HubText:
         )
 
     def _rows(self, stream: dict | None) -> Iterator[tuple[int, dict, dict | None]]:
-        """(index, row, the last position before it from which a stream can start again)."""
+        """Yields (index, row, the last position at or before it at which a stream can resume)."""
         import datasets.config
 
-        # Its own retries wait up to twenty minutes without a message.
+        # The library's own retries wait up to twenty minutes without a message.
         for setting in ("READ_MAX_RETRIES", "OPEN_MAX_RETRIES"):
             setattr(datasets.config, f"STREAMING_{setting}", 1)
         for setting in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
             setattr(datasets.config, f"STREAMING_{setting}_RETRY_INTERVAL", 0)
-        if self._files is None:
+        if self._dataset is None:
             subset, split = self._data.dataset_config or None, self._data.dataset_split
-            self._files = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
-        file_count = self._files.num_shards
-        index, first_file, file_state = 0, 0, None  # `within`: where in its first file
+            self._dataset = datasets.load_dataset(self.repo, subset, split=split, revision=self.commit, streaming=True)
+        file_count = self._dataset.num_shards
+        index, first_file, file_state = 0, 0, None  # `file_state`: the position in the first file
         if stream:
             index, first_file, file_state = stream["document"], stream["state"]["file"], stream["state"]["within"]
         for file_number in range(first_file, file_count):
-            # By row groups of parquet: a restart need not read the file up to there. A file at a time, since all of
-            # them would be opened first.
-            rows = self._files.shard(file_count, file_number).reshard()
+            # Split by parquet row groups, so that resuming need not read the file from its start; one file at a time,
+            # since splitting opens each of them.
+            rows = self._dataset.shard(file_count, file_number).reshard()
             if file_state:
                 rows.load_state_dict(file_state)
             for row in rows:
@@ -139,10 +139,10 @@ class HubText:
 
 
 def _status_and_reason(error: Exception) -> tuple[int | None, str]:
-    """The HTTP status beneath an error, if there is one, and a line about both."""
+    """The HTTP status in an error's chain of causes, or None, and a line that describes both."""
     status, cause = None, error
     while cause and status is None:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         cause = cause.__cause__ or cause.__context__
-    text = redact(first_line(error))[:200]  # redacted first: a cut secret is not recognized
+    text = redact(first_line(error))[:200]  # redact before truncating: a truncated secret is not recognized
     return status, f"{f'HTTP {status}, ' if status else ''}{type(error).__name__}: {text}"

@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 def open_datasets(
     config: Config, batch: BatchPlan, processes: Processes, step: int = 0, state: dict | None = None
 ) -> Generator[tuple[Dataset, Dataset], None, None]:
-    """The training and validation data of a run that continues at `step`; `state` is what the checkpoint kept of the
-    data. A collective call: local text is prepared by the main process first. Raises UserError on all processes."""
+    """Opens the training and validation data of a run that continues at `step`; `state` is their state in the
+    checkpoint. A collective call: the main process prepares local text first. Raises UserError on all processes."""
     entries, run, states = data_sets(config.data), config.run, (state or {}).get("mixture")
     with processes.shared_error("the data cannot be opened"):
         streamed = [_is_streamed(entry.data) for entry in entries]
         for entry in entries:
-            if entry.data.train_text and entry.data.val_data:  # an error before the text is prepared
+            if entry.data.train_text and entry.data.val_data:  # fail before preparing the text
                 _validation_shards(entry.data)
     first_windows = windows_before(step * batch.sequences, tuple(entry.count for entry in entries), run.seed)
     train_sets: list[TokenDataset] = []
@@ -62,31 +62,31 @@ def open_datasets(
 
 
 def training_windows(config: Config) -> int:
-    """Sequences in an epoch of a run's data; prepares local text. Raises UserError where their end is not known."""
+    """Sequences per epoch of a run's data; prepares local text. Raises UserError if the number is not known."""
     data, is_mixture = data_sets(config.data)[0].data, len(data_sets(config.data)) > 1
     if is_mixture or _is_streamed(data):
         kind = "a mixture" if is_mixture else f"a stream ({data.dataset_name})"
-        raise UserError(f"num_train_epochs is for one prepared data set, and the data are {kind}; give max_steps")
+        raise UserError(f"num_train_epochs needs one prepared data set, but the data are {kind}; set max_steps")
     if must_prepare(data):
         if config.run.dry_run:
             raise UserError(
-                f"num_train_epochs of {data.dataset_name} is not known before the text is prepared; do that with "
-                "python -m recipe.data.prepare and the same flags, or give max_steps"
+                f"num_train_epochs: the length of {data.dataset_name} is not known before the text is prepared; run "
+                "python -m recipe.data.prepare with the same flags, or set max_steps"
             )
         prepare(data)
     return TokenDataset(_shards(data, data.dataset_name, "train"), data.sequence_length, 1, config.run.seed).windows
 
 
 def state_on_disk(data: DataConfig) -> dict:
-    """The state_dict of a run's training data, by the shards on this disk. Raises UserError if there are none."""
+    """The state_dict of a run's training data, from the shards on this disk. Raises UserError if there are none."""
     entries = data_sets(data)
     states = [TokenDataset(find_shards(entry.data.dataset_name, "train"), 1, 1, 0).state_dict() for entry in entries]
     return {"mixture": [{"name": ""} | state for state in states]} if len(entries) > 1 else states[0]
 
 
 def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
-    """For a plan of so many steps: logs what a data set of the run is, and prepares and downloads nothing. Raises
-    UserError where it cannot be opened, and Unreachable where only the Hub knows that and does not answer."""
+    """For a dry run of `steps` steps: logs how a data set would be read; prepares and downloads nothing. Raises
+    UserError if it cannot be opened, and Unreachable if only the Hub knows that and does not answer."""
     data = entry.data
     text = " ".join(filter(None, (data.train_text, data.dataset_config)))
     if data.train_text and data.val_data:
@@ -103,12 +103,12 @@ def check_dataset(entry: MixtureEntry, batch: BatchPlan, steps: int) -> None:
 
 
 def _is_streamed(data: DataConfig) -> bool:
-    """Whether shards must be made while the model trains: not all of them are on this disk."""
+    """Whether shards must be made during training, because not all of them are on this disk."""
     return data.streaming and Producer(data).finished() is None
 
 
 def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float) -> tuple[TokenDataset, TokenDataset]:
-    """`settings` are what TokenDataset takes after its shards; the run reads so many `sequences`."""
+    """`settings` are TokenDataset's arguments after `shards`; the run reads `sequences` sequences (0: unknown)."""
     train, val = _shards(data, data.dataset_name, "train"), _validation_shards(data)
     sizes = [f"{sum(s.tokens for s in shards):,} tokens in {plural(len(shards), 'shard')}" for shards in (train, val)]
     manifest = Manifest.load(Path(data.val_data or data.dataset_name))
@@ -126,7 +126,7 @@ def _open_prepared(data: DataConfig, settings: tuple[int, ...], sequences: float
 def _validation_shards(data: DataConfig) -> list[Shard]:
     if not data.val_data and not Path(data.dataset_name).is_dir():
         raise UserError(
-            f"dataset_name {data.dataset_name} names files, and all of them are for training; name validation files in "
+            f"dataset_name {data.dataset_name} names files, which are all used for training; name validation files in "
             "val_data, or give only the directory"
         )
     return _shards(data, data.val_data or data.dataset_name, "val")
@@ -141,7 +141,7 @@ def _shards(data: DataConfig, name: str, split: str) -> list[Shard]:
 def _open_stream(
     data: DataConfig, settings: tuple[int, ...], processes: Processes, window: int, state: dict | None, stack: ExitStack
 ) -> tuple[StreamedDataset, TokenDataset]:
-    """Starts this node's builder and waits for its first shards; the run reads from `window` on."""
+    """Starts this node's builder and waits for its first shards; the run reads from window `window` on."""
     out = Path(data.dataset_name)
     commit = None
 
@@ -152,8 +152,8 @@ def _open_stream(
         logger.info("data       streaming %s into %s, at most %g GB", text, out, data.disk_budget_gb)
         return open_manifest(out).source.get("commit")
 
-    # The main process's builder fixes the data set's version; builders of other nodes are given it.
-    # No process passes these two before all nodes have started: it could read the status of an earlier run.
+    # The main process's builder chooses the data set's commit; the builders of the other nodes receive it.
+    # No process goes on before all builders have started: it could read the status file of an earlier run.
     with processes.shared_error("the stream did not start"):
         if processes.is_main:
             commit = start(None)

@@ -1,4 +1,4 @@
-"""Micro-batches, read ahead of the loop that trains on them."""
+"""Micro-batches, read ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from recipe.utils.errors import UserError, first_line
 class BatchLoader:
     """A process's micro-batches of steps [start, stop) in order, (micro, T + 1) int64, on the device.
 
-    One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory are hidden behind the
-    step, and whether the data of a step are there is known before the step before it begins.
+    One thread reads two steps ahead: verifying a shard, reading it and copying into pinned memory overlap with the
+    step, and whether a step's data are available is known before the previous step begins.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class BatchLoader:
         self._wait_seconds = 0.0
 
     def __enter__(self) -> BatchLoader:
-        """Begins to read ahead."""
+        """Starts to read ahead."""
         for _ in range(2 * self._batch.accumulation):
             self._submit_next()
         return self
 
     def __exit__(self, *_) -> None:
-        """Ends the thread; a load that waits for a shard does not delay a run that ends."""
+        """Stops the thread, and interrupts a read that waits for a shard."""
         self._dataset.close()
         self._pool.shutdown(cancel_futures=True)
 
@@ -67,7 +67,7 @@ class BatchLoader:
         return bool(futures) and not not_done
 
     def error(self, ahead: int = 0) -> UserError | None:
-        """The error with which reading the next step, or that `ahead` steps later, has failed."""
+        """The error of reading the next step, or the one `ahead` steps later, if it has failed."""
         error = next((e for future in self._futures_of(ahead) if future.done() and (e := future.exception())), None)
         if error is None or isinstance(error, UserError):
             return error
@@ -86,6 +86,6 @@ class BatchLoader:
         return self._to_device(sequences)
 
     def waited(self) -> float:
-        """Seconds for which the loop has waited since the last call."""
+        """Seconds that the loop has waited for data since the last call."""
         waited, self._wait_seconds = self._wait_seconds, 0.0
         return waited

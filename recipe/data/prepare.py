@@ -26,21 +26,21 @@ from recipe.utils.log import set_up_logging
 from recipe.utils.redaction import redact
 from recipe.utils.units import plural, si
 
-logger = logging.getLogger("recipe.data.prepare")  # as a command this module is called __main__
+logger = logging.getLogger("recipe.data.prepare")  # run as a command, this module is __main__
 
 BETWEEN_BARS_S = 60.0  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, whose flags are those of a run; returns its exit code."""
+    """Runs the command, which takes the flags of a run; returns its exit code."""
     set_up_logging()
     try:
         data_configs = [entry.data for entry in data_sets(parse_config(argv).data)]
         if not any(data.train_text for data in data_configs):
-            find_shards(name := data_configs[0].dataset_name, "train")  # raises where there is nothing of that name
-            raise UserError(f"dataset_name {name} holds shards, which need no preparing; name text")
+            find_shards(name := data_configs[0].dataset_name, "train")  # raises if there is nothing of that name
+            raise UserError(f"dataset_name {name} holds shards, which need no preparation; name text")
         for data in data_configs:
-            if data.train_text:  # else they are shards
+            if data.train_text:  # otherwise it names shards
                 prepare(data)
     except (UserError, OSError) as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(data: DataConfig) -> Manifest:
-    """Makes the shards of `train_text` in the directory `dataset_name`, or finishes making them; returns the manifest.
-    Raises UserError."""
+    """Makes the shards of `train_text` in the directory `dataset_name`, or finishes them; returns the manifest. Raises
+    UserError."""
     out = Path(data.dataset_name)
     producer = Producer(data)
     if manifest := producer.finished():
@@ -74,8 +74,8 @@ def prepare(data: DataConfig) -> Manifest:
 
 
 def must_prepare(data: DataConfig) -> bool:
-    """Whether local text is to be prepared before a run. Raises UserError where the directory holds shards of another
-    text or of other settings; and for a Hub data set, which takes hours, too long for the other processes to wait."""
+    """Whether local text must be prepared before a run. Raises UserError if the directory holds shards of another text
+    or with other settings, and for a Hub data set: it takes hours, too long for the other processes to wait."""
     if not data.train_text:
         return False
     producer = Producer(data)
@@ -92,8 +92,8 @@ def must_prepare(data: DataConfig) -> bool:
 
 @contextmanager
 def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
-    """Holds the lock of a directory of shards, for which it waits `seconds`: two producers would overwrite each other's
-    open shards. The lock ends with its process. Raises UserError."""
+    """Holds the lock of a directory of shards, after waiting up to `seconds` for it: two producers would overwrite each
+    other's unfinished shards. The lock ends with its process. Raises UserError if it is not free in time."""
     try:
         with filelock.FileLock(out / LOCK, timeout=seconds):
             yield
@@ -105,7 +105,7 @@ def alone_in(out: Path, seconds: float = 0) -> Generator[None, None, None]:
 
 @contextmanager
 def _progress(producer: Producer) -> Generator[None, None, None]:
-    """A bar of the bytes that were read, or of the tokens of a Hub's data set; off a terminal a bar a minute."""
+    """A progress bar of the bytes read, or of the tokens of a Hub data set; without a terminal, a line a minute."""
     source, interval = producer.source, 0.1 if sys.stderr.isatty() else BETWEEN_BARS_S
     options = {"unit": "B" if source.size else " tokens", "unit_scale": True, "miniters": 0}
     with tqdm(total=source.size or None, mininterval=interval, delay=interval, **options) as bar:

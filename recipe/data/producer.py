@@ -1,7 +1,7 @@
-"""Text to shards, one after the other: what a preparation does before training, and a stream while the model trains.
+"""Turns text into shards, one after the other: all before training (prepare.py), or during training (builder.py).
 
-The bytes of a shard depend on the text and the settings alone. The manifest, which is replaced after each shard, holds
-where the next one begins, so that a producer killed at any moment continues from its last shard with the same bytes.
+The bytes of a shard depend on the text and the settings alone. The manifest, replaced after each shard, records where
+the next one begins, so that a producer killed at any moment continues after its last shard with the same bytes.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from recipe.utils.errors import UserError
 from recipe.utils.units import some
 
 HUB_VAL_DOCUMENTS = 10_000  # about 10 M tokens of FineWeb
-SPREAD_FROM = 1000  # documents of local text from which on they are divided, and not the text
+SPREAD_FROM = 1000  # documents; local text of fewer has its end held out
 SPREAD = "documents from all over it"
-# Where in a text a shard begins: in which document, after how many of its tokens, and Piece's `stream`.
+# The position in the text where a shard begins: document, number of its tokens before the shard, Piece's `stream`.
 START = {"document": 0, "tokens": 0, "stream": None}
-Run = tuple[dict, np.ndarray]  # tokens of a document, or of a piece of it, (tokens,), and where they begin
+Run = tuple[dict, np.ndarray]  # the position and the tokens, (tokens,), of a document or a part of one
 
 
 def open_text(data: DataConfig) -> TextFiles | HubText:
-    """The text that `train_text` names. Raises UserError if it cannot be one."""
+    """The text that `train_text` names. Raises UserError if it names none."""
     column = Column(data.text_column, open_tokenizer(data.tokenizer))
     files, path = TextFiles(data.train_text, column), Path(data.train_text)
     if files.paths:
@@ -40,26 +40,24 @@ def open_text(data: DataConfig) -> TextFiles | HubText:
 
 
 class Producer:
-    """Makes the shards of a text in the directory `dataset_name`, in order or, those that the manifest knows already,
-    in any order.
+    """Makes the shards of a text in the directory `dataset_name`: new ones in order, those of its manifest in any.
 
-    `val_documents` at the beginning are for validation; or a share `val_fraction` of local text: of its documents, if
-    they are many, else of the tokens at its end; or nothing.
+    Held out for validation are the first `val_documents`; or a fraction `val_fraction` of local text, taken from its
+    documents if there are many, otherwise from the tokens at its end; or nothing.
     """
 
-    manifest: Manifest  # from `open` on
+    manifest: Manifest  # set by `open`
 
     def __init__(self, data: DataConfig):
-        """Raises UserError where the text cannot be read, or where shards would come among files that are not this
-        recipe's."""
+        """Raises UserError if the text cannot be read, or if the directory holds files that are not this recipe's."""
         self.source, self.tokenizer = open_text(data), open_tokenizer(data.tokenizer)
         self.out = out = Path(data.dataset_name)
         if out.is_dir() and not (out / MANIFEST).exists():
             strays = [path.name for path in out.iterdir() if not path.name.startswith(".") and path.suffix != ".part"]
             if strays:
                 raise UserError(
-                    f"{out} holds other files ({some(sorted(strays), 1)}), and shards are not mixed with them; name "
-                    "an empty or a new directory"
+                    f"{out} holds other files ({some(sorted(strays), 1)}), which must not be mixed with shards; "
+                    "name an empty or a new directory"
                 )
         self.shard_tokens, self._window = data.shard_tokens, data.sequence_length + 1
         self.val_documents = data.val_documents or (HUB_VAL_DOCUMENTS if isinstance(self.source, HubText) else 0)
@@ -70,14 +68,14 @@ class Producer:
             "shard_tokens": data.shard_tokens,
         }
         self.made = 0  # tokens
-        self.show: Callable[[], object] = int  # progress: called whenever `made` has grown
-        self._next: tuple[str, int] | None = None  # the shard whose tokens `_runs` gives next
+        self.show: Callable[[], object] = lambda: None  # progress: called whenever `made` has grown
+        self._next: tuple[str, int] | None = None  # the shard whose tokens are next in `_runs`
         self._runs: Iterator[Run] = iter(())
-        self._leftover: Run | None = None  # what the previous shard has left of a document
+        self._leftover: Run | None = None  # the rest of a run that did not fit into the previous shard
         self._document_count = 0  # read so far
 
     def finished(self) -> Manifest | None:
-        """The manifest in `out` if nothing is left to do. Raises UserError for shards of other text or settings."""
+        """The manifest in `out` if all shards are made. Raises UserError for shards of another text or settings."""
         manifest = Manifest.load(self.out)
         if not (manifest and manifest.complete):
             return None
@@ -85,10 +83,9 @@ class Producer:
         return None if self.missing(manifest.shards) else manifest
 
     def open(self, commit: str | None = None, saved_manifest: Manifest | None = None) -> Manifest:
-        """The manifest to continue, which is kept in `self.manifest`: the one in `out`, or the `saved_manifest` that a
-        checkpoint kept if it knows more of the same shards, since a run may continue on another node or an emptied
-        disk; or a new one. `commit` is the version of a data set on the Hub to begin with, None for the newest. Raises
-        UserError for shards of other text or settings."""
+        """Sets and returns `manifest`: the one in `out`; or a checkpoint's `saved_manifest` if it has more of the same
+        shards, since a run may continue on another node or an emptied disk; or a new one, for a Hub data set at
+        `commit` (None: the newest). Raises UserError for shards of another text or settings."""
         manifest = Manifest.load(self.out)
         if saved_manifest and not self._difference(saved_manifest):
             manifest = max(manifest or saved_manifest, saved_manifest, key=lambda candidate: len(candidate.shards))
@@ -113,7 +110,7 @@ class Producer:
         return SPREAD if has_many and any(map(self._is_val, range(SPREAD_FROM))) else "the end"
 
     def _is_val(self, document: int) -> bool:
-        """Whether a document is one for validation: a fixed function of its number, for the same shards in each run."""
+        """Whether a document is held out: a fixed function of its number, so that shards are reproducible."""
         digest = hashlib.blake2b(str(document).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.val_fraction * 2**64
 
@@ -125,26 +122,26 @@ class Producer:
             )
 
     def _difference(self, manifest: Manifest) -> str:
-        """How the text and the settings differ from those that made the shards of `manifest`; empty where equal."""
+        """How the text and the settings differ from those of `manifest`; empty if they are the same."""
         current = self.source.identity() | self.options | {"tokenizer": self.tokenizer.digest}
         made_with = manifest.source | manifest.options | {"tokenizer": manifest.tokenizer}
         for name, value in current.items():
             if made_with.get(name) != value:
-                change = f"{name} was {made_with.get(name)!r}, and is {value!r} now"
+                change = f"{name} was {made_with.get(name)!r} and is {value!r} now"
                 return "the text files differ" if name == "files" else change
         return ""
 
     def missing(self, entries: list[dict]) -> list[int]:
-        """Which of these shards are not on the disk."""
+        """The indices of the shards that are not on the disk."""
         return [i for i, entry in enumerate(entries) if not (self.out / entry["file"]).exists()]
 
     def bytes_of(self, number: int, split: str = "train") -> int:
-        """The size of a shard; for one that is not known yet, assuming that it is not the last."""
+        """The size of a shard; one that is not in the manifest yet is assumed not to be the last."""
         return HEADER_BYTES + self.tokens_of(split, number) * DTYPE.itemsize
 
     def tokens_of(self, split: str, number: int) -> int:
-        """Tokens of a shard; for one that is not known yet, assuming that it is not the last. The first one for
-        training is a tenth of `shard_tokens`, so that training can begin while the next is made, and each has twice the
+        """Tokens of a shard; one that is not in the manifest yet is assumed not to be the last. The first for training
+        has a tenth of `shard_tokens`, so that training can start while the next is made; each later one has twice the
         tokens of the one before, up to `shard_tokens`."""
         entries = self.manifest.of(split)
         if number < len(entries):
@@ -153,18 +150,18 @@ class Producer:
         return self.shard_tokens if split == "val" else min(self.shard_tokens, first_size << min(number, 31))
 
     def everything(self) -> None:
-        """Makes what is missing. Raises UserError where a split stays empty."""
+        """Makes all missing shards. Raises UserError if a split is empty."""
         if self.val_fraction and not self._spread and self.manifest.complete:
-            # Only when all is read is it known where the end begins.
+            # Start over: where the held-out end begins is known only once all text is read.
             self.manifest.shards, self.manifest.complete = [], False
         self.make_validation()
-        for number in self.missing(self.manifest.of("train")):  # which a streamed run has deleted
+        for number in self.missing(self.manifest.of("train")):  # deleted by a streamed run
             self.make("train", number)
         while not self.manifest.complete:
             self.make("train", len(self.manifest.of("train")))
 
     def make_validation(self) -> None:
-        """Makes the validation shards, unless they are here; none of a text that is empty."""
+        """Makes the validation shards, unless they are on the disk; none if the text is empty."""
         entries = self.manifest.of("val")
         on_disk, finished = not self.missing(entries), self.manifest.of("train") or self.manifest.complete
         if not (self.val_documents or self._spread) or (on_disk and finished):
@@ -174,12 +171,12 @@ class Producer:
             number += 1
 
     def make(self, split: str, number: int) -> bool:
-        """Makes a shard, or finds that the text ends before it; returns whether more of the split may follow. Raises
-        UserError where a shard that the manifest knows comes out different."""
+        """Makes a shard, unless the text ends before it; returns whether more of the split may follow. Raises UserError
+        if a shard of the manifest comes out different."""
         is_known = number < len(self.manifest.of(split))
         if self._next != (split, number):
             self._seek(split, number)
-        self._next = None  # until this one is finished
+        self._next = None  # until this shard is finished
         size, position = self.tokens_of(split, number), START
         with OpenShard(self.out / f"{split}.part") as shard:
             while shard.tokens < size and (run := self._leftover or next(self._runs, None)):
@@ -205,17 +202,17 @@ class Producer:
             detail = " besides the documents for validation; lower val_documents" if self.manifest.of("val") else ""
             raise UserError(f"{self.source}: holds no text{detail}")
         if self.val_fraction and not self._spread:
-            self._hold_out_the_end()
+            self._hold_out_end()
         self.manifest.documents, self.manifest.complete = self._document_count, True
         self.manifest.save(self.out)
 
-    def _hold_out_the_end(self) -> None:
-        """Divides the last training shards again: the last `val_fraction` of all tokens become validation shards."""
+    def _hold_out_end(self) -> None:
+        """Splits the last training shards again: the last `val_fraction` of all tokens become validation shards."""
         total, last_shards = self.manifest.tokens("train"), self.manifest.shards_in(self.out, "train")
         val_count = int(total * self.val_fraction)
         if not 0 < val_count < total:
             raise UserError(
-                f"{self.source}: {total:,} tokens, too few for training and validation, which take at least one "
+                f"{self.source}: {total:,} tokens, too few for training and validation, which need at least one "
                 f"sequence of sequence_length + 1 = {self._window:,} tokens each; give more text"
             )
         while sum(shard.tokens for shard in last_shards[1:]) >= val_count:
@@ -250,16 +247,16 @@ class Producer:
         val_entries, position = self.manifest.of("val"), START
         if number:
             position = self.manifest.of(split)[number - 1]["next"]
-        elif split == "train" and self.val_documents and val_entries:  # whose documents come first
+        elif split == "train" and self.val_documents and val_entries:  # validation comes first in the text
             position = {"document": self.val_documents, "tokens": 0, "stream": val_entries[-1]["next"]["stream"]}
         self._leftover, self._runs = None, self._read(split, position)
 
     def _read(self, split: str, position: dict) -> Iterator[Run]:
-        """The documents of a split from a position on; for training none that equals one for validation."""
+        """Yields the documents of a split from a position on; for training, those that equal no held-out one."""
         val_set: set[bytes] = set()
         if split == "train" and (self.val_documents or self._spread):
             val = np.concatenate([open_shard(shard).read() for shard in self.manifest.shards_in(self.out, "val")])
-            starts = np.flatnonzero(val == self.tokenizer.end_of_text)  # tokens of the documents
+            starts = np.flatnonzero(val == self.tokenizer.end_of_text)  # of documents
             val_set = {document.tobytes() for document in np.split(val, starts)}
         max_bytes = max(map(len, val_set), default=0)
         pieces = tokenized(self._pieces_from(split, position), self.tokenizer)

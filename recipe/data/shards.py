@@ -1,7 +1,7 @@
 """Token shards: llm.c's .bin files, and the manifest that `recipe.data.prepare` keeps beside them.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros) and then the tokens
-as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Files made there are read here, and the reverse.
+as little-endian uint16: karpathy/llm.c, dev/data/data_common.py. Each project reads the other's files.
 nanoGPT's train.bin and val.bin, the tokens without a header, are read too.
 """
 
@@ -25,12 +25,12 @@ from recipe.utils.schema import COUNT, SHA256, check
 from recipe.utils.shards import DTYPE, HEADER_BYTES, MAGIC, VERSION, ShardReader
 
 MANIFEST = "manifest.json"
-_SAMPLE_SIZE = 1 << 20  # tokens that are looked at where no manifest names the tokenizer
-_MIN_SAMPLE = 100_000  # of them, to judge by the largest: each 1,000 tokens of tiny Shakespeare have one above 48,000
+_SAMPLE_SIZE = 1 << 20  # tokens to inspect if no manifest names the tokenizer
+_MIN_SAMPLE = 100_000  # tokens to judge by their maximum: every 1,000 of tiny Shakespeare have one above 48,000
 FORMAT_VERSION = 1
 
 _PREPARE_COMMAND = "python -m recipe.data.prepare --dataset_name TEXT"
-_RETRY_HINT = "mend that, and the same command continues after the last finished shard"
+_RETRY_HINT = "fix that; the same command continues after the last finished shard"
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Shard:
 
     path: Path
     tokens: int
-    sha256: str | None  # of the file; None until it is read where no manifest has it
+    sha256: str | None  # of the file; None until it is first read if no manifest has it
 
 
 def open_shard(shard: Shard) -> ShardReader:
-    """A shard with its SHA-256, compared where it was known: about 0.2 s for 100M tokens. Raises UserError."""
+    """Opens a shard and verifies its SHA-256 if it is known: about 0.2 s for 100M tokens. Raises UserError."""
     reader = ShardReader(shard.path)
     reader.sha256 = sha256_of(shard.path)
     if shard.sha256 not in (None, reader.sha256):
         raise UserError(
-            f"{shard.path}: its SHA-256 is {reader.sha256[:16]}..., and was {shard.sha256[:16]}... when prepared "
-            "or first read: the file has changed; put it back, or delete its directory and prepare it again"
+            f"{shard.path}: its SHA-256 is {reader.sha256[:16]}..., but was {shard.sha256[:16]}... when prepared "
+            "or first read: the file has changed; restore it, or delete its directory and prepare it again"
         )
     return reader
 
 
 class OpenShard:
-    """A shard that is being written to `part`; it takes its name when `commit` is called, and is deleted otherwise."""
+    """A shard that is being written to the file `part`, which `commit` renames; without a commit it is deleted."""
 
     def __init__(self, part: Path):
         self.part, self.tokens = part, 0
@@ -67,13 +67,13 @@ class OpenShard:
         return self
 
     def append(self, tokens: np.ndarray) -> None:
-        """Writes tokens (n,) after those so far."""
+        """Appends tokens, (n,)."""
         with writing(self.part, _RETRY_HINT):
             self._file.write(np.ascontiguousarray(tokens, DTYPE).data)
         self.tokens += len(tokens)
 
     def commit(self, path: Path) -> str:
-        """Writes the header and renames the file to `path`, safe from a power failure; returns its SHA-256."""
+        """Writes the header, flushes the file to the disk and renames it to `path`; returns its SHA-256."""
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
         with writing(self.part, _RETRY_HINT):
@@ -87,7 +87,7 @@ class OpenShard:
         return sha256
 
     def __exit__(self, *_) -> None:
-        with suppress(OSError):  # of a full disk, for what was not written yet and is deleted now
+        with suppress(OSError):  # on a full disk: the buffered tokens are not needed anymore
             self._file.close()
         self.part.unlink(missing_ok=True)
 
@@ -112,11 +112,11 @@ _SCHEMA = {
 
 @dataclass
 class Manifest:
-    """What a directory of prepared shards holds, from which text, and where an interrupted preparation continues.
+    """The shards of a directory, the text and settings that made them, and where an interrupted preparation continues.
 
-    `shards` are in the order in which they were finished: {file, split, tokens, sha256, next}; `next` is the position
-    in the text after that shard (producer.py). A manifest may come from others, in a checkpoint too, and its files are
-    deleted to make room, so each field is checked: ValueError, or TypeError for an unknown one.
+    `shards` are {file, split, tokens, sha256, next} in the order in which they were finished; `next` is the position in
+    the text after the shard (producer.py). A manifest, or a checkpoint with one, may come from somebody else, and a
+    stream deletes the files that it names, so each field is checked: ValueError, or TypeError for an unknown one.
     """
 
     source: dict
@@ -144,9 +144,9 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Manifest | None:
-        """None where there is no manifest. Raises UserError for one that this version cannot read."""
+        """The manifest of a directory, None if it has none. Raises UserError if this version cannot read it."""
         path = directory / MANIFEST
-        with reading(path, f"mend that, or delete {directory} and prepare again"):
+        with reading(path, f"fix that, or delete {directory} and prepare again"):
             if not path.exists():
                 return None
             manifest = cls(**json.loads(path.read_bytes()))
@@ -159,7 +159,7 @@ class Manifest:
 
     @property
     def validation(self) -> str:
-        """What was held out for validation, where the preparation chose: " (the end)"."""
+        """Which part of the text was held out, if the preparation chose it: " (the end)"."""
         return f" ({self.options['validation']})" if "validation" in self.options else ""
 
     def tokens(self, split: str) -> int:
@@ -167,30 +167,30 @@ class Manifest:
         return sum(shard["tokens"] for shard in self.of(split))
 
     def of(self, split: str) -> list[dict]:
-        """The entries of a split in the order of its tokens."""
+        """The shards of a split, in order."""
         return [shard for shard in self.shards if shard["split"] == split]
 
     def shards_in(self, directory: Path, split: str) -> list[Shard]:
-        """The shards of a split, as files of `directory`."""
+        """The shards of a split as files of `directory`, in order."""
         return [Shard(directory / entry["file"], entry["tokens"], entry["sha256"]) for entry in self.of(split)]
 
 
 def check_tokenizer(name: str, shards: list[Shard], tokenizer: GPT2Tokenizer) -> None:
-    """Raises UserError for shards of another tokenizer: by the manifest of the directory `name`; or without one by a
-    long sample, as of nanoGPT's characters, whose largest token is below a sixteenth of the vocabulary."""
+    """Raises UserError for shards of another tokenizer: according to the manifest of the directory `name`; or without
+    one if the largest token of a long sample is below a sixteenth of the vocabulary, as in nanoGPT's character data."""
     manifest = Manifest.load(Path(name))
     if manifest and manifest.tokenizer != tokenizer.digest:
         origin = "GPT-2's tokenizer" if manifest.tokenizer == GPT2 else f"another tokenizer ({manifest.tokenizer})"
         raise UserError(
-            f"{name} holds shards of {origin}, and tokenizer is {tokenizer.name}; prepare its text again in another "
+            f"{name} holds shards of {origin}, but tokenizer is {tokenizer.name}; prepare its text again in another "
             "directory, or set tokenizer to the one that made them"
         )
     sample = ShardReader(shards[0].path).read(_SAMPLE_SIZE)
     if not manifest and len(sample) >= _MIN_SAMPLE and (largest := int(sample.max())) < tokenizer.vocab_size // 16:
         raise UserError(
-            f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, and {tokenizer.name} has "
-            f"{tokenizer.vocab_size:,}: these are other tokens, perhaps characters; train on "
-            "the text itself, with GPT-2's tokenizer or your own (docs/data.md)"
+            f"{shards[0].path}: no token of its first {len(sample):,} is above {largest}, but {tokenizer.name} has "
+            f"{tokenizer.vocab_size:,} tokens: another tokenizer made them, perhaps one of characters; train on the "
+            "text itself, with GPT-2's tokenizer or your own (docs/data.md)"
         )
 
 
@@ -198,15 +198,13 @@ def find_shards(name: str, split: str) -> list[Shard]:
     """The shards of `split` ("train" or "val") in the order of their file names.
 
     `name` is a directory with a manifest; or one without, where file names contain the split, as in
-    fineweb_val_000000.bin; or a .bin file or a glob of them, taken as they are. Raises UserError where there are none.
+    fineweb_val_000000.bin; or a .bin file or a glob of them, taken as they are. Raises UserError if there are none.
     """
     directory = Path(name)
     if (manifest := Manifest.load(directory)) is None:
         return [Shard(path, len(ShardReader(path)), None) for path in _files_of(name, split)]
     if not manifest.complete:
-        raise UserError(
-            f"{name}: its preparation was interrupted; run the same prepare command again, and it continues"
-        )
+        raise UserError(f"{name}: its preparation was interrupted; run the same prepare command again to continue")
     shards = manifest.shards_in(directory, split)
     if not shards:
         raise UserError(f"{name}: prepared without a {split} split; prepare it again with --val_fraction above 0")
@@ -220,7 +218,7 @@ def find_shards(name: str, split: str) -> list[Shard]:
 
 
 def _files_of(name: str, split: str) -> list[Path]:
-    """The .bin files of a split where no manifest names them."""
+    """The .bin files of a split of a directory without a manifest, or of a glob."""
     directory = Path(name)
     paths = directory.glob("*.bin") if directory.is_dir() else map(Path, glob.glob(name, recursive=True))
     files = sorted(path for path in paths if path.is_file() and path.suffix == ".bin")
@@ -229,6 +227,6 @@ def _files_of(name: str, split: str) -> list[Path]:
     matches = [path for path in files if split in path.name or not directory.is_dir()]
     if not matches:
         text = next((f"{directory}/*{path.suffix}" for path in text_files(name)[0]), "")
-        way_out = f"for its text alone name '{text}'" if text else f"prepare the text: {_PREPARE_COMMAND}"
-        raise UserError(f"{name}: {files[0].name}, no manifest.json, and nothing that matches *{split}*.bin; {way_out}")
+        way_out = f"to use its text alone, name '{text}'" if text else f"prepare the text: {_PREPARE_COMMAND}"
+        raise UserError(f"{name}: holds {files[0].name}, but no manifest.json and no *{split}*.bin; {way_out}")
     return matches

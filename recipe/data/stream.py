@@ -1,4 +1,4 @@
-"""Shards made just in time: the process that makes them is started, and the dataset waits for its shards."""
+"""Streaming: starts the process that makes the shards during training, and waits for each shard to read it."""
 
 import dataclasses
 import json
@@ -23,22 +23,21 @@ from recipe.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-LOCK_TIMEOUT_S = 10.0  # a killed run may be about to end
-_FIRST_LINE_AFTER_S = 2.0  # seconds of waiting before the first line about it
+LOCK_TIMEOUT_S = 10.0  # seconds for a killed run to end
+_FIRST_LINE_AFTER_S = 2.0  # seconds of waiting before the first log line
 _LOG_INTERVAL_S = 10.0
 
 
 class BuilderProcess:
-    """The builder of this node, until `close`. If it dies, every wait for a shard raises UserError. It prints the Hub's
-    messages to the output of this process."""
+    """The builder of this node, until `close`. If it dies, every wait for a shard raises UserError. It logs to the
+    output of this process."""
 
     def __init__(self, data: DataConfig, readers: int, commit: str | None, saved_manifest: dict | None):
-        """`readers` processes of this node will read; `commit` is the version of a data set on the Hub, None for the
-        newest; `saved_manifest` is the one that a checkpoint kept. Raises UserError where another run streams into the
-        same directory."""
+        """`readers` processes of this node will read; `commit` is that of a Hub data set (None: the newest), and
+        `saved_manifest` is from the checkpoint. Raises UserError if another run streams into the same directory."""
         self.out, self._closing, self._lock = Path(data.dataset_name), False, ExitStack()
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock.enter_context(alone_in(self.out, seconds=LOCK_TIMEOUT_S))  # before anything of that is touched
+        self._lock.enter_context(alone_in(self.out, seconds=LOCK_TIMEOUT_S))  # before touching a file in it
         for stale_file in [self.out / STATUS, *self.out.glob(".reader-*")]:
             stale_file.unlink(missing_ok=True)
         python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -47,7 +46,7 @@ class BuilderProcess:
             [sys.executable, "-m", "recipe.data.builder"],
             stdin=subprocess.PIPE,
             env=os.environ | no_progress_bars | {"PYTHONPATH": python_path},
-            start_new_session=True,  # Ctrl-C reaches the whole terminal; the trainer decides what it means
+            start_new_session=True,  # Ctrl-C signals the terminal's process group; only the trainer handles it
         )
         job = {"data": dataclasses.asdict(data), "readers": readers, "commit": commit, "saved_manifest": saved_manifest}
         assert self.process.stdin
@@ -63,7 +62,7 @@ class BuilderProcess:
             write_json(self.out / STATUS, {"error": error})
 
     def close(self) -> None:
-        """Ends the builder at once: what it was making is made again."""
+        """Kills the builder; the next one makes the unfinished shard again."""
         self._closing = True
         self.process.kill()
         self.process.wait()
@@ -72,8 +71,8 @@ class BuilderProcess:
 
 
 def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: threading.Event | None = None) -> None:
-    """Waits until `condition()` is true, and logs what is `awaited`. Raises UserError with the error of the builder
-    of `out`, and where the event `closed` is set."""
+    """Waits until `condition()` is true, and logs what is `awaited`. Raises UserError if the builder of `out` failed or
+    the event `closed` is set."""
     start = time.monotonic()
     last_logged = start + _FIRST_LINE_AFTER_S - _LOG_INTERVAL_S
     while not condition():
@@ -88,8 +87,8 @@ def wait_for(out: Path, condition: Callable[[], object], awaited: str, closed: t
 
 
 def open_manifest(out: Path) -> Manifest:
-    """The manifest of a stream, once readers can begin: when the validation shards are there, and the first one for
-    training. Raises UserError with the builder's error."""
+    """The manifest of a stream, once readers can start: waits for the validation shards and the first training shard.
+    Raises UserError if the builder fails."""
     wait_for(out, lambda: read_json(out / STATUS).get("opened"), "the first shards")
     manifest = Manifest.load(out)
     assert manifest
@@ -97,14 +96,14 @@ def open_manifest(out: Path) -> Manifest:
 
 
 class StreamedDataset(TokenDataset):
-    """A TokenDataset over shards that come and go, read in the order of the steps from `first_window` of the run on.
-    `rank` is this reader's number on its node."""
+    """A TokenDataset whose shards are made and deleted during the run: it must be read in the order of the steps, from
+    window `first_window` of the run on. `rank` is this reader's rank on its node."""
 
     def __init__(self, out: Path, *settings: int, rank: int, first_window: int):
-        """`settings` are what TokenDataset takes after its shards."""
+        """`settings` are TokenDataset's arguments after `shards`."""
         self.out, self.rank = out, rank
         self._closed = threading.Event()
-        self._current_shard: int | None = None  # the shard, counted over all epochs, up to which the builder may delete
+        self._current_shard: int | None = None  # counted over all epochs; the builder may delete those before it
         self.manifest = open_manifest(out)
         super().__init__(self.manifest.shards_in(out, "train"), *settings)
         self.pass_to(first_window)
@@ -118,30 +117,30 @@ class StreamedDataset(TokenDataset):
         return True
 
     def windows_at(self, g: np.ndarray) -> np.ndarray:
-        """Windows by their number since the run's start, (N,) ascending -> (N, T + 1), int64; waits for shards."""
+        """The windows `g`, (N,) ascending -> (N, T + 1), int64; waits for shards."""
         remaining, arrays = g, []
         while True:
-            # Each shard is read before the next is waited for: the builder may delete those that are passed.
+            # Read each shard before waiting for the next: the builder may delete those that are passed.
             available = remaining if self.manifest.complete else remaining[remaining < self.windows]
             arrays.append(super().windows_at(available))
             remaining = remaining[len(available) :]
             if not len(remaining):
                 return np.concatenate(arrays)
-            next_shard = len(self.shards)  # which is the first one of the next epoch if the stream ends here
+            next_shard = len(self.shards)  # the first one of the next epoch if the stream ends here
             self._pass_to(next_shard)
             self._wait_for(self._refresh, next_shard)
             self.check_batch()
 
     def pass_to(self, window: int) -> None:
-        """As TokenDataset's: shards of which this reader gets no window must not wait for it."""
+        """Like TokenDataset's: the builder must not wait for this reader at shards that it gets no window of."""
         if window >= self.windows and not self.manifest.complete:
             self._refresh()
         epoch, window = divmod(window, self.windows) if self.manifest.complete else (0, window)
-        # What lies beyond the known windows is in the next shard, if not in a later one.
+        # A window beyond the known ones is in the next shard or a later one.
         self._pass_to(epoch * len(self.shards) + int(np.searchsorted(self.starts, window, side="right")) - 1)
 
     def check_batch(self) -> None:
-        """As TokenDataset's, once all shards are known."""
+        """Like TokenDataset's, once all shards are known."""
         if self.manifest.complete:
             super().check_batch()
 
@@ -156,15 +155,15 @@ class StreamedDataset(TokenDataset):
     def _pass_to(self, shard: int) -> None:
         """Lets the builder delete the shards before `shard`, counted over all epochs."""
         if shard != self._current_shard:
-            self._opened = None  # otherwise the disk would still hold what is deleted
+            self._opened = None  # an open file would keep its disk space after it is deleted
             write_json(reader_path(self.out, self.rank), {"shard": shard})
             self._current_shard = shard
 
     def state_dict(self) -> dict:
-        """As TokenDataset's, and the manifest, from which another node can build the shards again."""
+        """Like TokenDataset's, with the manifest, from which another node can make the shards again."""
         manifest = dataclasses.asdict(self.manifest)
         return super().state_dict() | {"complete": self.manifest.complete, "manifest": manifest}
 
     def close(self) -> None:
-        """Ends every wait for a shard."""
+        """Interrupts every wait for a shard."""
         self._closed.set()

@@ -1,6 +1,6 @@
 """The tokenizer of a run: GPT-2's, from the files bundled beside this module, or another byte-level BPE.
 
-GPT-2's makes shards with tiktoken, and is exported with transformers.
+GPT-2's encodes with tiktoken, and is exported with transformers.
 
 Source: OpenAI, "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; files of the `gpt2` release.
 """
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from transformers.models.gpt2 import tokenization_gpt2
 
 GPT2 = "gpt2"
-MOST_TOKENS = 1 << 16  # that uint16 can number
+MOST_TOKENS = 1 << 16  # largest vocabulary whose ids fit into uint16
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257
 CONTEXT_LENGTH = 1024
 
 _FILES = Path(__file__).parent / "gpt2_bpe"
-# OpenAI's pattern (encoder.py of the gpt2 release), in the possessive form in which tiktoken ships it: same pieces.
+# OpenAI's pattern (encoder.py of the gpt2 release), with the possessive quantifiers of tiktoken: same pieces.
 _PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 @lru_cache(maxsize=1)
 def encoding() -> tiktoken.Encoding:
     """The tiktoken encoding, built offline."""
-    # Not by tiktoken.load: it would first look for these files in /tmp/data-gym-cache, where anybody may put others.
+    # Not with tiktoken.load, which first looks for these files in /tmp/data-gym-cache, where anybody may put others.
     characters = {chr(byte): byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")}
     unprintable = [byte for byte in range(256) if byte not in characters.values()]
     characters |= {chr(256 + number): byte for number, byte in enumerate(unprintable)}
@@ -59,16 +59,16 @@ def encode(text: str) -> np.ndarray:
     try:
         return encoding().encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except ValueError:
-        # On some 100,000s of spaces the regex engine's stack runs out, and that of transformers' does not.
+        # The regex engine's stack overflows on several 100,000 spaces in a row; the one of transformers does not.
         tokenizer = hf_tokenizer().backend_tokenizer
         tokenizer.encode_special_tokens = True
         return np.array(tokenizer.encode(text).ids, np.uint16)
 
 
 def hf_tokenizer(max_length: int = CONTEXT_LENGTH) -> tokenization_gpt2.GPT2Tokenizer:
-    """The same tokenizer as `transformers` knows it, built offline; it warns of texts of more than `max_length` tokens.
-    It does parse a literal "<|endoftext|>", which also pads batches: GPT-2 has no other special token."""
-    from transformers.models.gpt2 import tokenization_gpt2  # seconds to import, which making shards is spared
+    """The same tokenizer for transformers, built offline; it warns about texts of more than `max_length` tokens. Unlike
+    `encode` it parses a literal "<|endoftext|>", which is also its padding token: GPT-2 has no other special token."""
+    from transformers.models.gpt2 import tokenization_gpt2  # takes seconds to import; making shards does not need it
 
     vocab, merges = str(_FILES / "encoder.json"), str(_FILES / "vocab.bpe")
     return tokenization_gpt2.GPT2Tokenizer(vocab, merges, model_max_length=max_length, pad_token="<|endoftext|>")
@@ -78,9 +78,9 @@ class GPT2Tokenizer:
     """GPT-2's tokenizer.
 
     Attributes:
-        name: for people; of a directory only the last part, since its path is private.
-        digest: the same for tokenizers that give the same tokens.
-        end_of_text: the number of the token that stands before each document; `end_of_text_token` is its text.
+        name: for display; of a directory only the last component, since its path is private.
+        digest: equal for tokenizers that produce the same tokens.
+        end_of_text: the id of the token that precedes each document; `end_of_text_token` is its text.
     """
 
     name = digest = GPT2
@@ -92,7 +92,7 @@ class GPT2Tokenizer:
         return [encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> bytes:
-        """The text of some tokens, in UTF-8 if they are complete characters."""
+        """The text of tokens: UTF-8 if they form complete characters."""
         return encoding().decode_bytes(ids)
 
     def save(self, directory: Path, max_length: int) -> None:
@@ -101,10 +101,10 @@ class GPT2Tokenizer:
 
 
 class OwnTokenizer(GPT2Tokenizer):
-    """A byte-level BPE of a directory or of the Hub, as transformers loads it."""
+    """A byte-level BPE tokenizer from a directory or the Hub, loaded by transformers."""
 
     def __init__(self, name: str):
-        """Raises UserError for what cannot be loaded, or cannot make shards."""
+        """Raises UserError for a tokenizer that cannot be loaded, or cannot make shards."""
         self._tokenizer = _load(name)
         self.name = Path(name).resolve().name if Path(name).exists() else name
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
@@ -116,16 +116,16 @@ class OwnTokenizer(GPT2Tokenizer):
         self.digest = _digest(self._bpe.to_str(), self.end_of_text)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As GPT2Tokenizer's."""
+        """Like GPT2Tokenizer's."""
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint16) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> bytes:
-        """As GPT2Tokenizer's; U+FFFD for what is no complete character."""
+        """Like GPT2Tokenizer's; incomplete characters become U+FFFD."""
         return self._bpe.decode(ids, skip_special_tokens=False).encode()
 
     def save(self, directory: Path, max_length: int) -> None:
-        """As GPT2Tokenizer's. End-of-text pads where there is no token of its own for that."""
+        """Like GPT2Tokenizer's. Without a padding token of its own, end-of-text becomes that."""
         tokenizer = copy.deepcopy(self._tokenizer)
         tokenizer.model_max_length = max_length
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -133,9 +133,9 @@ class OwnTokenizer(GPT2Tokenizer):
 
 
 def _digest(tokenizer_json: str, end_of_text: int) -> str:
-    """16 hexadecimal digits of those parts of a tokenizer.json that decide which tokens come out. `tokenizer_json` is
-    that of the loaded tokenizer, in which tokenizer_config.json has had its effect (add_prefix_space, added tokens)."""
-    # What is null or false counts as absent: later versions of the library write such keys for their new options.
+    """16 hexadecimal digits of a hash of those parts of a tokenizer.json that determine the tokens. `tokenizer_json` is
+    that of the loaded tokenizer, after tokenizer_config.json is applied (add_prefix_space, added tokens)."""
+    # Null and false count as absent: later versions of the library write such keys for their new options.
     parts = json.loads(
         tokenizer_json, object_hook=lambda pairs: {k: v for k, v in pairs.items() if v is not None and v is not False}
     )
@@ -167,11 +167,11 @@ def _load(name: str) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer {name} is not a byte-level BPE, the only kind supported; choose one like GPT-2's")
     if (size := max(tokenizer.get_vocab().values()) + 1) > MOST_TOKENS:
         raise UserError(
-            f"tokenizer {name} has {size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}; take a smaller one"
+            f"tokenizer {name} has {size:,} tokens; shards store uint16, so at most {MOST_TOKENS:,}; use a smaller one"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"tokenizer {name} has no eos_token, which is written before each document; set one with "
+            f"tokenizer {name} has no eos_token, which precedes each document; set one with "
             "transformers (tokenizer.eos_token = ...), and save it again"
         )
     return tokenizer
@@ -188,8 +188,8 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def train_tokenizer(texts: Iterable[str], directory: Path | str, vocab_size: int) -> Path:
-    """Trains a byte-level BPE of `vocab_size` tokens, the end of a text included, and saves it to `directory`, which is
-    returned."""
+    """Trains a byte-level BPE of `vocab_size` tokens, including end-of-text, and saves it to `directory`, which it
+    returns."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

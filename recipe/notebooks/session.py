@@ -11,15 +11,15 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-# Output is unbuffered, nothing uses the notebook's plotting backend, and a training run asked to stop gets more than
-# torchrun's 30 s to save.
+# Output is unbuffered, the notebook's plotting backend is not used, and a training run that is asked to stop gets more
+# than torchrun's 30 s to save.
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPLBACKEND": "Agg",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
 }
-_STEPS = "step_" + 8 * "[0-9]"  # the names of checkpoints, whose order is that of their steps
+_CHECKPOINTS = "step_" + 8 * "[0-9]"  # a glob of checkpoint names, which sort by step
 FAILED: list[str] = []  # commands that failed without ending the notebook
 
 
@@ -68,10 +68,10 @@ def take_up(run_dir: str | Path, search_dir: str | Path) -> None:
     """Copies an earlier session's copy of this run, anywhere under `search_dir`, into `run_dir` if it has a newer
     checkpoint. The training verifies the checkpoints and resumes from the newest complete one."""
     run_dir = Path(run_dir)
-    checkpoints = [*run_dir.glob(_STEPS), *Path(search_dir).glob(f"**/{run_dir.name}/{_STEPS}")]
-    newest = max(checkpoints, key=lambda path: path.name, default=None)  # of equal ones the first: that of `run_dir`
+    checkpoints = [*run_dir.glob(_CHECKPOINTS), *Path(search_dir).glob(f"**/{run_dir.name}/{_CHECKPOINTS}")]
+    newest = max(checkpoints, key=lambda path: path.name, default=None)  # the first of equal ones: `run_dir`'s
     if newest is None:
-        print(f"new run    nothing of it under {search_dir}")
+        print(f"new run    no checkpoint of it under {search_dir}")
     elif newest.parent == run_dir:
         print(f"resuming   {run_dir} from step {int(newest.name.removeprefix('step_'))}")
     else:
@@ -80,21 +80,21 @@ def take_up(run_dir: str | Path, search_dir: str | Path) -> None:
 
 
 def copy_run(source: str | Path, target: str | Path) -> None:
-    """Makes `target` a copy of a run. A checkpoint gets its name once it is complete, and only then are checkpoints
-    deleted that the run no longer has: an interrupted copy leaves the previous checkpoints intact."""
+    """Makes `target` a copy of a run. A checkpoint gets its name once it is complete, and checkpoints that the run
+    no longer has are deleted after that: an interrupted copy leaves the previous checkpoints intact."""
     source, target = Path(source), Path(target)
     incoming = target / ".incoming"
     for path in source.iterdir():
-        if not path.match(_STEPS) and not path.name.startswith("."):
+        if not path.match(_CHECKPOINTS) and not path.name.startswith("."):
             _copy_files(path, target / path.name)
-    for path in source.glob(_STEPS):
+    for path in source.glob(_CHECKPOINTS):
         manifests = [parent / path.name / "manifest.json" for parent in (source, target)]  # the checksums of all files
         if not (all(file.exists() for file in manifests) and filecmp.cmp(*manifests, shallow=False)):
             for stale_dir in (incoming, target / path.name):
                 shutil.rmtree(stale_dir, ignore_errors=True)
             _copy_files(path, incoming)
             incoming.rename(target / path.name)
-    for path in target.glob(_STEPS):
+    for path in target.glob(_CHECKPOINTS):
         if not (source / path.name).exists():
             shutil.rmtree(path)
 

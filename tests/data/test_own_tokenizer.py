@@ -198,7 +198,7 @@ def test_tokenizers_that_cannot_make_shards_are_refused(tmp_path):
     characters = Tokenizer(models.BPE(vocab={"a": 0, END: 1}, merges=[]))
     (tmp_path / "empty").mkdir()
     cases = {
-        saved(trained(), tmp_path / "no_end"): "has no eos_token, which is written before each document",
+        saved(trained(), tmp_path / "no_end"): "has no eos_token, which precedes each document",
         saved(large, tmp_path / "large", eos_token=END): "has 65,757 tokens; shards store uint16, so at most 65,536",
         saved(characters, tmp_path / "characters", eos_token=END): "is not a byte-level BPE, the only kind supported",
         str(tmp_path / "empty"): "cannot be loaded",

@@ -60,7 +60,7 @@ def test_8_checksum_differs(tmp_path, offset):
     content = bytearray(shard.path.read_bytes())
     content[offset] ^= 1
     shard.path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"a\.bin: its SHA-256 is .* and was {shard.sha256[:16]}\.\.\. when"):
+    with pytest.raises(UserError, match=rf"a\.bin: its SHA-256 is .* but was {shard.sha256[:16]}\.\.\. when"):
         open_shard(shard)
     open_shard(dataclasses.replace(shard, sha256=None))
 
@@ -79,10 +79,10 @@ def test_find_without_a_manifest(tmp_path):
     with pytest.raises(UserError, match=r"val_data .*none: no such file"):
         find_shards(str(tmp_path / "none"), "val")
     (tmp_path / "fineweb_val_000000.bin").unlink()
-    with pytest.raises(UserError, match=r"no manifest\.json, and nothing that matches \*val\*\.bin; prepare the text"):
+    with pytest.raises(UserError, match=r"but no manifest\.json and no \*val\*\.bin; prepare the text"):
         find_shards(str(tmp_path), "val")
     (tmp_path / "mine.txt").write_text("text beside a file of something else")
-    with pytest.raises(UserError, match=r"train_000001\.bin, .*; for its text alone name '.*/\*\.txt'"):
+    with pytest.raises(UserError, match=r"train_000001\.bin, .*; to use its text alone, name '.*/\*\.txt'"):
         find_shards(str(tmp_path), "val")
 
 
