@@ -52,7 +52,8 @@ def survey(
     Where a local text is much longer, every n-th piece is written to data/RUN for the run to read. With `train_own` a
     tokenizer is trained there. Raises UserError where the text is too short.
     """
-    tokenizer, is_local = config.data.tokenizer, isinstance(source, TextFiles)
+    tokenizer = config.data.tokenizer
+    is_local = isinstance(source, TextFiles)
     if not is_local and not train_own:  # nothing needs to be known of it
         return Text(name, tokenizer, math.inf, ENGLISH)
     if not is_local:
