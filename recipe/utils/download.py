@@ -1,9 +1,9 @@
-"""A repository of the Hub, by the name that a field of the configuration gives, as a directory on this disk."""
+"""Downloads a Hub repository that a field of the configuration names."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoResult  # its name in Python 3.10, where it is not TimeoutError
+from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10: not the built-in TimeoutError
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,34 +12,34 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 
 from recipe.utils.errors import Unreachable, UserError, first_line
 
-HUB_TIMEOUT_S = 5.0  # seconds for the Hub's first answer
+HUB_TIMEOUT_S = 5.0  # for the Hub's first answer
 Answer = TypeVar("Answer")
 
 
-def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` returns or raises; TimeoutError after `seconds`: the libraries' own time-outs begin again at each
-    byte."""
+def within(seconds: float, request: Callable[[], Answer]) -> Answer:
+    """Returns or raises what `request()` does, or raises TimeoutError after `seconds`: the libraries' own time-outs
+    start again with each byte received."""
     answer: Future[Answer] = Future()
 
     def work():
         try:
-            answer.set_result(ask())
+            answer.set_result(request())
         except Exception as error:
             answer.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()  # not a pool's, for which the process would wait at its end
+    threading.Thread(target=work, daemon=True).start()  # a pool's thread would delay the exit of the process
     try:
         return answer.result(seconds)
-    except NoResult:
+    except FutureTimeout:
         raise TimeoutError(f"no complete answer in {seconds:g} s") from None
 
 
-def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str:
-    """The directory `name`, or the Hub's model of that name in its local cache, downloaded if need be.
+def on_this_disk(name: str, field: str, patterns: list[str], required: str) -> str:
+    """The directory `name`, or the local cache of the Hub model of that name, downloaded if necessary.
 
-    Asks the Hub once, with a short timeout: the libraries' own retries take most of a minute without a network.
-    `patterns` are of the files to download, `needed` names those that a directory must hold. Raises UserError;
-    Unreachable where the Hub does not answer.
+    Asks the Hub once, with a short timeout: offline, the libraries' own retries take most of a minute. `patterns` match
+    the files to download; `required` names the files that a directory must hold, for the error message. Raises
+    UserError; Unreachable if the Hub does not answer.
     """
     if Path(name).exists():
         return name
@@ -49,11 +49,11 @@ def on_this_disk(name: str, field: str, patterns: list[str], needed: str) -> str
         return snapshot_download(name, allow_patterns=patterns)
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise UserError(f"{problem} there is no model of that name on the Hub ({first_line(error)})") from None
-    except Exception as error:  # without a network: of httpx or httpx2, going by huggingface_hub's version
+    except Exception as error:  # offline: from httpx or httpx2, depending on huggingface_hub's version
         try:
             return snapshot_download(name, allow_patterns=patterns, local_files_only=True)
         except LocalEntryNotFoundError:
             raise Unreachable(
                 f"{problem} the Hub cannot be reached ({first_line(error)}). Is this machine offline? Connect it, or "
-                f"give a directory that holds {needed}"
+                f"give a directory that holds {required}"
             ) from None

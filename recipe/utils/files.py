@@ -1,4 +1,4 @@
-"""Writing files so that a power failure, a full disk or a link that someone has planted cannot do harm."""
+"""Writes files so that a power failure, a full disk or a planted link does no harm."""
 
 import hashlib
 import os
@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
-    """Replaces a file or a link atomically, with `flush` even where the power fails. Raises OSError."""
+    """Replaces a file or a link atomically; with `flush`, the new file also survives a power failure. Raises
+    OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
+    temporary.unlink(missing_ok=True)  # left by a killed process, or a planted link
     with temporary.open("xb") as file:
         file.write(data)
     if flush:
@@ -19,7 +20,7 @@ def replace_file(path: Path, data: bytes, *, flush: bool = True) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file to the disk, or the names in a directory: what was created, renamed or deleted there."""
+    """Flushes a file to disk or, for a directory, its entries: what was created, renamed or deleted there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""Messages of a command: the logger `recipe`, whose lines appear above a progress bar instead of within it.
+"""The logger `recipe`, through which commands print: its lines appear above a progress bar, and do not break it.
 
-INFO and WARNING go to standard output; the error that ends the program goes to standard error (engine/launch.py).
+INFO and WARNING go to standard output; the error that ends a program goes to standard error (engine/launch.py).
 """
 
 import logging
@@ -12,9 +12,9 @@ from tqdm import tqdm
 from recipe.utils.redaction import redact
 
 
-class _AboveTheBar(logging.Handler):
-    """Prints each record, without secrets, to whatever sys.stdout is now. A full disk under the log, or a reader that
-    has gone, must not end a run."""
+class _ProgressBarHandler(logging.Handler):
+    """Prints each record, with secrets hidden, to the current sys.stdout. A full disk or a closed pipe must not end the
+    run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -23,12 +23,12 @@ class _AboveTheBar(logging.Handler):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except (OSError, ValueError):
-            pass  # the stream keeps what it could not write for the next line
+            pass  # the stream buffers what it could not write until the next line
 
 
 def set_up_logging(*, main: bool = True) -> None:
-    """Prints the messages of the logger `recipe`: all of them where `main`, else none. Call it once a process."""
+    """Lets the logger `recipe` print, on the `main` process only. Call it once in each process."""
     logger = logging.getLogger("recipe")
-    logger.handlers = [_AboveTheBar() if main else logging.NullHandler()]
+    logger.handlers = [_ProgressBarHandler() if main else logging.NullHandler()]
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""The processes of a launch: which of them this one is, and how they communicate."""
+"""The processes of a launch: the rank of this one, and how they communicate."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 
 from recipe.utils.errors import UserError
 
-LONGEST_TURN = timedelta(days=7)
+LONGEST_TURN = timedelta(days=7)  # of one process in `main_process_first`, such as preparing a large text
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Processes:
     """This process among all that train together. Its methods are collective calls.
 
     Attributes:
-        rank, world_size: among all of them.
-        local_rank, local_world_size: among those of its node.
-        is_main: whether it is the one that writes.
-        hosts: a group between the hosts' memories, which does not wait for the devices; None for a single process.
+        rank, world_size: among all processes.
+        local_rank, local_world_size: among the processes of its node.
+        is_main: whether this process writes the files and logs.
+        hosts: a Gloo group on the CPUs, which does not wait for the devices; None for a single process.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ class Processes:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return -(-self.world_size // self.local_world_size)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -62,20 +62,21 @@ class Processes:
         return values[0]
 
     @contextmanager
-    def shared_error(self, what: str) -> Generator[None, None, None]:
-        """Context that raises one process's UserError or OSError on all of them, as a UserError about `what`."""
+    def shared_error(self, failure: str) -> Generator[None, None, None]:
+        """Context: a UserError or OSError of one process is raised on all, as a UserError. On the other processes its
+        message is the `failure`, such as "the data cannot be read", and a pointer to the cause."""
         error = ""
         try:
             yield
         except (UserError, OSError) as e:
             error = str(e)
         if self.anywhere(bool(error)):
-            raise UserError(error or f"{what} on another process; its error message has the cause")
+            raise UserError(error or f"{failure} on another process; its error message has the cause")
 
     @contextmanager
     def main_process_first(self) -> Generator[None, None, None]:
-        """Context: the main process goes first, then one of each other node, then the rest. They wait in a group of
-        their own, since to prepare a text may take longer than the timeout of other collective calls."""
+        """Context: the main process enters first, then one process of each other node, then the rest. They wait in a
+        group of their own, since preparing text may take longer than the timeout of other collective calls."""
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         group = None
         if self.hosts is not None:

@@ -5,12 +5,12 @@ import re
 from urllib.parse import quote
 
 HIDDEN = "***"
-_SHORTEST = 8  # characters; a shorter value may be a number or a word, which would then be hidden everywhere
-# Names of variables that hold a secret, and not only the place where one is.
+_MIN_SECRET_LENGTH = 8  # a shorter value may be an ordinary word or number, which would then be hidden everywhere
+# Names of environment variables that hold a secret, and not the path of one.
 _SECRET_NAME = re.compile(
     r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?=_|$)(?!.*_(PATH|FILE|DIR)$)", re.IGNORECASE
 )
-_SHAPES = [
+_PATTERNS = [
     # https://user:secret@host -> https://host
     (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"]*@", re.IGNORECASE), r"\1"),
     # ?token=..., &X-Amz-Signature=...
@@ -22,11 +22,11 @@ _SHAPES = [
 def redact(text: str) -> str:
     """`text` without its secrets (values of environment variables whose names look secret, the user and password of a
     URL, parameters of a URL whose names look secret, the Hub's tokens), and with ~ for the home directory."""
-    values = [v for k, v in os.environ.items() if len(v) >= _SHORTEST and _SECRET_NAME.search(k)]
-    for value in sorted({form for v in values for form in (v, quote(v, safe=""))}, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    for pattern, instead in _SHAPES:
-        text = pattern.sub(instead, text)
+    values = [v for k, v in os.environ.items() if len(v) >= _MIN_SECRET_LENGTH and _SECRET_NAME.search(k)]
+    for secret in sorted({secret for v in values for secret in (v, quote(v, safe=""))}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
     home = os.path.expanduser("~").rstrip("/")
     if home and home != "~":
         text = re.sub(rf"(?<![\w./~-]){re.escape(home)}(?![\w.-])", "~", text)
@@ -36,11 +36,11 @@ def redact(text: str) -> str:
 def redacted(values: dict) -> dict:
     """A copy of `values` with every string redacted, also in nested lists and dicts; keys stay as they are."""
 
-    def within(value):
+    def redacted_value(value):
         if isinstance(value, str):
             return redact(value)
         if isinstance(value, dict):
             return redacted(value)
-        return [within(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return [redacted_value(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return {key: within(value) for key, value in values.items()}
+    return {key: redacted_value(value) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""What a JSON file that somebody else may have written must hold."""
+"""Checks the content of JSON files that somebody else may have written."""
 
 import re
 
@@ -7,22 +7,22 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def check(value: object, schema: object, name: str = "") -> None:
-    """Raises ValueError, naming the field, where `value`, as JSON has it, is not as `schema` says.
+    """Raises ValueError, naming the field, if the parsed JSON `value` does not match `schema`.
 
-    A schema is a type, None, a range of whole numbers, a pattern for a text, or a tuple of these, of which one must fit
-    and the last may also be one of the following: [schema] for every item of a list, [schema, schema, ...] for each,
-    {key: schema} for these keys of a dict, {...: schema} for all of them. A key that is missing counts as None.
+    A schema is a type, None, a range of integers, a compiled pattern for strings, or a tuple of alternatives. A schema
+    or the last alternative may also be nested: [schema] is for every item of a list, [schema, schema, ...] for its
+    items in turn, {key: schema} for these keys of a dict, {...: schema} for all keys. A missing key counts as None.
     """
     if isinstance(schema, tuple):
-        if any(_fits(value, one) for one in schema[:-1]):
+        if any(_fits(value, alternative) for alternative in schema[:-1]):
             return
         schema = schema[-1]
     if isinstance(schema, dict) and isinstance(value, dict):
         for key in value if ... in schema else schema:
             check(value.get(key), schema.get(key, schema.get(...)), f"{name}.{key}".lstrip("."))
     elif isinstance(schema, list) and isinstance(value, list) and len(schema) in (1, len(value)):
-        for number, item in enumerate(value):
-            check(item, schema[number % len(schema)], f"{name}[{number}]")
+        for index, item in enumerate(value):
+            check(item, schema[index % len(schema)], f"{name}[{index}]")
     elif not _fits(value, schema):
         raise ValueError(f"{name or 'it'} is {'missing' if value is None else f'{value!r:.80}'}")
 

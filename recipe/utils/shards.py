@@ -1,4 +1,4 @@
-"""Reading token shards: llm.c's .bin files and nanoGPT's."""
+"""Reads token shards: the .bin files of llm.c and of nanoGPT."""
 
 import os
 import weakref
@@ -16,10 +16,10 @@ GPT2_TOKENS = 50257
 
 
 class ShardReader:
-    """The tokens of a shard, `len` of them, read when they are asked for: with pread, since a mapping of a file that is
-    cut short would end the process by SIGBUS. Raises UserError for a file that is no shard of a known format."""
+    """The tokens of a shard, `len` of them, read on demand. It uses pread: if a memory-mapped file is truncated, SIGBUS
+    ends the process. Raises UserError for a file that is not a shard of a known format."""
 
-    sha256: str  # of the file, where `open_shard` has opened it
+    sha256: str  # of the file, if `open_shard` has opened it
 
     def __init__(self, path: Path):
         self.path, self._file = path, os.open(path, os.O_RDONLY)
@@ -31,15 +31,14 @@ class ShardReader:
         magic, version, count = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
         if (magic, version) != (MAGIC, VERSION):
             raise UserError(
-                f"{path}: neither llm.c's GPT-2 shard (it begins with {magic} and not {MAGIC}) nor nanoGPT's bare "
-                "tokens: not a shard, or another tokenizer, type (uint16 is read) or byte order; prepare the text: "
-                f"python -m recipe.data.prepare --dataset_name TEXT"
+                f"{path}: not a shard of llm.c (it begins with {magic} and not {MAGIC}) or nanoGPT; perhaps of another "
+                "tokenizer, type (uint16 is read) or byte order. Prepare the text: python -m recipe.data.prepare "
+                "--dataset_name TEXT"
             )
         if count < 1 or size != HEADER_BYTES + count * DTYPE.itemsize:
             raise UserError(
-                f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), the file has "
-                f"{size - HEADER_BYTES} bytes of them: it was cut short, or its tokens are not uint16; download or "
-                "prepare it again"
+                f"{path}: the header gives {count} tokens ({count * DTYPE.itemsize} bytes), but {size - HEADER_BYTES} "
+                "bytes follow: the file was cut short, or its tokens are not uint16; download or prepare it again"
             )
         self._begin, self._count = HEADER_BYTES, count
 
@@ -47,7 +46,8 @@ class ShardReader:
         return self._count
 
     def runs(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts` on, (N,) -> (N, length), uint16. Raises UserError if cut short."""
+        """The `length` tokens from each of `starts`, (N,) -> (N, length), uint16. Raises UserError if the file was cut
+        short."""
         size, offsets = DTYPE.itemsize * length, self._begin + DTYPE.itemsize * starts
         tokens = b"".join([os.pread(self._file, size, offset) for offset in offsets.tolist()])
         if len(tokens) != size * len(starts):
@@ -55,12 +55,12 @@ class ShardReader:
         return np.frombuffer(tokens, DTYPE).reshape(len(starts), length)
 
     def read(self, count: int = -1) -> np.ndarray:
-        """The first `count` tokens, or all where there are fewer, (tokens,), uint16."""
+        """The first `count` tokens, or all if there are fewer, (tokens,), uint16."""
         return np.fromfile(self.path, DTYPE, count, offset=self._begin)
 
 
 def _is_headerless(header: bytes) -> bool:
-    """Whether a file that begins so holds nothing but uint16 tokens of GPT-2, as nanoGPT writes them."""
+    """Whether a file that starts with `header` holds only GPT-2 tokens as uint16, as nanoGPT writes them."""
     words = np.frombuffer(header, DTYPE) if len(header) == HEADER_BYTES else np.zeros(1, DTYPE)
-    # A header's tail is zeros, and so is every other word of tokens of 4 bytes; text has "!", token 0, now and then.
+    # Most of a header is zeros, as is every second word of 4-byte tokens; in text, token 0 ("!") is rare.
     return bool(words.max() < GPT2_TOKENS and (words == 0).mean() < 0.4)

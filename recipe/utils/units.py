@@ -1,4 +1,4 @@
-"""Numbers with their units, and lists of names, as messages show them."""
+"""Formats numbers with their units, and lists of names, for messages."""
 
 from collections.abc import Iterable
 
@@ -8,22 +8,22 @@ def plural(n: int, noun: str, ending: str = "s") -> str:
     return f"{n} {noun}{ending if n != 1 else ''}"
 
 
-def some(names: Iterable[str], most: int = 3) -> str:
+def some(names: Iterable[str], limit: int = 3) -> str:
     """The first few names: 'a, b, c and 2 more'."""
     names = list(names)
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    remaining = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {remaining} more" if remaining > 0 else "")
 
 
 def gb(size: float) -> str:
-    """79123456789 bytes -> '79.1 GB'; for comparing, so always in GB."""
+    """79123456789 bytes -> '79.1 GB'; always in GB, so that sizes can be compared."""
     return f"{size / 1e9:.1f} GB"
 
 
 def si(value: float, billion: str = "G") -> str:
-    """1234567 -> '1.23 M'; a billion bytes are a G, a billion tokens a B."""
+    """1234567 -> '1.23 M'; `billion` is the unit of 1e9: G for bytes, B for tokens."""
     for unit, size in (("T", 1e12), (billion, 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 0.9995 * size:  # or 999.8 M would be rounded to 1e+03 M
+        if value >= 0.9995 * size:  # otherwise 999.8 M would be rounded to 1e+03 M
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
 

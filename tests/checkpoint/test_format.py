@@ -165,7 +165,7 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
     assert intact.startswith(f"{tmp_path}/step_00000001 ")
     assert intact.endswith(" intact")
     assert "step_00000002" in damaged
-    assert "DAMAGED: config.json does not have the checksum" in damaged
+    assert "DAMAGED: config.json does not match its checksum" in damaged
     assert main([str(tmp_path / "step_00000001")]) == 0
     assert main([str(tmp_path / "nothing")]) == 2
 

@@ -331,7 +331,7 @@ def test_a_flipped_bit_gets_no_score(module, whole_run, tmp_path, command, capsy
         common.run_main(lambda: command(module, checkpoint))
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert f"model {checkpoint}: model.safetensors does not have the checksum that it was written with" in error
+    assert f"model {checkpoint}: model.safetensors does not match its checksum in manifest.json" in error
     assert error.count("\n") == 1
     assert not (checkpoint / "results.json").exists()
 
