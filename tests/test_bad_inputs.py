@@ -229,7 +229,7 @@ TABLE = {
     ),
     "22 no run": (
         lambda at: at.train(output_dir=at.file("photos/a.jpg", "x").parent, fresh="true"),
-        "photos is not a run's: it holds a.jpg",
+        "photos is not the directory of a run: it holds a.jpg",
     ),
     "23 weights cut short": (
         lambda at: at.train(init_from=at.weights()),

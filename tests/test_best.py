@@ -251,7 +251,7 @@ def test_mistakes_are_named_with_the_number_that_would_do(tmp_path):
         (["--total_batch_tokens", "4096"], "--total_batch_tokens: best.py chooses the shape"),
         (["--text", "few.txt"], "--text few.txt has 1,050 bytes, too few to train on; give about"),
         (["--device", "abacus"], "is not a known device; use one of "),
-        (["--output_dir", "src"], "output_dir src is not a run's: it holds main.c"),
+        (["--output_dir", "src"], "output_dir src is not the directory of a run: it holds main.c"),
         (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, directory or data set"),
     ):
         done = call(tmp_path, *words)

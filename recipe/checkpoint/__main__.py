@@ -1,4 +1,4 @@
-"""Lists and verifies the checkpoints of a run: reads every byte and compares it with the checksums.
+"""Lists and verifies the checkpoints of a run: reads every byte, and compares the checksums.
 
 python -m recipe.checkpoint runs/shakespeare
 """
@@ -15,20 +15,20 @@ from recipe.utils.errors import ArgumentParser, ExitCode, UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code (0: all are intact, 1: some are damaged, 2: there are none)."""
+    """Runs the command; returns the exit code (0: all intact, 1: some damaged, 2: no checkpoints)."""
     parser = ArgumentParser(prog="python -m recipe.checkpoint", description=__doc__.partition("\n")[0])
-    help = "a run, for all of its checkpoints, or one of them (default: the newest run)"
-    parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help=help)
+    path_help = "a run, for all of its checkpoints, or one checkpoint (default: the newest run)"
+    parser.add_argument("path", type=Path, nargs="?", metavar="DIR", help=path_help)
     try:
         path = parser.parse_args(argv).path or newest_run()
     except UserError as error:
         return fail(error)
-    listed = [path] if (path / "manifest.json").exists() else checkpoints(path)
-    if not listed:
+    paths = [path] if (path / "manifest.json").exists() else checkpoints(path)
+    if not paths:
         print(f"error: {path}: no checkpoint there; name a run, such as runs/shakespeare", file=sys.stderr)
         return ExitCode.USER_ERROR
-    damaged = [_report(checkpoint) for checkpoint in listed]
-    return 1 if any(damaged) else ExitCode.DONE
+    damaged_count = sum(_report(path) for path in paths)
+    return 1 if damaged_count else ExitCode.DONE
 
 
 def _report(path: Path) -> bool:
@@ -40,7 +40,7 @@ def _report(path: Path) -> bool:
     except OSError as error:
         problems, size, modified = [f"cannot be read: {error}"], 0, ""
     if not os.path.lexists(path):
-        print(f"{path}  deleted meanwhile, by the run that trains there")
+        print(f"{path}  deleted meanwhile by the run that is training there")
         return False
     state = f"DAMAGED: {'; '.join(problems)}" if problems else "intact"
     print(f"{path}  {size:,.1f} MB  {modified}  {state}")

@@ -17,8 +17,8 @@ from recipe.engine.strategy import Strategy
 from recipe.utils.errors import UserError
 from recipe.utils.redaction import redact, redacted
 
-_FILES = 10  # how many names of a local text's files are kept
-# Packages on whose versions a run's numbers may depend.
+_MAX_FILES = 10  # of a local text whose names are recorded
+# Packages whose versions may affect a run's numbers.
 _PACKAGES = (
     "torch",
     "transformers",
@@ -30,15 +30,15 @@ _PACKAGES = (
     "tiktoken",
     "safetensors",
 )
-# Fields that decide no number of a run: a change of one is no new part of it.
-_OUTSIDE = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}
+# Fields that do not affect a run's numbers; a change of one does not start a new part.
+_IGNORED = HARMLESS - {"run_name"} | {"report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_license"}
 
 
-def about(config: Config, strategy: Strategy, step: int, earlier: list[dict] | None) -> list[dict]:
-    """The parts of a run, each {"from_step", "device", "engine", "processes", ...}: the `earlier` ones and, if anything
-    differs from the last of them, a new one from `step` on."""
+def about(config: Config, strategy: Strategy, step: int, earlier_parts: list[dict]) -> list[dict]:
+    """The parts of a run, each {"from_step", "device", "engine", "processes", ...}: the `earlier_parts` and, if
+    anything differs from the last of them, a new one that starts at `step`."""
     device, processes = strategy.device, strategy.runtime.processes
-    now = {
+    part = {
         "device": device.chip,
         "engine": str(strategy),
         "method": strategy.runtime.method,
@@ -53,34 +53,34 @@ def about(config: Config, strategy: Strategy, step: int, earlier: list[dict] | N
         "recipe": recipe.__version__,
         "commit": _commit(),
         "data": _data(config.data),
-        "config": {name: value for name, value in config.flat().items() if name not in _OUTSIDE},
+        "config": {name: value for name, value in config.flat().items() if name not in _IGNORED},
     }
-    parts = list(earlier or [])
-    if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(now):
-        parts.append({"from_step": step} | redacted(now))
-    if step == 0 and config.model.init_from:  # a path is private: only that there was one
+    parts = list(earlier_parts)
+    if not parts or {k: v for k, v in parts[-1].items() if k not in ("from_step", "init_from")} != redacted(part):
+        parts.append({"from_step": step} | redacted(part))
+    if step == 0 and config.model.init_from:  # a path is private: records only that there was one
         parts[0]["init_from"] = "" if Path(config.model.init_from).exists() else config.model.init_from
     return parts
 
 
-def descends(parts: list[dict], step: int, earlier: list[dict]) -> bool:
-    """Whether a run with these `parts` went through the checkpoint of `step` with the parts `earlier`: it has them too,
-    and what came after them did not begin before."""
-    return parts[: len(earlier)] == earlier and all(part["from_step"] >= step for part in parts[len(earlier) :])
+def descends(parts: list[dict], step: int, ancestors: list[dict]) -> bool:
+    """Whether a run with these `parts` passed through the checkpoint of `step` whose parts are `ancestors`: it has the
+    same first parts, and the further ones start at `step` or later."""
+    return parts[: len(ancestors)] == ancestors and all(part["from_step"] >= step for part in parts[len(ancestors) :])
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that are installed."""
-    known = {}
+    """{package: version} of those that are installed."""
+    installed_versions = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            known[name] = version(name)
-    return known
+            installed_versions[name] = version(name)
+    return installed_versions
 
 
 def _commit() -> str | None:
-    """The commit of this code, with "+" if files were changed since; None where it is no clone."""
-    if not (ROOT / ".git").exists():  # installed, perhaps within another repository
+    """The commit of this code, with "+" if files have changed since; None if it is not a clone."""
+    if not (ROOT / ".git").exists():  # installed, perhaps inside another repository
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
@@ -90,20 +90,20 @@ def _commit() -> str | None:
 
 
 def _data(data: DataConfig) -> dict:
-    """The text and the options that the shards were made from, by their manifest. Without a manifest of this recipe's,
-    {"shards": the name of their directory}, with the "train_text" that dataset_source declares: the configuration may
-    name another text. For a mixture, {"mixture": [{"name", "share"} and the same of each data set, ...]}."""
-    sets = data_sets(data)
-    if len(sets) > 1:
-        return {"mixture": [{"name": one.name, "share": one.share} | _data(one.data) for one in sets]}
+    """The text that the shards were made from and the options, from their manifest. Shards without a manifest give
+    {"shards": the name of their directory} and, if dataset_source is set, "train_text"; the configuration's train_text
+    may be another. A mixture gives {"mixture": [{"name", "share"} and the same for each data set, ...]}."""
+    entries = data_sets(data)
+    if len(entries) > 1:
+        return {"mixture": [{"name": entry.name, "share": entry.share} | _data(entry.data) for entry in entries]}
     name = data.dataset_name
     try:
         manifest = None if glob.has_magic(name) else Manifest.load(Path(name))
     except (UserError, OSError):
         manifest = None
     if manifest is None or not manifest.source:
-        declared = {"train_text": data.dataset_source} if data.dataset_source else {}
-        return {"shards": Path(redact(name)).name} | declared
+        source = {"train_text": data.dataset_source} if data.dataset_source else {}
+        return {"shards": Path(redact(name)).name} | source
     files = manifest.source.get("files", [])
-    some = {"files": files[:_FILES], "of": len(files)} if files else {}
-    return manifest.source | some | {"options": manifest.options}
+    truncated = {"files": files[:_MAX_FILES], "of": len(files)} if files else {}
+    return manifest.source | truncated | {"options": manifest.options}

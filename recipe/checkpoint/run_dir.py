@@ -1,4 +1,4 @@
-"""A run's directory: whether the run may use it, its lock, and the checkpoint from which the run continues."""
+"""A run's directory: whether the run may use it, its lock, and the checkpoint from which the run resumes."""
 
 import dataclasses
 import logging
@@ -32,30 +32,31 @@ from recipe.utils.units import some
 logger = logging.getLogger(__name__)
 
 LOCK, OWNER = ".lock", ".owner"
-LOCK_TIMEOUT_S = 5.0  # seconds in which a process that was killed is gone
+LOCK_TIMEOUT_S = 5.0  # time for a killed process to disappear
 
-# What a run writes before its first line of metrics, and what people put beside it: notes, a recipe, a log.
-_TRACKERS = {"tensorboard", "wandb", "lost+found"}
-_BESIDE = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
+# Names and suffixes that do not make a directory another program's: what a run writes before its first line of
+# metrics, a disk's lost+found, and what people add, such as notes, a recipe or a log.
+_ALLOWED_NAMES = {"tensorboard", "wandb", "lost+found"}
+_ALLOWED_SUFFIXES = {".log", ".out", ".err", ".md", ".txt", ".yaml", ".yml"}
 
 
 class DirectoryLost(UserError):
-    """What lies at the path of a run's directory is not that directory any more."""
+    """The run's directory is no longer at its path."""
 
 
 class RunDirectory:
-    """The directory of a run, locked for this process; for the main process only. What is owned is the directory and
-    not its path, to which another can be moved while the run goes on."""
+    """The directory of a run, locked for this process; for the main process only. The lock is on the directory and not
+    on its path: the directory can be moved, and another one put in its place, while the run goes on."""
 
     def __init__(self, path: Path):
         self.path, self._lock = path, FileLock(path / LOCK, timeout=LOCK_TIMEOUT_S)
 
     def acquire(self) -> None:
-        """Creates the directory and locks it. Raises OSError, and UserError, naming the owner, where it is locked."""
-        target = self.path.resolve()  # what a link points to need not be there
-        missing = [path for path in (target, *target.parents) if not path.exists()]
+        """Creates the directory and locks it. Raises OSError, and UserError, naming the owner, if it is locked."""
+        target = self.path.resolve()  # the target of a link may not exist yet
+        new_dirs = [path for path in (target, *target.parents) if not path.exists()]
         target.mkdir(parents=True, exist_ok=True)
-        for path in missing:
+        for path in new_dirs:
             fsync(path.parent)
         try:
             self._lock.acquire()
@@ -64,22 +65,23 @@ class RunDirectory:
             raise UserError(
                 f"{self.path}: another run writes there{owner}; wait for it, or choose another output_dir"
             ) from None
-        self._held = (self.path / LOCK).open("rb")  # as long as it is open, no other file has its number
+        self._lock_file = (self.path / LOCK).open("rb")  # while it is open, its inode number is not reused
         replace_file(self.path / OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode(), flush=False)
 
     def check(self) -> None:
-        """Raises DirectoryLost where the lock that lies there is not the one that is held, and OSError where that
-        cannot be found out. Call it before anything there is written, moved or deleted."""
+        """Raises DirectoryLost if the lock file at the path is not the one held, and OSError if that cannot be
+        determined. Call it before writing, moving or deleting anything there."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(os.fstat(self._held.fileno()), (self.path / LOCK).stat()):
+            if os.path.samestat(os.fstat(self._lock_file.fileno()), (self.path / LOCK).stat()):
                 return
         raise DirectoryLost(
-            f"{self.path} was moved or replaced while this run was going on, so nothing is written there; continue it "
-            "with --output_dir where its checkpoints are now"
+            f"{self.path} was moved or replaced while this run was going on, so nothing more is written there; give "
+            "the place where its checkpoints are now as --output_dir to continue it"
         )
 
     def release(self, moved_to: Path | None = None) -> None:
-        """Unlocks the directory, if it is locked, and removes it, if it is empty: where it was, or was `moved_to`."""
+        """Unlocks the directory, if it is locked, and deletes the lock files, at its path or where it was `moved_to`.
+        Raises DirectoryLost and OSError as `check`."""
         if not self._lock.is_locked:
             return
         try:
@@ -88,71 +90,72 @@ class RunDirectory:
             for name in (OWNER, LOCK):
                 ((moved_to or self.path) / name).unlink(missing_ok=True)
         finally:
-            self._held.close()
+            self._lock_file.close()
             self._lock.release()
 
 
 @contextmanager
 def run_directory(path: Path, *, fresh: bool = False) -> Generator[RunDirectory, None, None]:
-    """Context: the directory of a run, locked for this process; for the main process only. The system releases the lock
-    of a process that dies.
+    """Context: the directory of a run, locked for this process; for the main process only. The operating system
+    releases the lock of a process that dies.
 
-    Raises UserError where the directory belongs to another process or to something else. With `fresh` what an earlier
-    run left is moved aside. A directory into which the run wrote nothing is removed at the end.
+    Raises UserError if the directory belongs to another process or to another program. With `fresh`, an earlier run is
+    moved aside. A directory that is empty at the end is removed.
     """
     directory = RunDirectory(path)
     try:
-        with writing(path, "mend that, or choose another output_dir"):
+        with writing(path, "fix that, or choose another output_dir"):
             _check_free(path)
             directory.acquire()
-            if fresh and any(other.name not in (LOCK, OWNER) for other in path.iterdir()):
-                target = path.resolve() if path.is_symlink() else path  # a link stays, and the new run on its disk
-                numbered = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
-                old = next(other for other in numbered if not os.path.lexists(other))  # not even a broken link
-                target.rename(old)
-                directory.release(old)
+            if fresh and any(entry.name not in (LOCK, OWNER) for entry in path.iterdir()):
+                target = path.resolve() if path.is_symlink() else path  # a link stays, and the new run is on its disk
+                numbered_paths = (target.with_name(f"{target.name}.old-{n}") for n in count(1))
+                old_path = next(p for p in numbered_paths if not os.path.lexists(p))  # not even a broken link
+                target.rename(old_path)
+                directory.release(old_path)
                 directory.acquire()
-                logger.info("fresh      the earlier run is kept in %s", old)
+                logger.info("fresh      the earlier run is kept in %s", old_path)
             sweep(path)
         yield directory
     finally:
-        with suppress(OSError, UserError):  # moved meanwhile, or not empty, as it should be
+        with suppress(OSError, UserError):  # not empty, which is normal, or moved meanwhile
             directory.release()
             path.rmdir()
 
 
 def _check_free(run_dir: Path) -> None:
-    """Raises UserError where the directory is another program's: it is not empty and holds no run, by its names."""
+    """Raises UserError if the directory is another program's: not empty, and without a run's files."""
     if not run_dir.is_dir() or checkpoints(run_dir) or (run_dir / "metrics.jsonl").exists():
         return
-    others = [p for p in run_dir.iterdir() if not (p.name.startswith(".") or p.suffix in _BESIDE)]
-    if names := sorted({path.name for path in others} - _TRACKERS):
-        held = some(names)
-        raise UserError(f"output_dir {run_dir} is not a run's: it holds {held}. Choose one that is new or empty")
+    paths = [p for p in run_dir.iterdir() if not (p.name.startswith(".") or p.suffix in _ALLOWED_SUFFIXES)]
+    if names := sorted({path.name for path in paths} - _ALLOWED_NAMES):
+        raise UserError(
+            f"output_dir {run_dir} is not the directory of a run: it holds {some(names)}. Choose a new or empty one"
+        )
 
 
 def continue_from(run_dir: Path, config: dict, *, locked: bool = False) -> tuple[Path | None, bool]:
-    """The checkpoint from which a run with `config` (a flat dict) continues, every byte verified, None where there is
-    none, and whether there are newer ones, of an earlier plan. It is the newest or, if max_steps has grown since wsd
-    lowered the learning rate, the last one before that. `locked` as in `newest_intact`, as which it raises, and
-    OSError."""
+    """The checkpoint from which a run with `config` (a flat dict) resumes, with every byte verified, or None; and
+    whether newer, decayed checkpoints exist. It is the newest one or, if max_steps was raised after WSD's decay began,
+    the last one before the decay. `locked` and errors are those of `newest_intact`; also raises OSError."""
     newest = newest_intact(run_dir, locked=locked)
     if newest is None or config["lr_scheduler_type"] != "wsd":
         return newest, False
-    plan = _optimizer(state_of(newest)["config"])
-    if not 0 < plan.decay_start < step_of(newest) or config["max_steps"] <= plan.max_steps:
+    saved_optimizer = _optimizer_config(state_of(newest)["config"])
+    decay_start = saved_optimizer.decay_start
+    if not 0 < decay_start < step_of(newest) or config["max_steps"] <= saved_optimizer.max_steps:
         return newest, False
-    start = checkpoint_path(run_dir, plan.decay_start)
-    if problems := verify(start):
-        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", start, problems[0])
+    path = checkpoint_path(run_dir, decay_start)
+    if problems := verify(path):
+        logger.warning("decayed    %s, the last checkpoint before the decay, cannot be used: %s", path, problems[0])
         return newest, False
-    return start, True
+    return path, True
 
 
-# Fields that make it another run: the same step would mean other weights or other data. Not the path of the data, since
-# shards may move, or be streamed instead; they are known by their checksums.
+# Fields that identify a run: with another value, the same step would mean other weights or other data. The path of the
+# data is not one of them: shards, which their checksums identify, may move or be streamed instead.
 _IDENTITY = (*SHAPE_FIELDS, "sequence_length", "total_batch_tokens", "seed", "optim")
-# Fields whose change is not worth a message.
+# Fields whose change is not logged.
 HARMLESS = {"config", "output_dir", "run_name", "fresh", "max_hours", "price_per_hour", "dry_run"}
 
 
@@ -160,61 +163,62 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
     """Compares the trainer state of a checkpoint with `config` (a flat dict) and its tokenizer; logs harmless
     differences.
 
-    Raises UserError, naming the fields, where architecture, tokenizer, data or batch differ: that is another run.
+    Raises UserError, naming the fields, if architecture, tokenizer, data or batch differ: that is another run.
     """
     way_out = "choose another output_dir, or start over with --fresh"
-    before, trained_with = state["config"], state["tokenizer"]
-    differing = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in config.items() if k in before and before[k] != v}
-    if "run_name" in differing:
-        raise UserError(
-            f"{run_dir} holds another run: {differing['run_name']}; continue that one by its name, {way_out}"
-        )
-    changed = [differing[k] for k in _IDENTITY if k in differing]
-    if trained_with["digest"] != tokenizer.digest:
-        old, new = trained_with["name"], tokenizer.name
-        changed.append(f"tokenizer {old} -> {new if new != old else 'another of that name'}")
-    weights = [counts_in(c["dataset_name"]) for c in (before, config)]
+    saved, saved_tokenizer = state["config"], state["tokenizer"]
+    changes = {k: f"{k} {saved[k]!r} -> {v!r}" for k, v in config.items() if k in saved and saved[k] != v}
+    if "run_name" in changes:
+        raise UserError(f"{run_dir} holds another run: {changes['run_name']}; continue that one by its name, {way_out}")
+    conflicts = [changes[k] for k in _IDENTITY if k in changes]
+    if saved_tokenizer["digest"] != tokenizer.digest:
+        old_name, new_name = saved_tokenizer["name"], tokenizer.name
+        conflicts.append(f"tokenizer {old_name} -> {new_name if new_name != old_name else 'another of that name'}")
+    weights = [counts_in(c["dataset_name"]) for c in (saved, config)]
     if weights[0] != weights[1]:
-        changed.append(f"dataset_name's weights, of 1,000, {weights[0]} -> {weights[1]}")
-    if changed:
-        raise UserError(f"{run_dir} holds a run with other settings: {', '.join(changed)}; put those back, {way_out}")
-    if before["max_steps"] == UNDECIDED:  # as now, or it has just been decided
-        differing.pop("max_steps", None)
-    for difference in (text for k, text in differing.items() if k not in HARMLESS):
-        logger.info("resuming with %s", difference)
+        conflicts.append(f"dataset_name's weights (of 1,000) {weights[0]} -> {weights[1]}")
+    if conflicts:
+        raise UserError(f"{run_dir} holds a run with other settings: {', '.join(conflicts)}; restore those, {way_out}")
+    if saved["max_steps"] == UNDECIDED:  # it still is, or train_hours has just decided it
+        changes.pop("max_steps", None)
+    for change in (text for k, text in changes.items() if k not in HARMLESS):
+        logger.info("resuming with %s", change)
     step = state["step"]
-    rates = [lr_at(step, _optimizer(c)) for c in (before, config)]
+    rates = [lr_at(step, _optimizer_config(c)) for c in (saved, config)]
     if rates[0] != rates[1] and step < config["max_steps"]:
-        now = "the learning rate at step %d was %.3g and is %.3g now"
-        logger.warning(f"schedule   {now}: the run ends differently from one with these settings", step, *rates)
+        message = "the learning rate at step %d was %.3g and is %.3g now"
+        logger.warning(f"schedule   {message}: the result differs from a run with these settings", step, *rates)
 
 
-def _optimizer(config: dict) -> OptimizerConfig:
-    """The optimizer's part of a flat configuration, also of an older version."""
+def _optimizer_config(config: dict) -> OptimizerConfig:
+    """The OptimizerConfig of a flat configuration, which an older version may have saved with fewer fields."""
     return OptimizerConfig(**{f.name: config[f.name] for f in dataclasses.fields(OptimizerConfig) if f.name in config})
 
 
 def set_aside(directory: RunDirectory, checkpoint: Checkpoint) -> bool:
-    """Moves what is newer than `checkpoint`, from which the run continues, into the next free `decayed_<newest step>`,
-    with a copy of metrics.jsonl: a run directory of its own. Returns whether anything is. Raises UserError.
+    """Moves the checkpoints newer than `checkpoint`, from which the run resumes, into the next free
+    `decayed_<newest step>`, with a copy of metrics.jsonl: a run directory of its own. Returns whether there are any.
+    Raises UserError.
 
-    The newest is moved last: if this process is killed before, the next one finds the same newest, and goes on.
+    The newest is moved last: if this process is killed earlier, the next one sees the same newest and finishes the
+    move.
     """
     run_dir = directory.path
-    if not (newer := [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]):
+    if not (newer_paths := [path for path in checkpoints(run_dir) if step_of(path) > checkpoint.step]):
         return False
     directory.check()
-    name, log = f"decayed_{step_of(newer[-1]):08d}", run_dir / "metrics.jsonl"
-    numbered = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
-    aside = next(path for path in numbered if not (path / newer[-1].name).exists())  # one without it is unfinished
-    with writing(run_dir, f"mend that, or copy {checkpoint.path.name} into a new output_dir and continue there"):
+    newest, log = newer_paths[-1], run_dir / "metrics.jsonl"
+    name = f"decayed_{step_of(newest):08d}"
+    numbered_paths = (run_dir / (name if n == 1 else f"{name}-{n}") for n in count(1))
+    decayed_dir = next(p for p in numbered_paths if not (p / newest.name).exists())  # new, or of an unfinished move
+    with writing(run_dir, f"fix that, or copy {checkpoint.path.name} into a new output_dir and continue there"):
         protect(checkpoint.path)
-        aside.mkdir(exist_ok=True)
+        decayed_dir.mkdir(exist_ok=True)
         if log.is_file():
-            replace_file(aside / log.name, log.read_bytes())
-        for path in newer:
-            path.rename(aside / path.name)
-        fsync(aside)
+            replace_file(decayed_dir / log.name, log.read_bytes())
+        for path in newer_paths:
+            path.rename(decayed_dir / path.name)
+        fsync(decayed_dir)
         fsync(run_dir)  # before the lines of these steps are dropped from metrics.jsonl
-    logger.info("extended   continues from before the decay, of which the checkpoints are in %s now", aside)
+    logger.info("extended   continues from before the decay; the decayed checkpoints are now in %s", decayed_dir)
     return True

@@ -52,7 +52,7 @@ def test_any_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path, caplog
 
 def test_where_all_are_damaged_the_user_decides(tmp_path):
     (save(tmp_path, 1) / "config.json").unlink()
-    with pytest.raises(UserError, match="none of its 1 checkpoints is intact; --fresh starts over, and keeps them"):
+    with pytest.raises(UserError, match="none of its 1 checkpoints is intact; --fresh moves them aside and"):
         newest_intact(tmp_path)
     assert newest_intact(tmp_path / "nothing") is None
 
@@ -184,7 +184,7 @@ def test_the_command_lists_and_verifies(tmp_path, capsys):
         ("config.dataset_name", [{"name": "a"}], "config.dataset_name[0].weight is missing"),
         ("data.shards", [["a.bin", 9, "0"]], "data.shards[0][2] is '0'"),
         ("data.manifest", {"source": {}, "options": {}, "shards": [{"file": "/x"}]}, "shards[0].split is missing"),
-        ("data.mixture", [{"shards": []}] * 2, "data is not of the data sets in config.dataset_name"),
+        ("data.mixture", [{"shards": []}] * 2, "data does not match the data sets in config.dataset_name"),
         ("metrics.running_loss.count", 1.5, "metrics.running_loss.count is 1.5"),
         ("metrics.unwritten.loss", [1.0], "unwritten.loss is [1.0]"),
         ("about", [], "about is empty"),

@@ -118,7 +118,7 @@ def test_a_last_save_waits_for_a_full_disk_and_then_makes_room_but_not_of_what_i
     assert run.steps == [1, 2, 3, 4, 5]
     assert run.manager.finish()
     assert run.steps == [1, 2, 4, 5, 6]
-    assert "the last save is tried again for 0 s: free some space" in caplog.text
+    assert "the last save is retried for 0 s: free some space" in caplog.text
 
 
 def test_a_directory_that_another_has_replaced_is_left_alone_and_ends_the_run(run, tmp_path_factory, caplog):

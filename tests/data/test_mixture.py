@@ -162,7 +162,7 @@ def test_other_weights_are_another_run(copy):
     (copy / "mixed.yaml").write_text(recipe().replace("weight: 5", "weight: 4"))
     result = run_train("--config=mixed.yaml", cwd=copy)
     assert result.returncode == 2
-    assert "holds a run with other settings: dataset_name's weights, of 1,000, [500, 100, 400] -> [445, 111, 444]" in (
+    assert "holds a run with other settings: dataset_name's weights (of 1,000) [500, 100, 400] -> [445, 111, 444]" in (
         result.stderr
     )
 

@@ -105,7 +105,7 @@ def test_a_save_that_fails_is_reported_leaves_no_trace_and_costs_nothing_older(
     missing."""
     run = lab.start(tmp_path, 1, fault, save_total_limit=3)
     if code:
-        run.until("the last save is tried again for 60 s: free some space")
+        run.until("the last save is retried for 60 s: free some space")
         run.send_signal(signal.SIGINT)
     run.end(code)
     assert f"step 4: NOT SAVED: {reason}; " in run.output
