@@ -70,7 +70,7 @@ def test_an_unknown_name_is_refused_with_what_it_may_mean(recipe):
     for argument in ("--learning_rat=secret", recipe("dataset_name: x\nlearning_rat: secret")):
         message = refused(argument)
         assert re.search(r"unknown (key )?'(--)?learning_rat'; did you mean 'learning_rate'\?$", message)
-    assert refused("--my_rate=1").endswith("; --help lists the fields, docs/migrating.md the names of other programs")
+    assert refused("--my_rate=1").endswith("; see --help, or docs/migrating.md for the names in other programs")
 
 
 def test_a_recipes_values_are_the_words_that_were_written(recipe):

@@ -106,7 +106,7 @@ def test_the_time_may_come_in_an_evaluation_after_the_save(shards, tmp_path):
     ("words", "error"),
     [
         (["--lr_scheduler_type=cosine", "--decay_fraction=0.2"], "train_hours is for lr_scheduler_type wsd"),
-        (["--max_steps=5", "--train_hours=1"], "max_steps and train_hours both say how long the run is"),
+        (["--max_steps=5", "--train_hours=1"], "max_steps and train_hours set the length of the run"),
         (["--decay_fraction=0.9"], "decay_fraction 0.9 leaves too little before the decay"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The configuration of a run: fields, their limits, a recipe's YAML and the command line, and batch arithmetic."""
+"""The configuration of a run: its fields and their limits, recipes and the command line, and batch arithmetic."""
 
 from recipe.config.batch import BatchPlan, Due, batch_arithmetic, due_at
 from recipe.config.fields import (

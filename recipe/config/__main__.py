@@ -1,4 +1,4 @@
-"""Prints the directory of a run, for the Makefile, which samples from the run that it has just made."""
+"""Prints the output_dir of a command line's run, for the Makefile, which samples from the run it has just trained."""
 
 from recipe.config import parse_config
 

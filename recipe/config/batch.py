@@ -1,4 +1,4 @@
-"""How an optimizer step is divided over processes and micro-steps, and what is due after which step."""
+"""How an optimizer step is divided among processes and micro-steps, and what is due after each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipe.utils.units import plural
 class BatchPlan:
     """How an optimizer step's sequences are divided: sequences = world_size x accumulation x micro.
 
-    `micro` is what a process takes at once; it divides that evenly over its `devices`.
+    `micro` is the number of sequences in a process's micro-step, divided evenly among its `devices`.
     """
 
     sequences: int
@@ -30,22 +30,21 @@ class BatchPlan:
 
 
 def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> BatchPlan:
-    """Derives accumulation for `world_size` processes that feed `devices` devices each; the only place that does.
+    """Derives the accumulation for `world_size` processes with `devices` devices each; nothing else computes it.
 
-    A device whose share of the step is smaller than micro_batch_size takes that share at once. Raises UserError,
-    with a batch that does, where the step does not divide.
+    A device whose share of the step is smaller than micro_batch_size takes all of that share at once. Raises UserError,
+    with a valid total_batch_tokens, if the step does not divide evenly.
     """
     tokens, length = config.optimizer.total_batch_tokens, config.data.sequence_length
     sequences, replicas = tokens // length, world_size * devices
     size = config.optimizer.micro_batch_size
-    wanted = 1 if size == AUTO else size  # auto that estimate/micro_batch.py has not resolved yet
-    micro = min(wanted, max(1, sequences // replicas))
+    micro = min(1 if size == AUTO else size, max(1, sequences // replicas))  # auto: estimate/micro_batch.py resolves it
     unit = replicas * micro * length
-    accumulation, rest = divmod(tokens, unit)
-    if rest:
-        owners = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
+    accumulation, remainder = divmod(tokens, unit)
+    if remainder:
+        factor = plural(replicas, "process", "es") if devices == 1 else plural(replicas, "device")
         raise UserError(
-            f"total_batch_tokens {tokens} is not a multiple of {owners} x micro_batch_size {micro} x sequence_length "
+            f"total_batch_tokens {tokens} is not a multiple of {factor} x micro_batch_size {micro} x sequence_length "
             f"{length} = {unit}; {max(1, accumulation) * unit} is one"
         )
     return BatchPlan(sequences, world_size, micro * devices, accumulation, devices)
@@ -53,7 +52,7 @@ def batch_arithmetic(config: Config, world_size: int, devices: int = 1) -> Batch
 
 @dataclass(frozen=True)
 class Due:
-    """What is due at a step boundary, after so many optimizer steps."""
+    """What is due after an optimizer step."""
 
     last: bool
     log: bool
@@ -63,16 +62,16 @@ class Due:
     sample: bool
 
     def without(self, record: dict) -> Due:
-        """What is still due where a `record` of the step has been made by an earlier process of the run."""
-        scored = any(column.startswith("hellaswag") for column in record)
-        measured = {"eval": "val_loss" in record, "hellaswag": scored, "sample": "sample" in record}
-        return replace(self, **{name: False for name, known in measured.items() if known})
+        """What is still due, given the `record` of the step by an earlier process of the run."""
+        has_hellaswag = any(column.startswith("hellaswag") for column in record)
+        is_measured = {"eval": "val_loss" in record, "hellaswag": has_hellaswag, "sample": "sample" in record}
+        return replace(self, **{name: False for name in is_measured if is_measured[name]})
 
 
 def due_at(step: int, config: Config) -> Due:
     """What is due after `step` optimizer steps: a field of 0 is never due, "end" after the last step, N after every Nth
-    and the last. Nothing is saved before the first, nor is HellaSwag scored, which would only show chance. The first
-    step is logged too, so that a user sees early that the run trains."""
+    and the last. Step 0 has no checkpoint and no HellaSwag score, which would be at chance. The first step is logged
+    too, so that a user soon sees that the run trains."""
     run, last = config.run, step == config.optimizer.max_steps
 
     def every(steps: int | Literal["end"]) -> bool:

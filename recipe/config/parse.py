@@ -1,5 +1,5 @@
-"""A recipe's YAML and the command line, merged, where the command line wins; and fields that exclude each other, and
-names that are not valid (limits of single fields stand beside them)."""
+"""Merges a recipe's YAML and the command line, which wins; checks names, and fields that depend on each other (the
+limits of single fields are in fields.py)."""
 
 import argparse
 import re
@@ -12,13 +12,13 @@ import yaml
 
 from recipe.config.catalog import REPO_NAME, is_on_hub, is_text
 from recipe.config.fields import (
+    DATA_SET_FIELDS,
     DEFAULT_RECIPE,
     DEFAULTS,
     FIELDS,
-    LENGTHS,
-    OF_ONE_DATA_SET,
-    ONLY,
+    LENGTH_FIELDS,
     PARTS,
+    REQUIRES,
     ROOT,
     Config,
     DataConfig,
@@ -27,15 +27,15 @@ from recipe.config.fields import (
     RunConfig,
     data_sets,
 )
-from recipe.config.mixture import FORM, data_config
+from recipe.config.mixture import SYNTAX, data_config
 from recipe.config.values import converted, hint, kinds, metavar
 from recipe.utils.errors import ArgumentParser, UserError, reading
 
-MOST_DECAY = 0.8  # decay_fraction of a run of train_hours
+MAX_DECAY_FRACTION = 0.8  # of a run of train_hours
 
 
 def parse_config(argv: list[str] | None = None) -> Config:
-    """The run's configuration from `--config FILE` and flags. Raises UserError for whatever is wrong with them."""
+    """The run's configuration from `--config FILE` and flags. Raises UserError for any mistake in them."""
     argv = list(sys.argv[1:] if argv is None else argv)
     words = [word for word in argv if word not in ("-h", "--help")]
     flags = _values(_flags(words))
@@ -45,48 +45,48 @@ def parse_config(argv: list[str] | None = None) -> Config:
         _parser(DEFAULTS | recipe | {"config": path}).print_help()
         raise SystemExit(0)
     values = _without_replaced(recipe, flags) | flags
-    if len(lengths := [name for name in LENGTHS if values.get(name)]) > 1:
-        raise UserError(f"{' and '.join(lengths)} both say how long the run is; give one of them")
+    if len(lengths := [name for name in LENGTH_FIELDS if values.get(name)]) > 1:
+        raise UserError(f"{' and '.join(lengths)} set the length of the run; give one of them")
     values["config"], values["run_name"] = str(path), values.get("run_name") or path.stem
     values["output_dir"] = values.get("output_dir") or f"runs/{values['run_name']}"
 
-    values.setdefault("deterministic", values.get("push_to_hub") == "state")  # or others could not audit it so exactly
+    values.setdefault("deterministic", values.get("push_to_hub") == "state")  # for an audit that is exact to the bit
 
-    def of(part: type[ModelConfig | DataConfig | OptimizerConfig | RunConfig]) -> dict:
+    def values_of(part: type[ModelConfig | DataConfig | OptimizerConfig | RunConfig]) -> dict:
         return {field.name: values[field.name] for field in fields(part) if field.name in values}
 
-    model, optimizer = ModelConfig(**of(ModelConfig)), OptimizerConfig(**of(OptimizerConfig))
-    config = Config(model, data_config(of(DataConfig)), optimizer, RunConfig(**of(RunConfig)))
+    model, optimizer = ModelConfig(**values_of(ModelConfig)), OptimizerConfig(**values_of(OptimizerConfig))
+    config = Config(model, data_config(values_of(DataConfig)), optimizer, RunConfig(**values_of(RunConfig)))
     check(config)
     return config
 
 
 def _values(words: dict, origin: str = "") -> dict:
-    """The values of fields; a mixture stays the list that YAML has made of it."""
-    listed = words.get("dataset_name")
-    if isinstance(listed, str) and re.match(r"\s*\[\s*\{", listed):  # else it may be a glob
-        listed = _load(listed, "dataset_name", FORM)
-    if not isinstance(listed, list):
+    """The values of fields; a mixture stays a list of dicts (parsed YAML)."""
+    dataset_name = words.get("dataset_name")
+    if isinstance(dataset_name, str) and re.match(r"\s*\[\s*\{", dataset_name):  # otherwise it may be a glob
+        dataset_name = _load(dataset_name, "dataset_name", SYNTAX)
+    if not isinstance(dataset_name, list):
         return converted(words, FIELDS, origin)
-    return converted(words | {"dataset_name": ""}, FIELDS, origin) | {"dataset_name": listed}
+    return converted(words | {"dataset_name": ""}, FIELDS, origin) | {"dataset_name": dataset_name}
 
 
 def _without_replaced(recipe: dict, flags: dict) -> dict:
-    """The recipe's values without those about what the command line has replaced."""
-    before = DEFAULTS | recipe
-    dropped = {name for name, (other, value) in ONLY.items() if flags.get(other, value) != value == before[other]}
-    if any(flags.get(name) for name in LENGTHS):
-        dropped |= {*LENGTHS}
-    replaced = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", before[name])]
-    if replaced:
-        dropped |= {"dataset_name", *OF_ONE_DATA_SET}
-        if isinstance(replaced[0], str) and not is_on_hub(replaced[0]):
-            dropped.add("streaming")  # what is on this disk is prepared at once
+    """The recipe's values without those that depend on something that the command line replaces."""
+    old = DEFAULTS | recipe
+    dropped = {name for name, (other, value) in REQUIRES.items() if flags.get(other, value) != value == old[other]}
+    if any(flags.get(name) for name in LENGTH_FIELDS):
+        dropped |= {*LENGTH_FIELDS}
+    data_names = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", old[name])]
+    if data_names:
+        dropped |= {"dataset_name", *DATA_SET_FIELDS}
+        if isinstance(data_names[0], str) and not is_on_hub(data_names[0]):
+            dropped.add("streaming")  # data on this disk is prepared before training
     return {name: value for name, value in recipe.items() if name not in dropped}
 
 
 def _find(config: str) -> Path:
-    """A recipe's path, from the working directory or, for those that ship, from anywhere and by name alone."""
+    """A recipe's path: in the working directory or in the repository, or the name of a shipped recipe."""
     for path in (Path(config), ROOT / config, DEFAULT_RECIPE.parent / f"{config}.yaml"):
         if path.is_file():
             return path
@@ -94,8 +94,8 @@ def _find(config: str) -> Path:
     raise UserError(f"--config {config}: no such file; recipe/configs/ has {shipped}")
 
 
-def _parser(shown: dict) -> argparse.ArgumentParser:
-    """A flag for each field; --help shows the values `shown`, and says what the command is that has been started."""
+def _parser(defaults: dict) -> argparse.ArgumentParser:
+    """A parser with a flag for each field; --help shows the `defaults` and describes the module that was started."""
     command = sys.modules["__main__"]
     module = command.__spec__.name.removesuffix(".__main__") if command.__spec__ else ""
     parser = ArgumentParser(
@@ -110,7 +110,7 @@ def _parser(shown: dict) -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for field in fields(part):
             if field.name in FIELDS:
-                default = f" (default: {shown[field.name]})" if shown.get(field.name, "") != "" else ""
+                default = f" (default: {defaults[field.name]})" if defaults.get(field.name, "") != "" else ""
                 nargs, const = ("?", "true") if bool in kinds(field) else (None, None)
                 text = f"{field.metadata['help']}{default}".replace("%", "%%")
                 group.add_argument(f"--{field.name}", help=text, metavar=metavar(field), nargs=nargs, const=const)
@@ -118,21 +118,21 @@ def _parser(shown: dict) -> argparse.ArgumentParser:
 
 
 def _flags(words: list[str]) -> dict[str, str]:
-    """Field -> word of the command line. Raises UserError."""
-    flags, unknown = _parser({}).parse_known_args(words)
-    if not unknown:
+    """{field: word} of the command line. Raises UserError."""
+    flags, unknown_words = _parser({}).parse_known_args(words)
+    if not unknown_words:
         return vars(flags)
-    name = unknown[0].partition("=")[0]
+    name = unknown_words[0].partition("=")[0]
     if name.startswith("--"):
         raise UserError(f"unknown {name!r}{hint(name.removeprefix('--'), FIELDS)}")
-    before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if word.startswith("--")]
-    after = f" after {before[-1]}" if before else ""
-    raise UserError(f"a word{after} that belongs to no field; write fields as --NAME VALUE")
+    names = [word.partition("=")[0] for word in words[: words.index(unknown_words[0])] if word.startswith("--")]
+    position = f" after {names[-1]}" if names else ""
+    raise UserError(f"a word{position} that belongs to no field; write fields as --NAME VALUE")
 
 
-class _Words(yaml.SafeLoader):
-    """YAML whose values stay the words that were written, as on a command line: `no` is Norwegian, 0100 a hundred. A
-    duplicate key, of which PyYAML takes the last, is an error."""
+class _StringLoader(yaml.SafeLoader):
+    """Loads YAML with each scalar as the string that was written, as on a command line: `no` is Norwegian, 0100 is 100.
+    A duplicate key is an error; PyYAML would take the last one."""
 
     def construct_mapping(self, node, deep=False):
         keys = set()
@@ -144,30 +144,30 @@ class _Words(yaml.SafeLoader):
 
 
 class _DuplicateKey(yaml.YAMLError):
-    """With the key, and the position of its second occurrence."""
+    """Raised with the key and the position of its second occurrence."""
 
 
-_Words.yaml_implicit_resolvers = {
-    first: [one for one in resolvers if one[0].endswith((":null", ":merge"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+_StringLoader.yaml_implicit_resolvers = {
+    character: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+    for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
 def _load(text: str | bytes, origin: str, expected: str):
-    """What a text in YAML holds. Raises UserError, which begins with `origin` and ends with what was `expected`."""
+    """Parses YAML. Raises UserError, which starts with `origin` and ends with what was `expected`."""
     try:
-        return _Words(text).get_single_data()
+        return _StringLoader(text).get_single_data()
     except _DuplicateKey as error:
         name, mark = error.args
         raise UserError(f"{origin}, line {mark.line + 1}: {name} is given twice; remove one of them") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # whose messages quote the text
-        at = getattr(error, "problem_mark", None)
-        where = f", line {at.line + 1}" if at else " in UTF-8"
-        raise UserError(f"{origin}: not valid YAML{where}; {expected}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not chained: its message quotes the text
+        mark = getattr(error, "problem_mark", None)
+        position = f", line {mark.line + 1}" if mark else " in UTF-8"
+        raise UserError(f"{origin}: not valid YAML{position}; {expected}") from None
 
 
 def _recipe(path: Path) -> dict:
-    """Field -> value of a recipe's YAML. Raises UserError."""
+    """{field: value} of a recipe's YAML. Raises UserError."""
     with reading(path, "give another recipe"):
         content = path.read_bytes()
     values = _load(content, str(path), "expected `key: value` lines") or {}
@@ -177,33 +177,32 @@ def _recipe(path: Path) -> dict:
 
 
 def check(config: Config) -> None:
-    """Raises UserError for values that exclude each other, and for names that are not valid."""
+    """Raises UserError for values that contradict each other, and for invalid names."""
     model, data, opt = config.model, config.data, config.optimizer
     if model.n_embd % model.n_head:
-        below = max(1, model.n_embd // model.n_head) * model.n_head
+        lower = max(1, model.n_embd // model.n_head) * model.n_head
         raise UserError(
-            f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}; nearest valid n_embd: {below}, "
-            f"{below + model.n_head}"
+            f"n_embd {model.n_embd} is not a multiple of n_head {model.n_head}; nearest valid n_embd: {lower}, "
+            f"{lower + model.n_head}"
         )
     if data.sequence_length > model.n_positions:
         raise UserError(
             f"sequence_length {data.sequence_length} is longer than n_positions {model.n_positions}; raise n_positions "
             "or shorten the sequences"
         )
-    later = config.run.num_train_epochs or config.run.train_hours  # from which max_steps follows
-    if opt.warmup_steps >= opt.max_steps and not later:
+    if opt.warmup_steps >= opt.max_steps and not (config.run.num_train_epochs or config.run.train_hours):
         raise UserError(f"warmup_steps {opt.warmup_steps} must be below max_steps {opt.max_steps}; shorten the warm-up")
-    if config.run.train_hours and opt.decay_fraction > MOST_DECAY:
+    if config.run.train_hours and opt.decay_fraction > MAX_DECAY_FRACTION:
         raise UserError(
-            f"decay_fraction {opt.decay_fraction:g} leaves too little before the decay to tell by it how many steps "
-            f"train_hours {config.run.train_hours:g} are; {MOST_DECAY} is the most"
+            f"decay_fraction {opt.decay_fraction:g} leaves too little time before the decay to measure how many steps "
+            f"fit in train_hours {config.run.train_hours:g}; it may be at most {MAX_DECAY_FRACTION}"
         )
     values = config.flat()
-    for name, (other, needed) in ONLY.items():
-        if values[other] != needed and values[name] != DEFAULTS[name]:
-            raise UserError(f"{name} is for {other} {needed}, but {other} is {values[other]}; remove {name}")
-    for one in data_sets(data):
-        _check_data(one.data)
+    for name, (other, required_value) in REQUIRES.items():
+        if values[other] != required_value and values[name] != DEFAULTS[name]:
+            raise UserError(f"{name} is for {other} {required_value}, but {other} is {values[other]}; remove {name}")
+    for entry in data_sets(data):
+        _check_data(entry.data)
     _check_run(config.run)
 
 
@@ -213,16 +212,16 @@ def _check_data(data: DataConfig) -> None:
     if data.dataset_source:
         check_repo_name(data.dataset_source, "dataset_source")
         if data.train_text:
-            raise UserError(f"dataset_source is for .bin files, and the data are {data.train_text}; remove it")
+            raise UserError(f"dataset_source is for .bin files, but the data is {data.train_text}; remove it")
     if is_text(data.val_data):
         raise UserError(
-            f"val_data {data.val_data} is text, and takes shards: python -m recipe.data.prepare --train_text "
-            f"{shlex.quote(data.val_data)} --dataset_name data/val --val_fraction 0, then --val_data "
+            f"val_data {data.val_data} is text, but must be shards: run python -m recipe.data.prepare --train_text "
+            f"{shlex.quote(data.val_data)} --dataset_name data/val --val_fraction 0, then give --val_data "
             "'data/val/train_*.bin'"
         )
     if data.streaming and not data.train_text:
         raise UserError(
-            f"streaming needs text, and dataset_name {data.dataset_name} is not text; name a data set of it"
+            f"streaming needs text, and dataset_name {data.dataset_name} is not text; name text, or set streaming false"
         )
 
 

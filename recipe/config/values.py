@@ -1,6 +1,6 @@
-"""The values of fields, from the words of a command line or from what YAML has made of a recipe's.
+"""Converts the words of a command line or a recipe to the values of fields, and checks their limits.
 
-The value of an unknown name is never quoted: it may be a secret in the wrong place.
+The value of an unknown name is never quoted in an error: it may be a secret in the wrong place.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ _LIMITS = {
 
 
 def converted(values: Mapping, fields: Fields, origin: str = "") -> dict:
-    """`values` as `fields` want them. Raises UserError, which begins with `origin`, for an unknown name, for a value of
-    another type and for one outside its field's limits."""
+    """`values`, converted to the types of `fields`. Raises UserError, which starts with `origin`, for an unknown name,
+    and for a value of another type or outside its field's limits."""
     results = {name: _converted(str(name), value, fields, origin) for name, value in values.items()}
     for name, value in results.items():
         limits = fields[name].metadata["limits"]
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{origin}{name} is {value}; it must be a finite number")
         if isinstance(value, (int, float)) and not all(_LIMITS[k][0](value, n) for k, n in limits.items()):
-            wanted = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
-            wanted = " or ".join([wanted, *(word for word in kinds(fields[name]) if isinstance(word, str))])
-            raise UserError(f"{origin}{name} is {value}; it must be {wanted}")
+            requirement = " and ".join(f"{_LIMITS[k][1]} {n}" for k, n in limits.items())
+            requirement = " or ".join([requirement, *(word for word in kinds(fields[name]) if isinstance(word, str))])
+            raise UserError(f"{origin}{name} is {value}; it must be {requirement}")
     return results
 
 
@@ -46,44 +46,44 @@ def _converted(name: str, value, fields: Fields, origin: str):
         raise UserError(f"{origin}{name} takes one value, found a {type(value).__name__}")
     word, field = "" if value is None else str(value), fields[name]
     if field.metadata["path"]:
-        if "://" in word:  # gs://, s3://, hf://: a directory of that name would be made here
-            raise UserError(f"{origin}{name} is a URL, and must be a path on this disk or a name on the Hub")
-        return os.path.expanduser(word)  # which a shell does not do in --val_data=~/shards
+        if "://" in word:  # gs://, s3://, hf://: would create a local directory of that name
+            raise UserError(f"{origin}{name} is a URL, but must be a path on this disk or a name on the Hub")
+        return os.path.expanduser(word)  # a shell does not expand --val_data=~/shards
     for kind in kinds(field):
         if word == kind:
             return word
-        with suppress(KeyError, ValueError):  # no such type, since it is a word; no value of this type
+        with suppress(KeyError, ValueError):  # KeyError: kind is a word; ValueError: the word is not of this type
             return _FROM_WORD[kind](word)
     raise UserError(f"{origin}{name} is {word!r}; it must be {metavar(field)}")
 
 
-def _whole(word: str) -> int:
-    """As int, but also of 1e3 and 1000.0."""
+def _integer(word: str) -> int:
+    """As int(), but also accepts 1e3 and 1000.0."""
     value = float(word)
     return int(value) if value.is_integer() and abs(value) < 2**53 else int(word)
 
 
-def _truth(word: str) -> bool:
+def _boolean(word: str) -> bool:
     return {"true": True, "false": False}[word.lower()]
 
 
-_FROM_WORD = {str: str, int: _whole, float: float, bool: _truth}
+_FROM_WORD = {str: str, int: _integer, float: float, bool: _boolean}
 _NAMES = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "true|false"}
 
 
 def kinds(field: dataclasses.Field) -> list:
-    """What a field takes, as types and words: [int, "auto"] of int | Literal["auto"]."""
+    """The types and words that a field accepts: [int, "auto"] for int | Literal["auto"]."""
     annotations = [field.type] if get_origin(field.type) in (None, Literal) else get_args(field.type)
     return [kind for annotation in annotations for kind in get_args(annotation) or [annotation]]
 
 
 def metavar(field: dataclasses.Field) -> str:
-    """What a field takes, for --help and errors: INTEGER|auto."""
+    """What a field accepts, for --help and errors: INTEGER|auto."""
     return "|".join(_NAMES.get(kind, kind) for kind in kinds(field))
 
 
 def hint(name: str, fields: Fields) -> str:
-    """What an unknown name probably meant, as the end of an error's message."""
+    """The end of an error message that suggests what an unknown name may mean."""
     if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
         return f"; did you mean {close[0]!r}?"
-    return "; --help lists the fields, docs/migrating.md the names of other programs"
+    return "; see --help, or docs/migrating.md for the names in other programs"

@@ -89,7 +89,7 @@ def test_all_of_a_text_is_trained_on_where_the_validation_data_are_others(here, 
     write_jsonl(here / "train.jsonl", DOCUMENTS[:30])
     (here / "val.txt").write_text(TEXT[5000:9000])
     for words, error in (
-        (["--val_data=val.txt"], "is text, and takes shards"),
+        (["--val_data=val.txt"], "is text, but must be shards"),
         (["--val_data=no"], "val_data no: no such"),
     ):
         for dry in ([], ["--dry_run"]):
@@ -221,7 +221,7 @@ def test_epochs_of_the_data_decide_the_length_and_are_named(here):
     many = run(f"--max_steps={2 * windows}", "--dry_run")
     assert "epochs     4 of these data; from four on, more text helps more" in many.stdout
     for more, message in (
-        (["--max_steps=5", "--num_train_epochs=2"], "num_train_epochs and max_steps both say"),
+        (["--max_steps=5", "--num_train_epochs=2"], "num_train_epochs and max_steps set the length"),
         (["--num_train_epochs=2", "--streaming=true", "--val_documents=1"], "the data are a stream (data/mine-"),
         (["--num_train_epochs=0.001", "--warmup_steps=9"], "warmup_steps 9 must be below max_steps 1"),
     ):
