@@ -107,7 +107,7 @@ def test_the_time_may_come_in_an_evaluation_after_the_save(shards, tmp_path):
     [
         (["--lr_scheduler_type=cosine", "--decay_fraction=0.2"], "train_hours is for lr_scheduler_type wsd"),
         (["--max_steps=5", "--train_hours=1"], "max_steps and train_hours set the length of the run"),
-        (["--decay_fraction=0.9"], "decay_fraction 0.9 leaves too little before the decay"),
+        (["--decay_fraction=0.9"], "decay_fraction 0.9 leaves too little time before the decay"),
     ],
 )
 def test_what_does_not_go_with_it_is_named(shards, tmp_path, words, error):

@@ -1,4 +1,4 @@
-"""The panels printed before the first step (the only output of --dry_run) and after the last."""
+"""The panels printed before the first step, which are the only output of --dry_run, and after the last step."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, OptimizerConfig, data_sets
+from recipe.config import MIXTURE_PERIOD, ROOT, BatchPlan, Config, data_sets
 from recipe.engine import hardware
 from recipe.engine.launch import has_torch_tpu, has_tpu
 from recipe.engine.strategy import Strategy
@@ -28,23 +28,23 @@ from recipe.utils.units import duration, gb, plural, si
 logger = logging.getLogger(__name__)
 
 
-def announce(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequence[str]) -> None:
-    """Logs the opening panel; `found` are the lines, some empty, about what stood on `auto`."""
-    for line in describe(config, batch, strategy, found):
+def announce(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: Sequence[str]) -> None:
+    """Logs the opening panel; `auto_lines`, of which some may be empty, explain the fields that were `auto`."""
+    for line in describe(config, batch, strategy, auto_lines):
         logger.info(line)
 
 
-def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequence[str] = ()) -> Iterator[str]:
-    """The lines of the opening panel on these devices; `found` as for `announce`."""
+def describe(config: Config, batch: BatchPlan, strategy: Strategy, auto_lines: Sequence[str]) -> Iterator[str]:
+    """The lines of the opening panel for these devices; `auto_lines` as for `announce`."""
     yield f"run        {config.run.run_name} ({config.run.config})"
     yield from _mixture(config)
     yield _model(config)
     yield _device(config, strategy)
     yield _engine(strategy)
     yield _batch(config, batch)
-    yield from filter(None, found)
+    yield from filter(None, auto_lines)
     yield _length(config)
-    yield _optimizer(config.optimizer, decided=not config.undecided)
+    yield _optimizer(config)
     yield from _memory(config, batch, strategy)
     yield _disk(config)
     if not config.undecided:
@@ -53,8 +53,8 @@ def describe(config: Config, batch: BatchPlan, strategy: Strategy, found: Sequen
 
 
 def _mixture(config: Config) -> Iterator[str]:
-    if len(sets := data_sets(config.data)) > 1:
-        shares = ", ".join(f"{100 * one.share:g} % {one.name}" for one in sets)
+    if len(entries := data_sets(config.data)) > 1:
+        shares = ", ".join(f"{100 * entry.share:g} % {entry.name}" for entry in entries)
         yield f"mixture    {shares}, exact in every {MIXTURE_PERIOD:,} sequences"
 
 
@@ -73,8 +73,8 @@ def _device(config: Config, strategy: Strategy) -> str:
 
 def _engine(strategy: Strategy) -> str:
     processes = strategy.runtime.processes
-    where = f" on {plural(processes.nodes, 'node')}" if processes.world_size > 1 else ""
-    return f"engine     {strategy.runtime.how or 'one device'}{where}"
+    nodes = f" on {plural(processes.nodes, 'node')}" if processes.world_size > 1 else ""
+    return f"engine     {strategy.runtime.how or 'one device'}{nodes}"
 
 
 def _batch(config: Config, batch: BatchPlan) -> str:
@@ -86,51 +86,54 @@ def _batch(config: Config, batch: BatchPlan) -> str:
 
 def _length(config: Config) -> str:
     steps, hours = config.optimizer.max_steps, config.run.train_hours
-    in_all = [f"{duration(3600 * hours)} in all (train_hours)"] if hours else []
+    parts = [f"{duration(3600 * hours)} in all (train_hours)"] if hours else []
     if not config.undecided:
-        in_all.append(f"{steps:,} steps, {si(steps * config.optimizer.total_batch_tokens, 'B')} tokens")
-    return f"length     {': '.join(in_all)}"
+        parts.append(f"{steps:,} steps, {si(steps * config.optimizer.total_batch_tokens, 'B')} tokens")
+    return f"length     {': '.join(parts)}"
 
 
-def _optimizer(opt: OptimizerConfig, *, decided: bool) -> str:
+def _optimizer(config: Config) -> str:
+    opt = config.optimizer
     muon = f"Muon {opt.muon_learning_rate:g} and " if opt.optim == "muon" else ""
-    apart = f" (matrices {opt.matrix_learning_rate:g})" if opt.matrix_learning_rate else ""
-    shape = opt.lr_scheduler_type
-    if opt.decay_start:
-        start = f"from step {opt.decay_start:,}" if decided else f"over the last {100 * opt.decay_fraction:g} %"
-        shape = f"{shape}, decaying {start}"
+    matrices = f" (matrices {opt.matrix_learning_rate:g})" if opt.matrix_learning_rate else ""
+    schedule = opt.lr_scheduler_type
+    if opt.decay_start and config.undecided:
+        schedule += f", decaying over the last {100 * opt.decay_fraction:g} %"
+    elif opt.decay_start:
+        schedule += f", decaying from step {opt.decay_start:,}"
     warmup = f"after {plural(opt.warmup_steps, 'step')} of warm-up"
-    return f"optimizer  {muon}AdamW {opt.learning_rate:g}{apart} {warmup}; {shape}"
+    return f"optimizer  {muon}AdamW {opt.learning_rate:g}{matrices} {warmup}; {schedule}"
 
 
 def _memory(config: Config, batch: BatchPlan, strategy: Strategy) -> Iterator[str]:
-    kind, there_is = memory_kind(config, strategy), strategy.device.memory
+    kind, available = memory_kind(config, strategy), strategy.device.memory
     memory = step_memory(config, batch, **kind)
-    needed, parts = memory.peak, ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
-    yield f"memory     about {si(needed)}B a device (estimate){f' of {gb(there_is)}' if there_is else ''}: {parts}"
-    if there_is and needed > (limit := HEADROOM * there_is):
-        verdict = "is tight and may fit" if needed <= TIGHT * limit else "does not fit"
-        helps = remedies(config, batch, limit, **kind)
-        yield f"           which {verdict}: {gb(limit)} are for tensors; {helps}"
+    parts = ", ".join(f"{name} {si(part)}B" for name, part in memory.at_peak().items())
+    total = f" of {gb(available)}" if available else ""
+    yield f"memory     about {si(memory.peak)}B a device (estimate){total}: {parts}"
+    if available and memory.peak > (limit := HEADROOM * available):
+        verdict = "is tight and may fit" if memory.peak <= TIGHT * limit else "does not fit"
+        advice = remedies(config, batch, limit, **kind)
+        yield f"           which {verdict}: {gb(limit)} are for tensors; {advice}"
 
 
 def _disk(config: Config) -> str:
-    run, opt, decided = config.run, config.optimizer, not config.undecided
-    milestones = opt.max_steps // run.milestone_steps if run.milestone_steps and decided else 0
+    run, opt = config.run, config.optimizer
+    milestones = opt.max_steps // run.milestone_steps if run.milestone_steps and not config.undecided else 0
     # Besides them: the best checkpoint, the one before wsd's decay, and the one being written.
-    most = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
-    many = f"{most}" if decided or not run.milestone_steps else f"{most} and the milestones"
-    return f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {many} at once, in {run.output_dir}"
+    limit = run.save_total_limit + milestones + 2 + (opt.decay_start > 0)
+    count = f"{limit} and the milestones" if run.milestone_steps and config.undecided else f"{limit}"
+    return f"disk       {si(checkpoint_bytes(config))}B a checkpoint, at most {count} at once, in {run.output_dir}"
 
 
 def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
-    """What of this machine, or of the launch, the run does not use."""
+    """What the run does not use of this machine or of the launch."""
     device = strategy.device
     tasks = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     if tasks > 1 == strategy.runtime.processes.world_size:
-        yield f"mpirun or srun has started {tasks} of these, and each trains alone; accelerate launch connects them"
+        yield f"mpirun or srun has started {tasks} processes, each of which trains alone; use accelerate launch"
     if device.type == "cpu" and (busy := hardware.cores_in_use()) > 0.5:
-        yield f"other programs use {busy:.1f} of {os.cpu_count()} cores: this run and they share them"
+        yield f"other programs use {busy:.1f} of {os.cpu_count()} cores, which slows this run"
     if device.type == "cpu" and (has_tpu() or has_torch_tpu()):
         yield "this machine's TPU is idle; accelerate_configs/tpu.yaml uses it"
     if config.run.torch_compile and device.no_compile:
@@ -140,24 +143,24 @@ def _notes(config: Config, strategy: Strategy) -> Iterator[str]:
 
 
 def _forecast(config: Config, batch: BatchPlan, strategy: Strategy) -> str:
-    """How long the whole run takes."""
+    """How long the run takes."""
     run, opt, device = config.run, config.optimizer, strategy.device
     flops = opt.max_steps * opt.total_batch_tokens * flops_per_token(config.model, config.data.sequence_length)
     expected = expected_flops(device, batch.world_size, config.model, auto=run.precision == "auto")
     if not expected:
-        why = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
-        return f"time       {why} is not known; the progress shows it after the first steps"
+        unknown_value = "the peak of this device" if not device.peak_flops else f"its peak in {device.precision}"
+        return f"time       {unknown_value} is not known; the progress shows it after the first steps"
     low, high, basis = expected
     times = [flops / speed for speed in dict.fromkeys((high, low))]
-    took = " to ".join(map(duration, times))
+    estimate = " to ".join(map(duration, times))
     if run.price_per_hour:
-        took += f", {' to '.join(f'${seconds / 3600 * run.price_per_hour:,.0f}' for seconds in times)},"
-    return f"time       about {took} {basis}"
+        estimate += f", {' to '.join(f'${seconds / 3600 * run.price_per_hour:,.0f}' for seconds in times)},"
+    return f"time       about {estimate} {basis}"
 
 
 def summarize(config: Config, metrics: Metrics, val_loss: float | None, saved: bool) -> ExitCode:
-    """Logs how the run ended, with commands to copy, and returns the matching exit code. `val_loss` and `saved` are
-    what `train` returns."""
+    """Logs how the run ended, with commands to copy, and returns the matching exit code. `train` returns `val_loss` and
+    `saved`."""
     run_dir = Path(config.run.output_dir)
     if not saved:
         logger.warning(
@@ -179,15 +182,15 @@ def outcome(config: Config, metrics: Metrics, val_loss: float) -> Iterator[str]:
     steps, run_dir, losses = config.optimizer.max_steps, Path(config.run.output_dir), metrics.val_losses
     tokens = steps * config.optimizer.total_batch_tokens
     yield f"done       {si(tokens, 'B')} tokens in {steps:,} steps; validation loss {val_loss:.4f}"
-    best = min(losses, key=lambda step: losses[step], default=steps)
-    if best < steps:
-        yield f"best       validation loss {losses[best]:.4f} at step {best:,}"
+    best_step = min(losses, key=lambda step: losses[step], default=steps)
+    if best_step < steps:
+        yield f"best       validation loss {losses[best_step]:.4f} at step {best_step:,}"
     pauses = f"; {duration(metrics.pauses)} more for validation, saving and the like" if metrics.pauses >= 1 else ""
     rate = tokens / max(metrics.seconds, 1e-9)
     yield f"took       {duration(metrics.seconds)} of training, {rate:,.0f} tokens/s{pauses}"
     yield "next       load it, continue a text, see the curves, or make a directory to share:"
     yield f"  transformers.AutoModelForCausalLM.from_pretrained({str(run_dir / f'step_{steps:08d}')!r})"
-    here = Path.cwd() == ROOT
-    make = "make" if here else f"make -C {shlex.quote(str(ROOT))}"
-    run = shlex.quote(str(run_dir if here else run_dir.resolve()))
+    in_root = Path.cwd() == ROOT
+    make = "make" if in_root else f"make -C {shlex.quote(str(ROOT))}"
+    run = shlex.quote(str(run_dir if in_root else run_dir.resolve()))
     yield from (f"  {make} sample MODEL={run}", f"  {make} report RUN={run}", f"  {make} export RUN={run}")

@@ -1,6 +1,6 @@
-"""TensorBoard, wandb and trackio beside metrics.jsonl, through Accelerate's trackers.
+"""Logs to TensorBoard, wandb or trackio besides metrics.jsonl, through Accelerate's trackers.
 
-A resumed run continues the same run at the tracker; the checkpoint holds its id. Steps that a killed run logged after
+A resumed run continues the same run at the tracker, whose id is in the checkpoint. Steps that a killed run logged after
 its last checkpoint are logged again, with the same values.
 """
 
@@ -31,20 +31,20 @@ def check_tracker(name: str) -> None:
 
 
 def metric_names(record: dict) -> dict[str, float | str]:
-    """The measured values and the sample of a line of metrics.jsonl, under names that trackers group: val/loss for
-    evaluations, train/loss and the like for everything else, as in transformers' Trainer."""
+    """The measured values and the sample of a metrics.jsonl record, under names that trackers group: val/... for
+    evaluations, train/... for everything else, as in transformers' Trainer."""
     values = {column: value for column, value in record.items() if isinstance(value, (int, float, str))}
     values.pop("step", None)
-    of_evaluation = ("val_loss", "hellaswag", "sample")
+    prefixes = ("val_loss", "hellaswag", "sample")  # of evaluations
     return {
-        f"val/{column.removeprefix('val_')}" if column.startswith(of_evaluation) else f"train/{column}": value
+        f"val/{column.removeprefix('val_')}" if column.startswith(prefixes) else f"train/{column}": value
         for column, value in values.items()
     }
 
 
 class Tracker:
-    """The run at the tracker that `report_to` names, from `step` on; `run_id` is its id there. Does nothing if that is
-    none, and before it is started. A tracker that raises costs one warning and is not called again."""
+    """The run at the tracker named by `report_to`, from `step` on; `run_id` is its id there. Does nothing if report_to
+    is none, and before `start`. If the tracker raises, that is logged once and it is not called again."""
 
     def __init__(self, config: Config, step: int):
         self.run_id = secrets.token_hex(4)
@@ -56,23 +56,23 @@ class Tracker:
         if self._name == "none":
             return
         run, step, settings = self._config.run, self._step, redacted(self._config.flat())
-        with self._or_without_it():
+        with self._disabled_on_error():
             if self._name == "tensorboard":
                 tracker = self._started("tensorboard", run.output_dir, purge_step=step)
                 # Accelerate's store_init_configuration would create a separate unnamed run without metrics.
                 text = json.dumps(settings, indent=4)  # Markdown shows indented text verbatim
                 tracker.log({"configuration": text.strip("{}")}, step=step)
-                where = f"tensorboard --logdir {run.output_dir}"
+                location = f"tensorboard --logdir {run.output_dir}"
             elif self._name == "wandb":
-                tracker, where = self._wandb(run.run_name, run.output_dir)
+                tracker, location = self._wandb(run.run_name, run.output_dir)
                 tracker.store_init_configuration(settings)
             else:
                 name = f"{run.run_name}-{self.run_id}"  # trackio identifies a run by its name
                 tracker = self._started(PROJECT, name=name, resume="allow", embed=False)
                 tracker.store_init_configuration(settings)
-                where = f"trackio show --project {PROJECT}, run {name}"
+                location = f"trackio show --project {PROJECT}, run {name}"
             self._tracker = tracker
-            logger.info("tracker    %s", where)
+            logger.info("tracker    %s", location)
 
     def state_dict(self) -> dict:
         """The state for the checkpoint."""
@@ -83,25 +83,25 @@ class Tracker:
         self.run_id = state["run_id"]
 
     def log(self, record: dict) -> None:
-        """Logs a line of metrics.jsonl."""
+        """Logs a record of metrics.jsonl."""
         if self._tracker is not None:
-            with self._or_without_it():
+            with self._disabled_on_error():
                 self._tracker.log(metric_names(record), step=record["step"])
 
     def close(self) -> None:
         """Ends the run at the tracker."""
         if self._tracker is not None:
-            with self._or_without_it():
+            with self._disabled_on_error():
                 self._tracker.finish()
 
     @contextmanager
-    def _or_without_it(self) -> Generator[None, None, None]:
+    def _disabled_on_error(self) -> Generator[None, None, None]:
         try:
             yield
         except Exception as error:
             self._tracker = None
             reason = redact(first_line(error))
-            logger.warning("WARNING    %s: %s; the run continues without it, metrics.jsonl has all", self._name, reason)
+            logger.warning("WARNING    %s: %s; the run goes on without it, metrics.jsonl has all", self._name, reason)
 
     def _started(self, *arguments, **options) -> GeneralTracker:
         tracker = LOGGER_TYPE_TO_CLASS[self._name](*arguments, **options)
@@ -109,15 +109,15 @@ class Tracker:
         return tracker
 
     def _wandb(self, name: str, run_dir: str) -> tuple[GeneralTracker, str]:
-        """wandb's tracker, and where to view the run."""
+        """Wandb's tracker, and where to view the run."""
         import wandb
 
-        # wandb by default records the command line, the home directory and the git repository's URL, each of which can
+        # By default wandb records the command line, the home directory and the git repository's URL, each of which can
         # contain a password. It would also capture standard output, including the progress bar.
         private = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
         quiet = {"silent": True, "console": "off"}
-        # Seconds: to reach the server at the start, and to finish uploads at the end.
-        patience = {"init_timeout": 30, "finish_timeout": 60}
+        # In seconds: to reach the server at the start, and to finish uploads at the end.
+        timeouts = {"init_timeout": 30, "finish_timeout": 60}
         # Without a key, wandb.init would ask for one on a terminal; elsewhere it would raise and record nothing.
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
         tracker = self._started(
@@ -126,10 +126,10 @@ class Tracker:
             id=os.environ.get("WANDB_RUN_ID", self.run_id),
             dir=os.environ.get("WANDB_DIR", run_dir),
             resume="allow",
-            settings=private | quiet | patience,
+            settings=private | quiet | timeouts,
             **({"mode": "offline"} if offline else {}),
         )
         run = wandb.run
         assert run
-        to_upload = f"wandb is offline; to upload: wandb sync {Path(run.dir).parent}"
-        return tracker, to_upload if run.offline else f"wandb {run.url}"
+        upload_command = f"wandb sync {Path(run.dir).parent}"
+        return tracker, f"wandb is offline; to upload: {upload_command}" if run.offline else f"wandb {run.url}"

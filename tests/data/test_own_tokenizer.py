@@ -185,7 +185,7 @@ def test_another_tokenizer_is_another_run_and_needs_other_shards(trained_run, tm
     similar = changed(at / "own", tmp_path / "similar", CHANGES["merge_removed"])
     assert "run with other settings: tokenizer own -> similar; restore those" in refused(tokenizer=similar)
     namesake = changed(at / "own", tmp_path / "else" / "own", CHANGES["merge_removed"])
-    assert "tokenizer own -> another of that name; put those back" in refused(tokenizer=namesake)
+    assert "tokenizer own -> another of that name; restore those" in refused(tokenizer=namesake)
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data)
     assert f"{data} holds shards of another tokenizer" in message
     message = refused(tokenizer=other, output_dir=tmp_path / "run", dataset_name=data, train_text=at / "text.txt")

@@ -158,7 +158,7 @@ def test_an_environment_that_would_change_the_run_is_refused(variables, message)
 def test_processes_of_mpirun_and_srun_that_do_not_know_of_each_other_are_told(name):
     """They may be meant so, with a run each."""
     result = ok(run_train("--dry_run", env={name: "2", "ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}))
-    assert "note       mpirun or srun has started 2 of these, and each trains alone; accelerate la" in result.stdout
+    assert "note       mpirun or srun has started 2 processes, each of which trains alone; use acc" in result.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -139,7 +139,7 @@ def test_a_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch, said, met
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", broken)
     track(tmp_path / "run", "tensorboard", 0, 10, 20)
     warned = [line for line in said() if line.startswith("WARNING")]
-    assert warned == ["WARNING    tensorboard: no luck with ***; the run continues without it, metrics.jsonl has all"]
+    assert warned == ["WARNING    tensorboard: no luck with ***; the run goes on without it, metrics.jsonl has all"]
     assert fails.call_count == 1
     assert broken.mock_calls[-1][0] in ("", f"().{method}")  # it is not called again
 
