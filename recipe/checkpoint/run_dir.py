@@ -166,25 +166,27 @@ def check_same_run(state: dict, config: dict, tokenizer: GPT2Tokenizer, run_dir:
     Raises UserError, naming the fields, if architecture, tokenizer, data or batch differ: that is another run.
     """
     way_out = "choose another output_dir, or start over with --fresh"
-    saved, saved_tokenizer = state["config"], state["tokenizer"]
-    changes = {k: f"{k} {saved[k]!r} -> {v!r}" for k, v in config.items() if k in saved and saved[k] != v}
+    saved_config, saved_tokenizer = state["config"], state["tokenizer"]
+    changes = {
+        k: f"{k} {saved_config[k]!r} -> {v!r}" for k, v in config.items() if k in saved_config and saved_config[k] != v
+    }
     if "run_name" in changes:
         raise UserError(f"{run_dir} holds another run: {changes['run_name']}; continue that one by its name, {way_out}")
     conflicts = [changes[k] for k in _IDENTITY if k in changes]
     if saved_tokenizer["digest"] != tokenizer.digest:
         old_name, new_name = saved_tokenizer["name"], tokenizer.name
         conflicts.append(f"tokenizer {old_name} -> {new_name if new_name != old_name else 'another of that name'}")
-    weights = [counts_in(c["dataset_name"]) for c in (saved, config)]
+    weights = [counts_in(c["dataset_name"]) for c in (saved_config, config)]
     if weights[0] != weights[1]:
         conflicts.append(f"dataset_name's weights (of 1,000) {weights[0]} -> {weights[1]}")
     if conflicts:
         raise UserError(f"{run_dir} holds a run with other settings: {', '.join(conflicts)}; restore those, {way_out}")
-    if saved["max_steps"] == UNDECIDED:  # it still is, or train_hours has just decided it
+    if saved_config["max_steps"] == UNDECIDED:  # it still is, or train_hours has just decided it
         changes.pop("max_steps", None)
     for change in (text for k, text in changes.items() if k not in HARMLESS):
         logger.info("resuming with %s", change)
     step = state["step"]
-    rates = [lr_at(step, _optimizer_config(c)) for c in (saved, config)]
+    rates = [lr_at(step, _optimizer_config(c)) for c in (saved_config, config)]
     if rates[0] != rates[1] and step < config["max_steps"]:
         message = "the learning rate at step %d was %.3g and is %.3g now"
         logger.warning(f"schedule   {message}: the result differs from a run with these settings", step, *rates)

@@ -73,11 +73,11 @@ def _values(words: dict, origin: str = "") -> dict:
 
 def _without_replaced(recipe: dict, flags: dict) -> dict:
     """The recipe's values without those that depend on something that the command line replaces."""
-    old = DEFAULTS | recipe
-    dropped = {name for name, (other, value) in REQUIRES.items() if flags.get(other, value) != value == old[other]}
+    base = DEFAULTS | recipe
+    dropped = {name for name, (other, value) in REQUIRES.items() if flags.get(other, value) != value == base[other]}
     if any(flags.get(name) for name in LENGTH_FIELDS):
         dropped |= {*LENGTH_FIELDS}
-    data_names = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", old[name])]
+    data_names = [flags[name] for name in ("train_text", "dataset_name") if flags.get(name, "") not in ("", base[name])]
     if data_names:
         dropped |= {"dataset_name", *DATA_SET_FIELDS}
         if isinstance(data_names[0], str) and not is_on_hub(data_names[0]):
