@@ -1,4 +1,4 @@
-"""What the loop drives: built, restored from a checkpoint, and closed."""
+"""The components of the training loop: built, restored from a checkpoint, and closed."""
 
 import hashlib
 import logging
@@ -36,26 +36,26 @@ from recipe.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-_COMPLETE = "complete   %s holds the whole run; --max_steps trains longer, --fresh starts over"
-# Fields of a node rather than of the run: where files are.
-_OF_A_NODE = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
+_COMPLETE = "complete   training is finished (%s); --max_steps trains longer, --fresh starts over"
+# Paths: may differ between nodes.
+_PATH_FIELDS = {"config", "dataset_name", "val_data", "train_text", "init_from", "output_dir"}
 
 
 @dataclass(frozen=True)
 class Components:
-    """What `train` drives."""
+    """What `train` uses."""
 
     strategy: Strategy  # device, processes, how a step is taken
     model: torch.nn.Module  # prepared
     optimizer: torch.optim.Optimizer  # prepared
     batches: BatchLoader  # this process's micro-batches from `first_step` on, (micro, T + 1), int64, on the device
     metrics: Metrics  # loss, throughput, metrics.jsonl, progress bar, tracker
-    evaluator: Evaluator  # validation loss, HellaSwag and a sample of the live model
+    evaluator: Evaluator  # validation loss, HellaSwag and samples
     checkpoints: CheckpointManager  # saves the state of all of these
-    first_step: int  # optimizer steps done before
+    first_step: int  # optimizer steps that the checkpoint has behind it, 0 for a new run
 
     def check_data_errors(self, saved: bool) -> None:
-        """Raises UserError, on all processes, where one process could not read its data, which stopped the run. A
+        """Raises UserError, on all processes, if the run stopped because one of them could not read its data. A
         collective call."""
         error = self.batches.error()
         if self.strategy.runtime.processes.anywhere(error is not None):
@@ -67,13 +67,13 @@ class Components:
 def open_components(
     config: Config, batch: BatchPlan, strategy: Strategy, directory: RunDirectory, checkpoint: Checkpoint | None
 ) -> Generator[Components, None, None]:
-    """Builds everything from the configuration, or restores it from `checkpoint`; `directory` is the run's. A
+    """Builds the components from the configuration, or restores them from `checkpoint`; `directory` is the run's. A
     collective call. Raises UserError."""
     step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         processes = strategy.runtime.processes
-        opened = open_datasets(config, batch, processes, step, state.get("data"))
-        train_data, val_data = closing.enter_context(opened)
+        datasets = open_datasets(config, batch, processes, step, state.get("data"))
+        train_data, val_data = stack.enter_context(datasets)
         if checkpoint:
             check_same_data(state["data"], train_data.state_dict(), config.data.dataset_name)
         raw_model, model, optimizer = _model_and_optimizer(config, batch, strategy, checkpoint)
@@ -86,7 +86,7 @@ def open_components(
             to_device=strategy.device.put,
             pin=strategy.device.type == "cuda",
         )
-        rewound = checkpoint is not None and processes.is_main and set_aside(directory, checkpoint)
+        is_rewound = checkpoint is not None and processes.is_main and set_aside(directory, checkpoint)
         metrics = Metrics(config, strategy, batches, step)
         stateful = {
             "data": train_data,
@@ -95,16 +95,16 @@ def open_components(
             "spike_filter": strategy.spike_filter,
             "grad_scaler": strategy.grad_scaler,
         }
-        if rewound:
-            state = state | {"tracker": {}}  # it takes each step once: rewound steps are a new run there
+        if is_rewound:
+            state = state | {"tracker": {}}  # a tracker accepts each step once: log the repeated steps as a new run
         for name, component in stateful.items() if checkpoint else []:
-            if state[name]:  # of a loss scale there may be none
+            if state[name]:  # empty without a loss scale
                 component.load_state_dict(state[name])
-        closing.enter_context(batches)  # reads ahead, and verifies files by what was restored
-        closing.enter_context(metrics)
+        stack.enter_context(batches)  # starts prefetching, which verifies files against the restored checksums
+        stack.enter_context(metrics)
         trained = raw_model, optimizer
         checkpoints = CheckpointManager(config, strategy, trained, stateful, metrics, directory, checkpoint)
-        closing.callback(checkpoints.join)
+        stack.callback(checkpoints.join)
         yield Components(
             strategy=strategy,
             model=model,
@@ -120,8 +120,8 @@ def open_components(
 def _model_and_optimizer(
     config: Config, batch: BatchPlan, strategy: Strategy, checkpoint: Checkpoint | None
 ) -> tuple[GPT2LMHeadModel, torch.nn.Module, torch.optim.Optimizer]:
-    """The model, the prepared model and its prepared optimizer. The weights are loaded before `prepare` and the
-    optimizer state after it, so that every strategy and number of processes can take them."""
+    """The model, the prepared model and its prepared optimizer. Weights are loaded before `prepare` and optimizer state
+    after it, so that a checkpoint loads under any strategy and number of processes."""
     opt, run = config.optimizer, config.run
     raw_model = build_model(config, load_init_from=checkpoint is None, **strategy.device.model_options)
     if checkpoint:
@@ -136,11 +136,11 @@ def _model_and_optimizer(
 
 
 def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None:
-    """For a plan: raises UserError, on all processes, where the run could not open its data, `init_from` or its
-    directory; what only the Hub knows is not checked without a network. A collective call."""
+    """Raises UserError, on all processes, if the run could not open its data, `init_from` or its directory. What is on
+    the Hub is not checked without a network. A collective call."""
     steps = 0 if config.undecided else config.optimizer.max_steps
-    data = [partial(check_dataset, one, batch, steps) for one in data_sets(config.data)]
-    checks = [*data, partial(check_init_from, config.model), partial(_check_run_directory, config)]
+    data_checks = [partial(check_dataset, entry, batch, steps) for entry in data_sets(config.data)]
+    checks = [*data_checks, partial(check_init_from, config.model), partial(_check_run_directory, config)]
     with processes.shared_error("the inputs cannot be read"):
         for check in checks if processes.is_main else []:
             try:
@@ -150,103 +150,102 @@ def check_inputs(config: Config, batch: BatchPlan, processes: Processes) -> None
 
 
 def _check_run_directory(config: Config) -> None:
-    """Logs from where the run would continue. Raises UserError where it could not. A plan for other devices says
-    nothing of what is on this disk."""
-    run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
-    new = config.run.fresh or config.run.plan_device
-    chosen, rewound = (None, False) if new else continue_from(run_dir, flat)
-    if chosen is None:
+    """Logs the checkpoint from which the run would continue. Raises UserError if it could not. Does nothing in a dry
+    run for other devices, which may have another disk."""
+    if config.run.fresh or config.run.plan_device:
         return
-    state = state_of(chosen)
+    run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
+    path, is_rewound = continue_from(run_dir, flat)
+    if path is None:
+        return
+    state = state_of(path)
     check_same_run(state, flat, open_tokenizer(config.data.tokenizer), run_dir)
     if state["step"] < config.optimizer.max_steps:
-        before = ", before the decay; what is newer is set aside" if rewound else ""
-        logger.info("resume     it would continue from step %d (%s)%s", state["step"], chosen, before)
+        note = ", before the decay; newer checkpoints would be set aside" if is_rewound else ""
+        logger.info("resume     would continue from step %d (%s)%s", state["step"], path, note)
     else:
-        _check_trained_on(config, state)
-        logger.info(_COMPLETE, chosen)
+        _check_same_data(config, state)
+        logger.info(_COMPLETE, path)
 
 
 @contextmanager
 def open_run_directory(
     config: Config, processes: Processes
 ) -> Generator[tuple[RunDirectory, Checkpoint | None], None, None]:
-    """The run's directory, locked for this run, and the checkpoint in it from which the run continues, chosen and
-    verified by the main process for all of them. A collective call. Raises UserError, on all processes."""
+    """The run's directory, locked for this run, and the checkpoint in it from which the run continues, which the main
+    process chooses and verifies for all. A collective call. Raises UserError, on all processes."""
     run_dir, flat = Path(config.run.output_dir), redacted(config.flat())
-    with ExitStack() as closing:
-        directory, chosen = RunDirectory(run_dir), None
+    with ExitStack() as stack:
+        directory, path = RunDirectory(run_dir), None
         with processes.shared_error("the run's directory cannot be opened"):
             if processes.is_main:
-                directory = closing.enter_context(run_directory(run_dir, fresh=config.run.fresh))
-                chosen, _ = continue_from(run_dir, flat, locked=True)
-        chosen = processes.broadcast_object(chosen)
-        if chosen is None:
+                directory = stack.enter_context(run_directory(run_dir, fresh=config.run.fresh))
+                path, _ = continue_from(run_dir, flat, locked=True)
+        path = processes.broadcast_object(path)
+        if path is None:
             yield directory, None
             return
-        if processes.anywhere(not chosen.exists()):
-            raise UserError(f"{chosen} is not on every node: output_dir must be on a file system that all of them see")
-        checkpoint = load_checkpoint(chosen)
+        if processes.anywhere(not path.exists()):
+            raise UserError(f"{path} is not on every node: output_dir must be on a file system that all of them see")
+        checkpoint = load_checkpoint(path)
         check_same_run(checkpoint.state, flat, open_tokenizer(config.data.tokenizer), run_dir)
         if checkpoint.step < config.optimizer.max_steps:
-            logger.info("resume     from step %d (%s)", checkpoint.step, chosen)
+            logger.info("resume     from step %d (%s)", checkpoint.step, path)
         yield directory, checkpoint
 
 
 def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | None) -> bool:
-    """Whether there is nothing left to do, which it logs: the last step is saved, and was evaluated. A collective
-    call."""
+    """Whether the last step is saved and evaluated, which it logs. A collective call. Raises UserError if the run was
+    trained on other data."""
     if checkpoint is None or checkpoint.step < config.optimizer.max_steps:
         return False
-    evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
-    complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(evaluated)
+    is_evaluated = checkpoint.step in val_losses(Path(config.run.output_dir))
+    complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(is_evaluated)
     if complete:
         with processes.shared_error("the data cannot be read"):
-            _check_trained_on(config, checkpoint.state)
+            _check_same_data(config, checkpoint.state)
         logger.info(_COMPLETE, checkpoint.path)
     return complete
 
 
-def _check_trained_on(config: Config, state: dict) -> None:
-    """Raises UserError where a complete run, with this trainer state, was trained on other data than those that are
-    named now: by their names or, since shards may move, by the shards themselves; text on this disk by what it was.
-    Nothing is prepared or streamed."""
-    before, now = (flat["dataset_name"] for flat in (state["config"], redacted(config.flat())))
-    if before == now:
-        last, sets = state["about"][-1]["data"], data_sets(config.data)
-        for one, part in zip(sets, last.get("mixture", [last]), strict=True):
-            if (files := part.get("files")) and is_text(one.data.train_text):
-                here = redacted(open_text(one.data).identity())["files"]
-                if (here[: len(files)], len(here)) != (files, part["of"]):
-                    raise UserError(
-                        f"{config.run.output_dir} is complete, and {one.data.train_text} was another text then; choose "
-                        "another run_name, or start over with --fresh"
-                    )
+def _check_same_data(config: Config, state: dict) -> None:
+    """Raises UserError if a complete run, with this trainer state, was trained on other data than the configuration
+    names. Compares the names or, since shards may move, the shards; of local text the checksums. Prepares and streams
+    nothing."""
+    trained_name, entries = state["config"]["dataset_name"], data_sets(config.data)
+    way_out = "choose another run_name, or start over with --fresh"
+    if trained_name == redacted(config.flat())["dataset_name"]:
+        sources = state["about"][-1]["data"]
+        for entry, source in zip(entries, sources.get("mixture", [sources]), strict=True):
+            if (trained_files := source.get("files")) and is_text(entry.data.train_text):
+                files = redacted(open_text(entry.data).identity())["files"]
+                if (files[: len(trained_files)], len(files)) != (trained_files, source["of"]):
+                    changed = f"{entry.data.train_text} has changed since"
+                    raise UserError(f"{config.run.output_dir} is complete, and {changed}; {way_out}")
         return
     try:
         check_same_data(state["data"], state_on_disk(config.data), "")
     except UserError:
-        names = ", ".join(one.data.train_text or one.data.dataset_name for one in data_sets(config.data))
+        names = ", ".join(entry.data.train_text or entry.data.dataset_name for entry in entries)
         raise UserError(
-            f"{config.run.output_dir} is complete, and was trained on {before} and not on {names}; choose another "
-            "run_name, or start over with --fresh"
+            f"{config.run.output_dir} is complete, and was trained on {trained_name}, not on {names}; {way_out}"
         ) from None
 
 
 def with_vocabulary(config: Config, processes: Processes) -> Config:
-    """The configuration with the vocabulary of its tokenizer, which each node's first process loads first. A collective
-    call. Raises UserError, on all processes."""
+    """The configuration with the vocabulary size of its tokenizer, which each node's first process loads first. A
+    collective call. Raises UserError, on all processes."""
     with processes.shared_error("the tokenizer cannot be loaded"), processes.main_process_first():
         tokenizer = open_tokenizer(config.data.tokenizer)
     return config.replace(vocab_size=tokenizer.vocab_size)
 
 
-def with_steps(config: Config, processes: Processes, *, due: bool = False) -> Config:
-    """The configuration with the max_steps that make `num_train_epochs` of the data, which are prepared for that, or
-    `train_hours`; `due`: of these so many are over that the decay begins. A collective call. Raises UserError, on all
-    processes."""
+def with_steps(config: Config, processes: Processes, *, decay_due: bool = False) -> Config:
+    """The configuration with its max_steps: from `num_train_epochs`, for which the data are prepared, or from
+    `train_hours`, UNDECIDED until its decay is due. `decay_due`: the run's clock has stopped it for the decay. A
+    collective call. Raises UserError, on all processes."""
     if config.run.train_hours:
-        steps = processes.broadcast_object(_decided(config, due) if processes.is_main else None)
+        steps = processes.broadcast_object(_steps_of_hours(config, decay_due) if processes.is_main else None)
         return config.replace(max_steps=steps)
     if not (epochs := config.run.num_train_epochs):
         return config
@@ -258,23 +257,22 @@ def with_steps(config: Config, processes: Processes, *, due: bool = False) -> Co
     return config
 
 
-def _decided(config: Config, due: bool) -> int:
-    """The max_steps of a run of train_hours: UNDECIDED until the newest checkpoint was saved when it was time to decay,
-    or after that, or the decay is `due`: in an evaluation after that save. Which checkpoint it is does not matter: all
-    after the decision have the same."""
+def _steps_of_hours(config: Config, decay_due: bool) -> int:
+    """The max_steps of a run of train_hours: UNDECIDED until the decay is due, by the clock in the newest checkpoint
+    or, since an evaluation may have followed that save, by `decay_due`. Any checkpoint after the decision has it."""
     state = newest_state(config.run)
     hours, steps = (state["config"].get(name, 0) for name in ("train_hours", "max_steps")) if state else (0, UNDECIDED)
-    if hours and steps != UNDECIDED and config.run.train_hours <= hours:  # less time than it had takes nothing back
+    if hours and steps != UNDECIDED and config.run.train_hours <= hours:  # a shorter train_hours changes nothing now
         return steps
     if hours != config.run.train_hours:
         return UNDECIDED
-    due = due or time_to_decay(state["metrics"], config)
-    return config.optimizer.ending_after(state["step"]) if due else UNDECIDED
+    decay_due = decay_due or time_to_decay(state["metrics"], config)
+    return config.optimizer.ending_after(state["step"]) if decay_due else UNDECIDED
 
 
 def check_same_launch(config: Config, strategy: Strategy) -> None:
-    """Raises UserError, on all processes, where one was launched with another configuration or other code than the main
-    one, where a restart would start over, and where the run cannot have its optimizer or loss. A collective
+    """Raises UserError, on all processes, if one was launched with another configuration or other code than rank 0, if
+    an automatic restart would start over, or if the optimizer or the fused loss is not supported here. A collective
     call."""
     run, optim, supported = config.run, config.optimizer.optim, strategy.runtime.optimizers
     if supported and optim not in supported:
@@ -289,19 +287,19 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
             f"--fresh would start over at each of the {limit} restarts that --max_restarts allows; remove one of them, "
             f"or move {run.output_dir} away"
         )
-    here = {k: v for k, v in redacted(config.flat()).items() if k not in _OF_A_NODE}
-    here["dataset_name's weights"] = [one.count for one in data_sets(config.data)]
-    _check_same_everywhere(here | {"precision": strategy.device.precision}, strategy.runtime.processes)
+    settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
+    settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
+    _check_same_on_all(settings | {"precision": strategy.device.precision}, strategy.runtime.processes)
 
 
-def _check_same_everywhere(here: dict, processes: Processes) -> None:
+def _check_same_on_all(settings: dict, processes: Processes) -> None:
     code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
-    here |= {"torch": torch.__version__, "code of recipe/": hashlib.sha256(code).hexdigest()[:8]}
-    main = processes.broadcast_object(here)
-    differing = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in here.items() if v != main.get(k)]
-    with processes.shared_error("the configuration is not the same"):
-        if differing:
+    settings |= {"torch": torch.__version__, "code of recipe/": hashlib.sha256(code).hexdigest()[:8]}
+    main = processes.broadcast_object(settings)
+    differences = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in settings.items() if v != main.get(k)]
+    with processes.shared_error("the configuration differs"):
+        if differences:
             raise UserError(
-                f"the configuration differs from rank 0's: {'; '.join(differing)}. Launch the same command from the "
+                f"the configuration differs from rank 0's: {'; '.join(differences)}. Launch the same command from the "
                 "same code on every node"
             )

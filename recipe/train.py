@@ -1,7 +1,6 @@
 """Trains GPT-2: `accelerate launch --config_file accelerate_configs/single.yaml recipe/train.py`, or plain python.
 
-`run` is the table of contents; `train` is the loop, the only one, to be read from top to bottom. components.py builds
-what the loop drives.
+`run` is the table of contents, `train` the training loop. components.py builds what the loop uses.
 """
 
 import logging
@@ -12,16 +11,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens; the imports take seconds
-if __package__ in (None, ""):  # as a script: import from the repository, not from recipe/ with its `data`, `optim`...
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal handles it; the imports take seconds
+if __package__ in (None, ""):  # as a script: import from the repository root, not from recipe/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     if find_spec("accelerate") is None:
         print(
             f"error: {sys.executable} has no Accelerate; use .venv/bin/python, set up by `make train`", file=sys.stderr
         )
         sys.exit(2)
-# Read when torch loads OpenMP: a thread that waits for the others soon gives up its core. By default it spins, and two
-# trainings on the same cores take a sixth of the steps that are possible (docs/log.md).
+# Set before torch loads OpenMP: a thread that waits for others soon yields its core. By default it spins, and two runs
+# that share cores reach a sixth of their possible throughput (docs/log.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from recipe.components import (
@@ -52,7 +51,7 @@ logger = logging.getLogger("recipe.train")  # as a script, too
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains as the command line says, and returns the exit code (see ExitCode)."""
+    """Runs the training that the command line describes; returns the exit code (see ExitCode)."""
     try:
         try:
             config = parse_config(argv)
@@ -63,91 +62,92 @@ def main(argv: list[str] | None = None) -> int:
             code = run(config, strategy)
             strategy.runtime.close()
             return code
-        except (UserError, OSError, RuntimeError) as error:  # the last where another process is gone
-            return fail(error)  # in which a signal can come, too: the launcher's, after another process's error
+        except (UserError, OSError, RuntimeError) as error:  # RuntimeError: another process died
+            return fail(error)  # in the outer `try`: the launcher may send a signal meanwhile
     except KeyboardInterrupt:
         if is_local_main_process():
-            print("\nstopped before a step was taken; there is nothing to save", file=sys.stderr)
+            print("\nstopped before the first step; there is nothing to save", file=sys.stderr)
         return ExitCode.RUN_AGAIN
 
 
 def run(config: Config, strategy: Strategy) -> ExitCode:
-    """A run from its configuration to its last line."""
+    """Runs training from the configuration to the closing panel."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     check_same_launch(config, strategy)
     config = with_steps(with_vocabulary(config, processes), processes)
-    config, loss = fused_loss(config, strategy)
-    config, micro = micro_batch(config, strategy)
+    config, loss_line = fused_loss(config, strategy)
+    config, micro_batch_line = micro_batch(config, strategy)
     batch = batch_arithmetic(config, processes.world_size, strategy.device.count)
-    announce(config, batch, strategy, [loss, micro])
-    if config.run.dry_run or config.run.fresh:  # before an earlier run is moved
+    announce(config, batch, strategy, [loss_line, micro_batch_line])
+    if config.run.dry_run or config.run.fresh:  # before --fresh moves an earlier run
         check_inputs(config, batch, processes)
     if config.run.dry_run:
         return ExitCode.DONE
     if config.run.max_hours:
         stop.stop_after(config.run.max_hours)
-    while (code := pretrain(config, batch, strategy)) is None:  # of train_hours so many are over that the decay is due
-        config = with_steps(config.replace(fresh=False), processes, due=True)
+    while (code := pretrain(config, batch, strategy)) is None:  # train_hours: it is time to fix the number of steps
+        config = with_steps(config.replace(fresh=False), processes, decay_due=True)
         start, steps = config.optimizer.decay_start, config.optimizer.max_steps
         logger.info("decay      begins after step %s; the run has %s steps", f"{start:,}", f"{steps:,}")
     return code
 
 
 def pretrain(config: Config, batch: BatchPlan, strategy: Strategy) -> ExitCode | None:
-    """Trains from the run's newest checkpoint to its last step. None if the run was stopped, with a checkpoint, because
-    it is time to decide how many steps it has."""
+    """Trains from the run's newest checkpoint to its last step. Returns None if a run of train_hours has saved a
+    checkpoint and stopped because its decay is due and its number of steps is to be fixed."""
     processes, stop = strategy.runtime.processes, strategy.runtime.stop
     with open_run_directory(config, processes) as (directory, checkpoint):
         uploads, code = open_uploads(config, processes), ExitCode.DONE
         if not is_complete(config, processes, checkpoint):
-            with open_components(config, batch, strategy, directory, checkpoint) as parts:
-                if config.undecided and processes.is_main:  # whose clock a checkpoint keeps
-                    stop.decay_when(parts.metrics.time_to_decay)
-                val_loss, saved = train(config, batch, parts, uploads)
+            with open_components(config, batch, strategy, directory, checkpoint) as components:
+                if config.undecided and processes.is_main:  # checkpoints keep the main process's clock
+                    stop.decay_when(components.metrics.time_to_decay)
+                val_loss, saved = train(config, batch, components, uploads)
             if saved and val_loss is None and strategy.runtime.agreement.to_decay(processes):
                 return None
-            code = summarize(config, parts.metrics, val_loss, saved)
+            code = summarize(config, components.metrics, val_loss, saved)
         if code == ExitCode.DONE:
-            stop.heartbeat()  # from now on Ctrl-C leaves the uploads for later
-            code = uploads.wait(stopped=lambda: stop.requested)
+            stop.heartbeat()  # from here on Ctrl-C ends the wait instead of raising KeyboardInterrupt
+            code = uploads.wait(stop_requested=lambda: stop.requested)
     return code
 
 
-def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads) -> tuple[float | None, bool]:
+def train(config: Config, batch: BatchPlan, components: Components, uploads: Uploads) -> tuple[float | None, bool]:
     """Trains to max_steps, or until all processes have agreed to stop. Returns the last validation loss in nats per
     token, None where the run was stopped, and whether the last checkpoint was written."""
-    strategy, model, optimizer, metrics = parts.strategy, parts.model, parts.optimizer, parts.metrics
-    step, stopping = parts.first_step, False
+    strategy, metrics, checkpoints = components.strategy, components.metrics, components.checkpoints
+    model, optimizer, batches = components.model, components.optimizer, components.batches
+    step, interrupted = components.first_step, False
     model.train()
 
     while True:
         due = due_at(step, config)
 
-        # once in a while: read what the device has gathered, which waits for it
+        # now and then: read the metrics from the device, which synchronizes
         record = metrics.record(step, read=due.log or due.eval)
-        due = due.without(record)  # a resumed run measures nothing twice
-        # once in a while: a checkpoint. Not while step after step is skipped: the weights are those of a spike.
+        due = due.without(record)  # a resumed run does not repeat its evaluations
+        # now and then: a checkpoint, but not during a loss spike, while steps are skipped
         if due.last or (due.save and not strategy.spike_filter.skipping):
-            parts.checkpoints.save(step, record)
+            checkpoints.save(step, record)
 
         try:
-            # once in a while: validation loss, HellaSwag, a sample, all on the live model
+            # now and then: validation loss, HellaSwag and a sample
             if due.eval:
-                record |= parts.evaluator.validate(model, step)
+                record |= components.evaluator.validate(model, step)
             if due.hellaswag or due.sample:
-                parts.checkpoints.wait()  # a kill in a long evaluation must not cost the checkpoint
+                checkpoints.wait()  # a kill during a long evaluation must not lose the checkpoint
             if due.hellaswag:
-                record |= parts.evaluator.hellaswag()
+                record |= components.evaluator.hellaswag()
             if due.sample:
-                record |= parts.evaluator.sample(step)
+                record |= components.evaluator.sample(step)
             metrics.write(step, record)
-            uploads.start()  # a checkpoint goes to the Hub with its evaluations
+            uploads.start()  # after the evaluations, which the model card shows
             if due.last:
                 break
             # no process starts a step that another cannot finish
-            strategy.runtime.agreement.wait_for_batches(parts.batches)
+            strategy.runtime.agreement.wait_for_batches(batches)
         except Interrupted:  # raised on all processes, between two steps
-            stopping = True
+            interrupted = True
             break
 
         # a single training step
@@ -155,7 +155,7 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
         if config.model.dropout:
             strategy.seed_dropout(config.run.seed, step)
         for micro_step in range(batch.accumulation):
-            sequences = next(parts.batches)  # (micro, T + 1)
+            sequences = next(batches)  # (micro, T + 1)
             with strategy.micro_step(model, last=micro_step == batch.accumulation - 1):
                 loss = model(sequences[:, :-1], sequences[:, 1:]) / batch.accumulation
                 strategy.backward(loss)
@@ -165,11 +165,11 @@ def train(config: Config, batch: BatchPlan, parts: Components, uploads: Uploads)
         strategy.device.flush()
         step += 1
 
-    if stopping:
-        parts.checkpoints.save(step, record)  # a resumed run does what else is due at this step
-    saved = parts.checkpoints.finish()
-    parts.check_data_errors(saved)
-    val_loss = None if stopping else record["val_loss"]
+    if interrupted:
+        checkpoints.save(step, record)  # the resumed run does the evaluations still due at this step
+    saved = checkpoints.finish()
+    components.check_data_errors(saved)
+    val_loss = None if interrupted else record["val_loss"]
     return val_loss, saved
 
 

@@ -220,7 +220,7 @@ TABLE = {
     "22 complete, other data": (
         lambda at: at.resume(max_steps=20, dataset_name=at.shard(GOOD)),
         "run is complete, and was trained on ",
-        "and not on ",
+        ", not on ",
         "choose another run_name, or start over with --fresh",
     ),
     "22 complete, not prepared": (
@@ -388,7 +388,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_costs_nothing_that_was_train
 def test_22_the_same_shards_elsewhere_are_the_same_data(command, place):
     elsewhere = {"dataset_name": shutil.copytree(place.shards, place.path / "elsewhere"), "dropout": 0.1}
     for argv, printed in (
-        (place.resume(max_steps=20, **elsewhere), "holds the whole run"),
+        (place.resume(max_steps=20, **elsewhere), "training is finished"),
         (place.train(max_steps=21, **elsewhere), "from step 20"),
     ):
         code, out, err = command(argv)

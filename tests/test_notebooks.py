@@ -171,7 +171,7 @@ def test_colab(shards, whole_run, tmp_path):
     assert f"mounted {tmp_path / 'drive'}" in printed["drive"]
     assert "nothing can be pushed" in printed["token"]
     assert f"resuming   {kept / name}, copied into" in printed["earlier"]
-    assert printed["train"].count("holds the whole run") == 1  # and not an hour later again
+    assert printed["train"].count("training is finished") == 1  # and not an hour later again
     assert "not pushed: there is no HF_TOKEN" in printed["push"]
     assert sorted(path.name for path in (kept / name).glob("step_*")) == ["step_00000010", "step_00000020"]
 

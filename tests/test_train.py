@@ -143,7 +143,7 @@ def test_running_again_says_that_the_run_is_complete_and_fresh_keeps_the_old_one
     first, _ = train(shards, run, max_steps=6, save_steps="end")
     before = (run / "metrics.jsonl").read_bytes()
     _, output = train(shards, run, max_steps=6, save_steps="end")
-    assert "holds the whole run" in output
+    assert "training is finished" in output
     assert (run / "metrics.jsonl").read_bytes() == before
     again, output = train(shards, run, max_steps=6, save_steps="end", fresh="true")
     assert losses(again) == losses(first)
@@ -255,8 +255,8 @@ def test_a_plan_checks_its_inputs(shards, whole_run, tmp_path, capsys, monkeypat
 @pytest.mark.parametrize(
     ("fields", "code", "output"),
     [
-        ({}, 0, "complete +.*step_00000020 holds the whole run"),
-        ({"max_steps": 30}, 0, "resume +it would continue from step 20 "),
+        ({}, 0, "complete +.*training is finished .*step_00000020"),
+        ({"max_steps": 30}, 0, "resume +would continue from step 20 "),
         ({"seed": 2}, 2, "holds a run with other settings: seed "),
         ({"seed": 2, "fresh": "true"}, 0, "validation"),
     ],

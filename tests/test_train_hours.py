@@ -61,7 +61,7 @@ def test_it_decays_and_is_complete_in_time(shards, trained, tmp_path, processes,
     # Quiet machines keep it within some percent; those that test may be slowed down at any moment.
     assert 0.5 * SECONDS < plan(run)["seconds"] < 2 * SECONDS
     command = flags(**FIELDS, dataset_name=shards, output_dir=run)
-    assert "holds the whole run" in run_train(*command, processes=processes).stdout
+    assert "training is finished" in run_train(*command, processes=processes).stdout
 
     if processes == 1:
         again = forget_after(start, shutil.copytree(run, tmp_path / "again"))  # killed between the two parts
@@ -88,7 +88,7 @@ def test_less_time_than_a_run_has_had_takes_nothing_back(shards, trained):
     before = plan(run)
     less = FIELDS | {"train_hours": SECONDS / 7200}
     again = ok(run_train(*flags(**less, dataset_name=shards, output_dir=run)))
-    assert "holds the whole run" in again.stdout
+    assert "training is finished" in again.stdout
     assert plan(run) == before
     assert not list(run.glob("decayed_*"))
 

@@ -134,15 +134,16 @@ class Uploads:
             self._thread = threading.Thread(target=self._upload, args=(wanted,), name="upload", daemon=True)
             self._thread.start()
 
-    def wait(self, limit: float = LIMIT, stopped: Callable[[], bool] = lambda: False) -> ExitCode:
-        """Uploads everything that is left, until `limit` seconds or ATTEMPTS failures are over, or `stopped()`. Returns
-        DONE if everything is on the Hub, USER_ERROR if it is refused or damaged, else RUN_AGAIN."""
+    def wait(self, limit: float = LIMIT, stop_requested: Callable[[], bool] = lambda: False) -> ExitCode:
+        """Uploads everything that is missing, for at most `limit` seconds or ATTEMPTS failures, or until
+        `stop_requested()`. Returns DONE if everything is on the Hub, USER_ERROR if a checkpoint is damaged or refused,
+        else RUN_AGAIN."""
         if missing := self._missing():
             logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
         deadline = time.monotonic() + limit
         self._failures, self._not_before = 0, 0.0
         while self._thread.is_alive() or (self._unknown() and self._failures < ATTEMPTS):
-            if time.monotonic() >= deadline or stopped():
+            if time.monotonic() >= deadline or stop_requested():
                 break
             self.start()
             time.sleep(0.05)

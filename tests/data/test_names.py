@@ -217,7 +217,7 @@ def test_epochs_of_the_data_decide_the_length_and_are_named(here):
     assert f"length     {steps} steps" in ran.stdout
     assert f"epochs     {steps * 2 / windows:.3g} of these data\n" in ran.stdout
     assert f"step_{steps:08d}" in ran.stdout
-    assert "holds the whole run" in run("--num_train_epochs=1.5").stdout
+    assert "training is finished" in run("--num_train_epochs=1.5").stdout
     many = run(f"--max_steps={2 * windows}", "--dry_run")
     assert "epochs     4 of these data; from four on, more text helps more" in many.stdout
     for more, message in (

@@ -75,7 +75,7 @@ def test_a_signal_while_an_error_is_being_reported_leaves_no_traceback(monkeypat
     monkeypatch.setattr(train, "fail", mock.Mock(side_effect=KeyboardInterrupt))
     assert train.main(["--n_layer", "0"]) == ExitCode.RUN_AGAIN
     assert train.fail.call_count == 1
-    assert "stopped before a step was taken" in capsys.readouterr().err
+    assert "stopped before the first step" in capsys.readouterr().err
 
 
 # A lock taken twice, in C: no handler of Python's is called there, as in a collective.

@@ -186,7 +186,7 @@ def test_a_hub_that_hangs_delays_neither_a_step_nor_the_end_beyond_its_limit(hub
     assert time.monotonic() - start < 10
     assert hub.count("POST", "/repos/create") <= 1  # one attempt at a time
     start, asked = time.monotonic(), iter([False, False])
-    assert uploads.wait(stopped=lambda: next(asked, True)) == 75  # Ctrl-C
+    assert uploads.wait(stop_requested=lambda: next(asked, True)) == 75  # Ctrl-C
     assert time.monotonic() - start < 10
 
 
