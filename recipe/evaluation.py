@@ -1,4 +1,4 @@
-"""What is measured on the live model while it trains: validation loss, HellaSwag, a sample."""
+"""Evaluation during training: validation loss, HellaSwag and text samples."""
 
 import logging
 import math
@@ -30,8 +30,8 @@ SAMPLE_TOKENS, TEMPERATURE, TOP_K = 48, 0.8, 50
 
 class Evaluator:
     """Evaluates the model between two steps. Its methods return columns of metrics.jsonl. They are collective calls:
-    every process makes the same batches of the same shapes, and asks before each whether the run is to stop (raises
-    Interrupted). The time that they take is a pause of `metrics`."""
+    every process makes the same batches of the same shapes, and checks before each batch whether to stop (raises
+    Interrupted). Their time is counted in `metrics.pauses`."""
 
     def __init__(
         self,
@@ -48,13 +48,14 @@ class Evaluator:
 
     def validate(self, model: torch.nn.Module, step: int) -> dict[str, float]:
         """val_loss, the mean loss in nats a token over the first eval_tokens of the validation shards, the same ones
-        whatever the number of processes. Of a mixture, each data set gets an equal part of them, columns of its own,
-        and its share in the mean. `model` is the prepared one. Raises UserError if the loss is not finite."""
+        for any number of processes. The data sets of a mixture share eval_tokens equally, have columns of their own,
+        and are weighted by their shares in the mean. `model` is the prepared one. Raises UserError if the loss is not
+        finite."""
         parts, length = self.data.parts, self.config.data.sequence_length
-        most = max(1, self.config.run.eval_tokens // length // len(parts))
+        max_windows = max(1, self.config.run.eval_tokens // length // len(parts))
         model.eval()
         with self.metrics.paused("validating") as tick:
-            losses = {name: self._loss(model, data, min(data.windows, most), tick) for name, _, data in parts}
+            losses = {name: self._loss(model, data, min(data.windows, max_windows), tick) for name, _, data in parts}
         model.train()
         val_loss = sum(share * losses[name] for name, share, _ in parts)
         if not math.isfinite(val_loss):
@@ -63,8 +64,8 @@ class Evaluator:
         if len(parts) > 1:
             columns |= {f"share/{name}": share for name, share, _ in parts}
             columns |= {f"val_loss/{name}": loss for name, loss in losses.items()}
-            shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-            logger.info("step %d: validation loss %.4f (%s)", step, val_loss, shown)
+            text = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            logger.info("step %d: validation loss %.4f (%s)", step, val_loss, text)
         return columns
 
     @torch.no_grad()
@@ -76,7 +77,7 @@ class Evaluator:
         rank, world_size = runtime.processes.rank, runtime.processes.world_size
         batches = -(-windows // (micro * world_size))
         total = torch.zeros(2, device=device.torch_device)  # sum of losses, number of sequences
-        device.flush()  # so that a lazy device does not compile the zeros into the first batch's program
+        device.flush()  # or a lazy device would compile the zeros into the first batch's program
         for number in range(batches):
             tick(number, batches)
             runtime.agreement.check_stop()
@@ -93,33 +94,33 @@ class Evaluator:
     def _validation_batch(self, data: TokenDataset, number: int, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (micro, T), int64, of a batch; rows beyond the last window have ignored targets."""
         lo, hi = (min(n * self.batch.micro, windows) for n in (number, number + 1))
-        real = torch.from_numpy(data.validation_windows(lo, hi))  # (rows, T + 1)
-        missing = (0, 0, 0, self.batch.micro - len(real))
-        return F.pad(real[:, :-1], missing), F.pad(real[:, 1:], missing, value=IGNORE_INDEX)
+        rows = torch.from_numpy(data.validation_windows(lo, hi))  # (rows, T + 1)
+        padding = (0, 0, 0, self.batch.micro - len(rows))
+        return F.pad(rows[:, :-1], padding), F.pad(rows[:, 1:], padding, value=IGNORE_INDEX)
 
     def hellaswag(self) -> dict[str, float]:
-        """HellaSwag scored over all processes, as llm.c and as lm-evaluation-harness do: the accuracies."""
+        """HellaSwag accuracies over all processes, scored as by llm.c and as by lm-evaluation-harness."""
         device, runtime = self.strategy.device, self.strategy.runtime
-        rows, done = load_rows(self.config.run.hellaswag_limit), count()
+        rows, batch_numbers = load_rows(self.config.run.hellaswag_limit), count()
         rank, world_size = runtime.processes.rank, runtime.processes.world_size
         batches = -(-len(rows) // (world_size * HELLASWAG_BATCH))
         with (
             self.metrics.paused("HellaSwag") as tick,
-            unsharded_model(self.strategy, self.raw_model) as live,
+            unsharded_model(self.strategy, self.raw_model) as gpt2,
             device.autocast(),
         ):
 
             def body(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-                tick(next(done), batches)
+                tick(next(batch_numbers), batches)
                 runtime.agreement.check_stop()  # equally often on every process
-                return live.transformer(ids, positions, mask)
+                return gpt2.transformer(ids, positions, mask)
 
             model = LanguageModel(
                 body=body,
-                head=live.head,
+                head=gpt2.head,
                 encode=self._encode,
                 n_positions=self.config.model.n_positions,
-                device=live.head_weight.device,
+                device=gpt2.head_weight.device,
                 multiples=device.eval_multiples,
                 place=device.put,
             )
@@ -127,41 +128,41 @@ class Evaluator:
         totals = torch.tensor(list(counts.values()), device=device.torch_device)
         n_rows, *correct = runtime.processes.sum(totals).tolist()
         scores = {name: n / n_rows for name, n in zip(list(counts)[1:], correct, strict=True)}
-        shown = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
-        logger.info("HellaSwag (%d rows): %s", n_rows, shown)
+        text = ", ".join(f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in scores.items())
+        logger.info("HellaSwag (%d rows): %s", n_rows, text)
         return {f"hellaswag_{name}": value for name, value in scores.items()}
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode([text])[0].tolist()
 
     def sample(self, step: int) -> dict[str, str]:
-        """Continues each line of `sample_prompt`, or a line break: the same text for a seed on every process."""
+        """Continues each line of `sample_prompt`, or a line break; one seed gives the same text on every process."""
         run, texts = self.config.run, []
-        with self.metrics.paused("sampling"), unsharded_model(self.strategy, self.raw_model) as live:
+        with self.metrics.paused("sampling"), unsharded_model(self.strategy, self.raw_model) as gpt2:
             for prompt in map(str.strip, run.sample_prompt.splitlines() or [""]):
-                tokens = continuation(live, self._encode(prompt or "\n") or [self.tokenizer.end_of_text], run.seed)
+                tokens = continuation(gpt2, self._encode(prompt or "\n") or [self.tokenizer.end_of_text], run.seed)
                 texts.append(prompt + self.tokenizer.decode(tokens).decode(errors="replace"))
         text = "\n---\n".join(texts)
         logger.info("step %d: sample %r", step, text)
         return {"sample": text}
 
 
-def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[int]:
-    """SAMPLE_TOKENS new tokens after a prompt, which is truncated on the left where there is no room for both.
+def continuation(model: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[int]:
+    """SAMPLE_TOKENS new tokens after a prompt, which is truncated on the left if both exceed n_positions.
 
-    The model has no key-value cache. It is called once a token, always with (1, T) of the same T, so that nothing is
-    compiled twice, and past end-of-text too, so that all ranks call it equally often. Draws happen on the CPU: one seed
-    gives one text on any device.
+    Without a key-value cache, the model is called once a token: always with the same shape (1, T), so that it compiles
+    once, and past end-of-text too, so that all ranks call it equally often. Tokens are drawn on the CPU, so that one
+    seed gives one text on any device.
     """
-    positions, device = live.config.n_positions, live.head_weight.device
+    positions, device = model.config.n_positions, model.head_weight.device
     n_new = min(SAMPLE_TOKENS, positions - 1)
     prompt = prompt[-(positions - n_new) :]
-    ids = torch.zeros(1, len(prompt) + n_new, dtype=torch.long)  # (1, T); causal: the zeros ahead are not seen
+    ids = torch.zeros(1, len(prompt) + n_new, dtype=torch.long)  # (1, T); attention is causal: the zeros do not matter
     ids[0, : len(prompt)] = torch.tensor(prompt)
     generator = torch.Generator().manual_seed(seed)
     for position in range(len(prompt), ids.shape[1]):
-        # Off the device first: one that compiles would compile a program for each position.
-        logits = live(ids.to(device))[0].cpu()[position - 1].float()  # (V,)
+        # Moved off the device before indexing: a compiling device would compile a program for each position.
+        logits = model(ids.to(device))[0].cpu()[position - 1].float()  # (V,)
         values, tokens = logits.topk(TOP_K)
         ids[0, position] = tokens[torch.multinomial((values / TEMPERATURE).softmax(-1), 1, generator=generator)]
     return ids[0, len(prompt) :].tolist()
@@ -169,16 +170,16 @@ def continuation(live: GPT2LMHeadModel, prompt: list[int], seed: int) -> list[in
 
 @contextmanager
 def unsharded_model(strategy: Strategy, model: GPT2LMHeadModel) -> Generator[GPT2LMHeadModel, None, None]:
-    """The live model, uncompiled, in evaluation mode; assembled from its shards if need be. A collective call."""
-    live = model
+    """The model in evaluation mode, eager, with its weights gathered if they are sharded. A collective call."""
+    unsharded = model
     if (weights := strategy.unsharded_weights(model)) is not None:
         with torch.device("meta"):  # no second copy: the gathered tensors become the parameters
-            live = GPT2LMHeadModel(model.config)
-        live.load_state_dict(weights, assign=True)
-    live.eval()
+            unsharded = GPT2LMHeadModel(model.config)
+        unsharded.load_state_dict(weights, assign=True)
+    unsharded.eval()
     try:
-        # Blocks that were compiled by themselves would be compiled again for each shape of an evaluation.
+        # Blocks compiled one by one would be recompiled for each shape of an evaluation.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield live
+            yield unsharded
     finally:
         model.train()

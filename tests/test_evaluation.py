@@ -1,4 +1,4 @@
-"""What is measured on the live model while it trains is what the checkpoint gives through transformers."""
+"""Evaluation during training agrees with the checkpoint loaded through transformers."""
 
 import pytest
 import torch
