@@ -1,4 +1,4 @@
-"""How fast a device trains: by published speeds, or on a CPU by a matrix product."""
+"""The expected speed of training on a device: from published runs or, on a CPU, from a timed matrix product."""
 
 import math
 import time
@@ -13,31 +13,31 @@ from recipe.engine.hardware import DEVICES, known_name
 from recipe.estimate.memory import flops_per_token, parameter_count
 from recipe.utils.units import si
 
-ASSUMED_MFU = 0.4  # where nothing was published or measured, and on a CPU
-MEASURED_MFU = {"H200": 0.49}  # by us, where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json)
+ASSUMED_MFU = 0.4  # on a CPU, and where nothing was published or measured
+# Our measurement where nothing was published: gpt2, 64 sequences a step (docs/results/h200.json).
+MEASURED_MFU = {"H200": 0.49}
 
 
 def expected_flops(
     device: Device, processes: int, model: ModelConfig, *, auto: bool = True
 ) -> tuple[float, float, str] | None:
-    """The lowest and highest FLOP/s to expect of a training step on so many such devices, and where that is from; None
-    where nothing is known of them. `auto`: the precision is the best that the device has.
-
-    The known GPU peaks are for half precision; the peak of another one is not known, unless it is the best there is.
+    """The lowest and highest expected FLOP/s of a training step on all devices of `processes` processes, and the basis
+    of the estimate; None if the peak is not known. A known peak is that of half precision or of the device's best
+    precision, which `auto` says the run uses.
     """
     if device.peak_flops and (device.precision in ("bf16", "fp16") or auto):
         low, high, basis = mfu_of(device.chip, processes * device.count, model)
         return low * device.peak_flops * processes, high * device.peak_flops * processes, f"at {basis}"
     if device.type != "cpu":
         return None
-    peak, share = cpu_flops(device.precision) * processes, f"{100 * ASSUMED_MFU:.0f} %"
-    basis = f"if a step reaches {share} of the {si(peak)}FLOP/s that a matrix product reaches here now"
+    peak = cpu_flops(device.precision) * processes
+    basis = f"at {100 * ASSUMED_MFU:.0f} % of the {si(peak)}FLOP/s that a matrix product reaches here now"
     return ASSUMED_MFU * peak, ASSUMED_MFU * peak, basis
 
 
 def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, str]:
-    """The lowest and highest MFU to expect of `count` devices called `device`, and where they are from: the published
-    runs on that device whose model, then whose number of devices, is nearest; or ours on one; or an assumption."""
+    """The lowest and highest MFU to expect of `count` devices called `device`, and their source: the published runs on
+    that device with the nearest model size, then the nearest number of devices; else MEASURED_MFU; else ASSUMED_MFU."""
     name = known_name(device)
     runs = [run for run in SPEEDS if name and known_name(run.device) == name]
     if not runs and name in MEASURED_MFU:
@@ -49,25 +49,26 @@ def mfu_of(device: str, count: int, model: ModelConfig) -> tuple[float, float, s
     ratio = {size: abs(math.log(parameter_count(shape) / parameter_count(model))) for size, shape in shapes.items()}
     nearest = min(runs, key=lambda run: (ratio[run.size], abs(math.log(run.count / count))))
     shape, peak = shapes[nearest.size], nearest.count * DEVICES[name].peak
-    same = [run for run in runs if (run.size, run.count) == (nearest.size, nearest.count)]
-    found = sorted((run.tokens_per_second * flops_per_token(shape, 1024) / peak, run.run) for run in same)
-    low, high = found[0][0], found[-1][0]
-    shares = " to ".join(f"{100 * mfu:.1f}" for mfu in dict.fromkeys((low, high)))
-    of = f"{si(parameter_count(shape), 'B')} parameters on {nearest.count} x {name}"
-    return low, high, f"{shares} % MFU, published by {' and '.join(dict.fromkeys(run for _, run in found))} for {of}"
+    runs = [run for run in runs if (run.size, run.count) == (nearest.size, nearest.count)]
+    mfus = sorted((run.tokens_per_second * flops_per_token(shape, 1024) / peak, run.run) for run in runs)
+    low, high = mfus[0][0], mfus[-1][0]
+    percent = " to ".join(f"{100 * mfu:.1f}" for mfu in dict.fromkeys((low, high)))
+    authors = " and ".join(dict.fromkeys(author for _, author in mfus))
+    setup = f"{si(parameter_count(shape), 'B')} parameters on {nearest.count} x {name}"
+    return low, high, f"{percent} % MFU, published by {authors} for {setup}"
 
 
 @lru_cache
 def cpu_flops(precision: str, size: int = 256) -> float:
-    """FLOP/s of this process's threads on the CPU: the best matrix product of one thread in a tenth of a second, times
-    their number. (Several threads would wait for the slowest, which tells nothing on a busy machine.)"""
+    """FLOP/s of this process's CPU threads: the fastest matrix product of one thread in a tenth of a second, times the
+    number of threads. (Several threads would wait for the slowest, which says little on a busy machine.)"""
     a = torch.ones(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     a @ a  # prepares the kernel
-    begun, best = time.perf_counter(), math.inf
-    while (start := time.perf_counter()) < begun + 0.1 or best == math.inf:
+    deadline, fastest = time.perf_counter() + 0.1, math.inf  # seconds
+    while (start := time.perf_counter()) < deadline or fastest == math.inf:
         a @ a
-        best = min(best, time.perf_counter() - start)
+        fastest = min(fastest, time.perf_counter() - start)
     torch.set_num_threads(threads)
-    return threads * 2 * size**3 / best
+    return threads * 2 * size**3 / fastest

@@ -15,7 +15,7 @@ from recipe.checkpoint.format import checkpoints, state_of
 from recipe.config import parse_config
 from recipe.engine import hardware
 from recipe.engine.factory import open_strategy
-from recipe.estimate.fused_loss import GRADIENT, LOSS, compare, fused_loss
+from recipe.estimate.fused_loss import GRADIENT_TOLERANCE, LOSS_TOLERANCE, compare, fused_loss
 from tests import processes as programs
 from tests.conftest import TINY, by_step, flags, forget_after, interpreted, ok
 
@@ -122,9 +122,9 @@ def test_the_check_tells_the_kernel_from_one_that_counts_the_padding():
     """By Triton's interpreter."""
     program = "from tests.estimate.test_fused_loss import print_distances; print_distances()"
     for dtype, (right, wrong) in interpreted("-c", program).items():
-        allowed = LOSS, GRADIENT[getattr(torch, dtype)]
-        assert all(apart < most / 5 for apart, most in zip(right, allowed, strict=True)), dtype
-        assert all(apart > most for apart, most in zip(wrong, allowed, strict=True)), dtype
+        tolerances = LOSS_TOLERANCE, GRADIENT_TOLERANCE[getattr(torch, dtype)]
+        assert all(error < tolerance / 5 for error, tolerance in zip(right, tolerances, strict=True)), dtype
+        assert all(error > tolerance for error, tolerance in zip(wrong, tolerances, strict=True)), dtype
 
 
 def print_distances() -> None:

@@ -86,9 +86,7 @@ def test_a_time_without_a_known_peak(monkeypatch):
     monkeypatch.setattr(cost, "cpu_flops", lambda precision: 100e9)
     # 855,166,464 FLOP x 10 B tokens / (0.4 x 100 GFLOP/s) = 6.8 years: nobody should start this unwarned
     cpu = panel("h100", "--config=gpt2", type="cpu", peak_flops=None)
-    assert cpu["time"] == (
-        "about 2474 d 9 h if a step reaches 40 % of the 100 GFLOP/s that a matrix product reaches here now"
-    )
+    assert cpu["time"] == "about 2474 d 9 h at 40 % of the 100 GFLOP/s that a matrix product reaches here now"
 
 
 def test_what_does_not_fit_says_what_helps():
