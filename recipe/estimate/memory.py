@@ -6,10 +6,10 @@ from recipe.config import BatchPlan, Config, ModelConfig
 from recipe.optim.muon import share_of
 from recipe.utils.units import gb
 
-_ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # numbers, as ds_configs/ and DeepSpeed have them
-ACCURACY = 0.25  # of step_memory, for any model
-HEADROOM = 0.92  # of a device's memory that tensors may take: the rest is for what step_memory does not count
-TIGHT = 1.05  # a plan says "does not fit" of more than this share of what tensors may take
+_ZERO_BUCKET, _ZERO3_LIVE = 50_000_000, 1_000_000_000  # elements; set in ds_configs/, and DeepSpeed's default
+ACCURACY = 0.25  # relative error of step_memory for any model
+HEADROOM = 0.92  # share of a device's memory that tensors may take: the rest is for what step_memory does not count
+TIGHT = 1.05  # the panel prints "does not fit" above this multiple of what tensors may take
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -19,7 +19,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of a training step a token: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
+    """FLOPs a token of a training step: 6 N + 12 L D T (PaLM, Chowdhery et al. 2022, appendix B).
 
     N excludes the position embeddings, which are looked up, not multiplied, and counts the true vocabulary, not a
     padded one: 855.2 M for the 124M model at T = 1024.
@@ -29,65 +29,65 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def state_bytes(config: Config, world_size: int = 1, sharding: str = "", precision: str = "bf16") -> int:
-    """Bytes a device holds through a run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
-    20 N. Muon has one moment instead of two for the matrices that it moves.
+    """Bytes a device holds throughout a run: weights, gradients and AdamW's two moments in fp32, 16 N; under DDP
+    20 N. Muon keeps one moment instead of two for the matrices that it updates.
 
-    ZeRO keeps a further fp32 copy of the weights with the moments and shards those across processes, at stage 2 the
-    gradients too, at 3 the weights; in fp16 weights and gradients beside them have 2 bytes. On top come buckets of
-    gradients, as ds_configs/ sizes them, and at stage 3 the weights that DeepSpeed leaves gathered
-    (stage3_max_live_parameters). From reading DeepSpeed 0.19; measured with two processes on a CPU in bf16 alone.
+    ZeRO shards the moments and another fp32 copy of the weights across processes, at stage 2 the gradients too, at 3
+    the weights; in fp16 the gradients and the first copy of the weights take 2 bytes a number. In addition there are
+    gradient buckets, sized in ds_configs/, and at stage 3 the weights that DeepSpeed keeps gathered
+    (stage3_max_live_parameters). From the source of DeepSpeed 0.19; measured with two processes on a CPU, only in bf16.
 
-    FSDP shards all 16 N, and gathers the embeddings, the block that runs and the next one. Measured with two processes
-    on a CPU.
+    FSDP shards all 16 N, and gathers the embeddings, the running block and the next. Measured with two processes on a
+    CPU.
     """
     model, N = config.model, parameter_count(config.model)
-    states = 16 * N - 4 * _moved_by_muon(config)
+    states = 16 * N - 4 * _muon_parameters(config)
     if sharding == "fsdp":
         root, block = (model.vocab_size + model.n_positions) * model.n_embd, 12 * model.n_embd**2 + 13 * model.n_embd
         return states // world_size + (2 if precision == "bf16" else 4) * (root + 2 * block)
-    if not sharding:  # DDP's buckets stay, and the micro-steps before the last gather their gradients beside them
+    if not sharding:  # DDP's buckets stay, and earlier micro-steps accumulate their gradients outside them
         return states if world_size == 1 else states + 4 * N
     w = 2 if precision == "fp16" else 4
     unsharded = w * {"zero1": 2, "zero2": 1, "zero3": 0}[sharding] * N  # weights and gradients, weights, nothing
-    if sharding == "zero3":  # the gathered ones, the largest a second time; a bucket for each type of gradient
-        beside = w * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
-        beside += _ZERO_BUCKET * (6 if precision == "bf16" else w)
-    else:  # two for each type
-        beside = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
-    return unsharded + (states + (2 * w - 4) * N - unsharded) // world_size + beside
+    if sharding == "zero3":  # gathered weights, the largest a second time; a bucket for each dtype of gradients
+        buffers = w * (min(N, _ZERO3_LIVE) + model.vocab_size * model.n_embd)
+        buffers += _ZERO_BUCKET * (6 if precision == "bf16" else w)
+    else:  # two buckets for each dtype
+        buffers = _ZERO_BUCKET * 2 * w * (2 if precision == "bf16" else 1)
+    return unsharded + (states + (2 * w - 4) * N - unsharded) // world_size + buffers
 
 
-def _moved_by_muon(config: Config) -> int:
+def _muon_parameters(config: Config) -> int:
     """Number of weights that Muon updates: those of the matrices inside the blocks."""
-    return config.optimizer.optim == "muon" and 12 * config.model.n_layer * config.model.n_embd**2
+    return 12 * config.model.n_layer * config.model.n_embd**2 if config.optimizer.optim == "muon" else 0
 
 
 def update_bytes(config: Config, world_size: int = 1, precision: str = "bf16") -> int:
-    """Temporary bytes of the optimizer's update, beside `state_bytes`: none for AdamW; for Muon those of the matrices
-    that it orthogonalizes at once."""
-    D, most = config.model.n_embd, 0
-    if not _moved_by_muon(config):
+    """Temporary bytes of the optimizer's update, on top of `state_bytes`: none for AdamW; for Muon those of the
+    matrices that it orthogonalizes at once."""
+    D, peak = config.model.n_embd, 0  # elements
+    if not _muon_parameters(config):
         return 0
     for cols, count in ((D, 4 * config.model.n_layer), (4 * D, 2 * config.model.n_layer)):
         share = share_of(count, D * cols, world_size)
-        iteration = share * (3 * D * cols + 2 * D * D)  # what goes in, X before and after, X X^T and its polynomial
-        gathered = share * (world_size + 1) * D * cols if world_size > 1 else 0
-        most = max(most, iteration, gathered)
-    return (2 if precision == "bf16" else 4) * most
+        iteration = share * (3 * D * cols + 2 * D * D)  # the input, X before and after, X X^T and its polynomial
+        gather = share * (world_size + 1) * D * cols if world_size > 1 else 0
+        peak = max(peak, iteration, gather)
+    return (2 if precision == "bf16" else 4) * peak
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that the allocator of a device holds in a step, by what holds them.
+    """Bytes that a device's allocator holds in a step, by purpose.
 
     Attributes:
-        state: weights, optimizer state and gradients, as `state_bytes` counts them; without the gradients in a step of
-            one micro-batch on one device, where they come one by one as backward goes on.
+        state: weights, optimizer state and gradients, as `state_bytes` counts them; in a step of one micro-batch on one
+            device without the gradients, which backward allocates one by one.
         activations: what forward keeps for backward.
-        loss: the most that the head and the loss take beside the activations.
-        backward: the most that backward takes in a block, and at its end, beside the activations.
-        update: what is held beside the state when there are no activations: `update_bytes`, or under FSDP the full
-            weights, for HellaSwag or a sample; and the gradients, if the state is without them.
+        loss: the peak of the head and the loss on top of the activations.
+        backward: the peak of backward, in a block or at its end, on top of the activations.
+        update: the peak without activations, on top of the state: `update_bytes`, or the unsharded weights for
+            HellaSwag or a sample under FSDP; and the gradients where `state` does not contain them.
     """
 
     state: int
@@ -98,15 +98,15 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """Peak bytes."""
         return sum(self.at_peak().values())
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by name at the moment when the most is held."""
-        moment = "loss" if self.loss > self.backward else "backward"
-        if self.update > self.activations + getattr(self, moment):
+        """Bytes by purpose at the peak."""
+        name, size = max(("backward", self.backward), ("loss", self.loss), key=lambda phase: phase[1])
+        if self.update > self.activations + size:
             return {"state": self.state, "update": self.update}
-        return {"state": self.state, "activations": self.activations, moment: getattr(self, moment)}
+        return {"state": self.state, "activations": self.activations, name: size}
 
 
 def step_memory(
@@ -117,35 +117,35 @@ def step_memory(
 
     Attention is assumed to be a kernel that keeps no scores. Measured in tests/estimate/test_memory.py with PyTorch's
     allocator on a CPU and CUDA's autocast (docs/log.md has the table, with ZeRO on two processes). Not included: what a
-    GPU holds beside PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and what fragmentation loses, for which
-    HEADROOM is; and, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities in recipe/model/attention.py.
+    GPU holds besides PyTorch's tensors (context, cuBLAS's and NCCL's buffers) and fragmentation, which HEADROOM covers;
+    and, on a CPU in bf16, the L B H T (T + 128) bytes of probabilities in recipe/model/attention.py.
     """
     model, run = config.model, config.run
     N, D, L, world = parameter_count(model), model.n_embd, model.n_layer, batch.world_size
     n = batch.micro // batch.devices * config.data.sequence_length  # tokens
-    half, checkpointed = precision in ("bf16", "fp16"), bool(run.gradient_checkpointing)
-    autocast = half and not sharding.startswith("fsdp" if precision == "bf16" else "zero")
-    compiled = compiled and not sharding.startswith("fsdp")  # which compiles blocks, whose tensors are counted alike
-    w = 2 if half else 4  # bytes a number
+    is_half, checkpointed = precision in ("bf16", "fp16"), bool(run.gradient_checkpointing)
+    autocast = is_half and not sharding.startswith("fsdp" if precision == "bf16" else "zero")
+    compiled = compiled and not sharding.startswith("fsdp")  # FSDP compiles single blocks, which take the same memory
+    w = 2 if is_half else 4  # bytes a number
 
     # A block keeps 16 numbers a token and channel; CUDA's autocast keeps layer norm's input and output in fp32.
-    block = n * D * ((36 if autocast and not compiled else 32) if half else 64)
-    stream = n * D * (2 if precision == "bf16" or (half and not autocast) else 4)  # the input of a block
+    block = n * D * ((36 if autocast and not compiled else 32) if is_half else 64)
+    stream = n * D * (2 if precision == "bf16" or (is_half and not autocast) else 4)  # the input of a block
     activations = L * (stream if checkpointed else block)
     casts = 2 * 12 * L * D * D if autocast else 0  # autocast's copies of the weights, kept until they are used
-    hidden = n * D * (2 if compiled else 8)  # what goes into the head, and its gradient
-    head = w * model.vocab_size * D  # its weights, as they are multiplied
+    hidden = n * D * (2 if compiled else 8)  # the head's input and its gradient
+    head = w * model.vocab_size * D  # the head's weights in the precision of the product
     loss = head + _logits_bytes(config, n, w, compiled) + hidden + (0 if checkpointed and compiled else casts)
 
-    # The gradient of the head waits for that of the embedding, which it shares.
+    # The head's gradient is held until the embedding's, since they share their weights.
     in_block = 9 * n * D * w + 4 * model.vocab_size * D + (block if checkpointed else 0)
     backward = in_block + (0 if checkpointed else casts)
     if compiled and (world == 1 or sharding):  # all gradients come out at once; DDP compiles bucket by bucket
-        backward = max(backward, (4 if autocast or not half else 2) * N + in_block - activations)
-    gradients = 4 * N if world == batch.accumulation == 1 and not sharding else 0  # those that come one by one
+        backward = max(backward, (4 if autocast or not is_half else 2) * N + in_block - activations)
+    gradients = 4 * N if world == batch.accumulation == 1 and not sharding else 0  # if allocated one by one
 
-    evaluates = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
-    unsharded = 4 * (N - N // world) if evaluates else 0  # the weights, while there are no gradients
+    is_gathered = sharding.startswith("fsdp") and (run.hellaswag_steps or run.sample_steps)
+    unsharded = 4 * (N - N // world) if is_gathered else 0  # the weights, while there are no gradients
     return StepMemory(
         state=state_bytes(config, world, sharding, precision) - gradients,
         activations=activations,
@@ -156,9 +156,9 @@ def step_memory(
 
 
 def _logits_bytes(config: Config, n: int, w: int, compiled: bool) -> int:
-    """Bytes of the logits of `n` tokens and of what the loss makes of them, `w` bytes a number."""
+    """Bytes of the logits of `n` tokens, `w` bytes a number, and of the loss's other tensors."""
     V, D = config.model.vocab_size, config.model.n_embd
-    if config.run.loss_chunk_size:  # a chunk's softmax while the one before is not dropped yet, the head's gradient
+    if config.run.loss_chunk_size:  # a chunk's softmax, with the previous one not yet freed, and the head's gradient
         chunk = min(config.run.loss_chunk_size, n)
         return chunk * V * ((8 if chunk < n else 4) + 2 * w) + 4 * V * D + w * V * D
     if compiled or config.run.fused_loss is True:
@@ -167,8 +167,8 @@ def _logits_bytes(config: Config, n: int, w: int, compiled: bool) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """A checkpoint: weights and the optimizer's moments in fp32, and 2.5 MB of tokenizer."""
-    return 12 * parameter_count(config.model) - 4 * _moved_by_muon(config) + 2_500_000
+    """Bytes of a checkpoint: weights and optimizer state in fp32, and 2.5 MB of tokenizer."""
+    return 12 * parameter_count(config.model) - 4 * _muon_parameters(config) + 2_500_000
 
 
 _SHARDING = (
@@ -182,14 +182,14 @@ _OPTIONS: dict[str, dict] = {
 
 
 def remedies(config: Config, batch: BatchPlan, limit: float, **kind) -> str:
-    """What lowers the estimate, in words, for a step that takes more than `limit` bytes; `kind` is that of
-    `step_memory`."""
-    now, helps = step_memory(config, batch, **kind), []
-    if now.state > limit:
-        return f"weights, gradients and optimizer state alone take {gb(now.state)}: {_SHARDING}"
+    """A sentence about what lowers the estimate, for a step that takes more than `limit` bytes; `kind` are further
+    arguments of `step_memory`."""
+    memory, options = step_memory(config, batch, **kind), []
+    if memory.state > limit:
+        return f"weights, gradients and optimizer state alone take {gb(memory.state)}: {_SHARDING}"
     if batch.micro > batch.devices:
-        helps.append("a smaller --micro_batch_size")
+        options.append("a smaller --micro_batch_size")
     for option, fields in _OPTIONS.items():
-        if step_memory(config.replace(**fields), batch, **kind).peak < now.peak:
-            helps.append(option)
-    return f"what helps: {', '.join([*helps, 'or ' * bool(helps) + _SHARDING])}"
+        if step_memory(config.replace(**fields), batch, **kind).peak < memory.peak:
+            options.append(option)
+    return f"what helps: {', '.join([*options, 'or ' * bool(options) + _SHARDING])}"
