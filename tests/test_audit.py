@@ -145,7 +145,7 @@ def test_a_forgery_is_found(run, capsys, replayed_once, forgery, elsewhere):
 def test_what_a_run_computed_holds_to_the_bit(resumed_run, capsys, replayed_once):
     before = {path: path.stat().st_mtime_ns for path in resumed_run.rglob("*")}
     code, sentences = audited(capsys, resumed_run, "--last", 4)
-    assert (code, sentences) == (0, [f"step {n} to {n + 5}: 5 steps to the bit" for n in (0, 5, 10, 15)])
+    assert (code, sentences) == (0, [f"step {n} to {n + 5}: 5 steps equal to the bit" for n in (0, 5, 10, 15)])
     assert {path: path.stat().st_mtime_ns for path in resumed_run.rglob("*")} == before
 
 
@@ -156,7 +156,7 @@ def test_what_no_replay_shows_is_named(run, capsys, replayed_once):
         lines = sha256_before((run / "metrics.jsonl").read_bytes(), step)
         change_state(run / f"step_{step:08d}", lambda state, lines=lines: state["metrics"].update(lines_sha256=lines))
     code, sentences = audited(capsys, run, "--last", 3)
-    said = "step 5 to 10: 5 steps to the bit, but for what it does not show: hellaswag_llmc_acc of step 10"
+    said = "step 5 to 10: 5 steps equal to the bit, not checked: hellaswag_llmc_acc of step 10"
     assert (code, sentences[0]) == (0, said)
 
 
@@ -168,10 +168,10 @@ def change_config(run) -> None:
 @pytest.mark.parametrize(
     ("forge", "said"),
     [
-        (change_config, "config.json of step 20 is not the replay's"),
+        (change_config, "config.json of step 20 differs from the replay's"),
         (
             lambda run: change_state(run / "step_00000020", lambda state: state["config"].update(learning_rate=123.0)),
-            "the configuration says learning_rate 123.0, and the run's last part 0.0",
+            "the configuration has learning_rate 123.0, but the run had 0.0",
         ),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_copied_checkpoint_is_audited_from_there(shards, resumed_run, tmp_path
     """Without the lines before it, and without the damaged checkpoint that the run did not go on from."""
     shutil.copytree(resumed_run / "step_00000010", tmp_path / "run" / "step_00000010")
     train(shards, tmp_path / "run", **KEPT)
-    assert audited(capsys, tmp_path / "run") == (0, ["step 15 to 20: 5 steps to the bit"])
+    assert audited(capsys, tmp_path / "run") == (0, ["step 15 to 20: 5 steps equal to the bit"])
 
 
 def test_an_audit_that_is_told_to_end_leaves_nothing(whole_run, tmp_path):
@@ -197,7 +197,7 @@ def test_an_audit_that_is_told_to_end_leaves_nothing(whole_run, tmp_path):
     while not list(tmp_path.glob("audit-*/*/replay.log")) and running.poll() is None:
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
-    assert "stopped; the run is as it was" in running.communicate(timeout=60)[1]
+    assert "stopped; the run is unchanged" in running.communicate(timeout=60)[1]
     assert running.returncode == 130
     assert not list(tmp_path.glob("audit-*"))
 
@@ -221,13 +221,13 @@ def test_the_history_of_a_run_holds(shards, tmp_path, capsys, forked):
     train(shards, run, **plan, max_steps=12, micro_batch_size=2)
     shutil.copytree(run / "decayed_00000008" / "step_00000008", run / "step_00000008")
     code, sentences = audited(capsys, run)
-    assert (code, sentences) == (0, ["step 6 to 12: 6 steps to the bit"])
+    assert (code, sentences) == (0, ["step 6 to 12: 6 steps equal to the bit"])
     for step in (4, 6, 8):
         shutil.rmtree(run / f"step_{step:08d}")
     code, sentences = audited(capsys, run)
     assert code == 69
-    assert "step 0 to 12: cannot be compared here: the run went on with other settings" in sentences[0]
-    assert "at step 4, of which there is no checkpoint" in sentences[0]
+    assert "step 0 to 12: cannot be compared here: the run continued with other settings" in sentences[0]
+    assert "at step 4, where there is no checkpoint" in sentences[0]
 
 
 def test_other_masks_of_dropout_are_not_compared(whole_run, capsys, forked):
@@ -247,7 +247,7 @@ def test_an_audit_of_a_stream_leaves_its_directory(shards, tmp_path, capsys, for
     train(name, tmp_path / "run", **data, shard_tokens=4000, disk_budget_gb=5e-5, max_steps=5)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
     code, sentences = audited(capsys, tmp_path / "run")
-    assert (code, sentences) == (0, ["step 0 to 5: 5 steps to the bit"])
+    assert (code, sentences) == (0, ["step 0 to 5: 5 steps equal to the bit"])
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
 
 
@@ -275,7 +275,7 @@ def test_no_path_of_another_author_is_read(resumed_run, capsys, monkeypatch, fie
 
 
 def test_a_replay_that_does_not_stop_is_killed(resumed_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(audit, "GRACE", 0.5)
+    monkeypatch.setattr(audit, "EXIT_GRACE_S", 0.5)
     program, number = tmp_path / "deaf.py", tmp_path / "number"
     program.write_text(
         "import os, pathlib, shutil, signal, sys, time\n"
@@ -286,7 +286,7 @@ def test_a_replay_that_does_not_stop_is_killed(resumed_run, tmp_path, capsys, mo
         "time.sleep(100)\n"
     )
     code, sentences = audited(capsys, resumed_run, "--launch", f"{sys.executable} {program}")
-    assert (code, sentences) == (0, ["step 15 to 20: 5 steps to the bit"])
+    assert (code, sentences) == (0, ["step 15 to 20: 5 steps equal to the bit"])
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
 
@@ -307,7 +307,7 @@ FSDP = tuple(word.replace("ddp", "fsdp") for word in DDP)
         ({}, 1, FSDP, "holds: "),
         ({}, 2, (), "holds: "),
         ({"precision": "bf16"}, 1, DDP, "cannot be compared here: two replays here are too far apart in weights"),
-        ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision is rounded elsewhere"),
+        ({"precision": "bf16"}, 1, FSDP, "cannot be compared here: half precision rounds at other places here"),
         ({"learning_rate": 3e-2, "max_steps": 100}, 1, DDP, "cannot be compared here: two replays here are too far"),
         ({"torch_compile": "true", "n_layer": 1}, 1, (), "to the bit"),
         ({}, 1, ("--launch", f"env ATEN_CPU_CAPABILITY=default {sys.executable}"), "holds: "),
@@ -367,4 +367,4 @@ def test_altered_data_are_found_at_their_step(shards, tmp_path, capsys, forked):
 def test_a_bit_after_which_the_run_went_on_is_found(run, capsys, replayed_once):
     change_weight(run / "step_00000020")
     code, sentences = audited(capsys, run)
-    assert (code, sentences) == (1, [f"step 15 to 20: different: {WEIGHT} of step 20 is not the replay's"])
+    assert (code, sentences) == (1, [f"step 15 to 20: different: {WEIGHT} of step 20 differs from the replay's"])

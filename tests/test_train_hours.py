@@ -70,7 +70,7 @@ def test_it_decays_and_is_complete_in_time(shards, trained, tmp_path, processes,
         assert_equal_tensors(again / f"step_{last:08d}", run / f"step_{last:08d}")
         monkeypatch.setattr(audit, "subprocess", programs.forking)
         assert audit.main([str(run), "--last", "2"]) == 0
-        assert capsys.readouterr().out.count("steps to the bit") == 2
+        assert capsys.readouterr().out.count("steps equal to the bit") == 2
 
 
 def test_a_run_that_was_stopped_counts_only_the_time_that_it_ran(shards, tmp_path):

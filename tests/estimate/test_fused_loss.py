@@ -73,7 +73,7 @@ def test_an_audit_replays_the_choice(chosen, capsys, monkeypatch):
     monkeypatch.setenv("FUSED", "slow")
     launcher = f"{sys.executable} {' '.join(PROBE)}"
     assert audit.main([str(chosen[0]), "--last", "2", "--launch", launcher]) == 0
-    assert capsys.readouterr().out.count("4 steps to the bit") == 2
+    assert capsys.readouterr().out.count("4 steps equal to the bit") == 2
     assert audit.main([str(chosen[0])]) == 69  # here is no such kernel
     assert "fused_loss needs a GPU with CUDA, and Triton; remove fused_loss" in capsys.readouterr().out
 

@@ -98,7 +98,7 @@ def test_a_run_on_the_hub_can_be_audited_where_it_has_its_state(hub, run, shards
     assert f"dataset_name '{shards}' of {REPO} is a path of its author" in capsys.readouterr().err
     here = ["--repo", REPO, "--flags", f"--dataset_name {shards}"]
     assert audit.main(here) == 0
-    assert "step 10 to 20: 10 steps to the bit" in capsys.readouterr().out
+    assert "step 10 to 20: 10 steps equal to the bit" in capsys.readouterr().out
     assert f"`python -m recipe.audit --repo {REPO}`" in hub.files(REPO, "main")["README.md"].decode()
     files = hub.files(REPO, "step-000020")
     lines = files["metrics.jsonl"].decode().splitlines()
