@@ -15,8 +15,8 @@ from recipe.utils.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-_CONNECT, SILENCE = 10.0, 60.0  # seconds: to connect, and without a byte sent or received
-_PASSING = (408, 409, 412, 429)  # 4xx statuses that may be gone at the next attempt
+_CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 10.0, 60.0  # the second also limits how long a transfer may stall
+_TRANSIENT = (408, 409, 412, 429)  # 4xx statuses after which a retry may succeed
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 _LICENSES = (
     "huggingface.co/docs/hub/repositories-licenses lists the licenses that hub_license, or a push's --license, may name"
@@ -24,22 +24,22 @@ _LICENSES = (
 
 
 def check_access(repo: str, private: bool, license: str, field: str) -> None:
-    """Creates the repository unless it exists. Raises UserError, which names `field`, if the token may not write there
-    or the Hub rejects `license` in a model card (empty: the card will have none). If the Hub is unreachable or busy,
-    this only warns: an upload tries again."""
+    """Creates the repository unless it exists. Raises UserError, naming `field`, if the token may not write there or
+    the Hub rejects `license` in a model card (empty: the card will have none). If the Hub is unreachable or busy, this
+    only warns, since an upload tries again."""
     if not huggingface_hub.get_token():
         raise UserError(f"{field} {repo}: there is no token for the Hub; {_LOG_IN}")
     limit_requests()
     try:
-        within(SILENCE, lambda: open_repository(HfApi(), repo, private))
+        within(REQUEST_TIMEOUT_S, lambda: open_repository(HfApi(), repo, private))
         if license:
             ModelCard(f"---\n{ModelCardData(license=license).to_yaml()}\n---\n").validate()
     except Exception as error:
         if is_lasting(error):
             way_out = f"; {_LOG_IN}" if isinstance(error, HfHubHTTPError) else ""
             raise UserError(f"{field} {repo}: {reason(error)}{way_out}") from None
-        where = redact(huggingface_hub.constants.ENDPOINT)
-        logger.warning("upload     %s cannot be used now (%s); trying again later", where, reason(error))
+        endpoint = redact(huggingface_hub.constants.ENDPOINT)
+        logger.warning("upload     %s cannot be used now (%s); trying again later", endpoint, reason(error))
 
 
 def open_repository(api: HfApi, repo: str, private: bool) -> None:
@@ -56,18 +56,18 @@ def open_repository(api: HfApi, repo: str, private: bool) -> None:
 def is_lasting(error: Exception) -> bool:
     """Whether a retry cannot help: the user made a mistake, or the Hub refuses the request."""
     if status := _status(error)[0]:
-        return 400 <= status < 500 and status not in _PASSING
+        return 400 <= status < 500 and status not in _TRANSIENT
     return isinstance(error, UserError) or _is_bad_card(error)
 
 
 def _status(error: Exception) -> tuple[int, str]:
-    """The HTTP status of an error and what it says; 0 where there was no answer."""
+    """The HTTP status and message of an error; 0 if there was no response."""
     if isinstance(error, HfHubHTTPError):
-        answer = error.response
-        return answer.status_code, answer.headers.get("X-Error-Message") or answer.reason_phrase
-    # hf_xet raises ConnectionError for refusals too, and has the status in its text.
-    refused = re.search(r"HTTP status \w+ error \((\d{3}) ([^)]*)\)(.*)", str(error))
-    return (int(refused[1]), refused[2] + refused[3]) if refused else (0, "")
+        response = error.response
+        return response.status_code, response.headers.get("X-Error-Message") or response.reason_phrase
+    # hf_xet raises ConnectionError for HTTP errors too, with the status in its message.
+    match = re.search(r"HTTP status \w+ error \((\d{3}) ([^)]*)\)(.*)", str(error))
+    return (int(match[1]), match[2] + match[3]) if match else (0, "")
 
 
 def _is_bad_card(error: Exception) -> bool:
@@ -79,9 +79,9 @@ def reason(error: Exception) -> str:
     """An error in one line for the user, without secrets."""
     if isinstance(error, UserError):
         return str(error)
-    status, said = _status(error)
+    status, message = _status(error)
     if status:
-        text = f"HTTP {status}: {said}"
+        text = f"HTTP {status}: {message}"
     elif _is_bad_card(error):
         text = f"the Hub refuses the model card ({error}); {_LICENSES}"
     else:  # no connection, an unreadable file, an invalid response
@@ -91,14 +91,14 @@ def reason(error: Exception) -> str:
 
 def limit_requests() -> None:
     """Makes requests fail after HF_HUB_DOWNLOAD_TIMEOUT seconds (60) without a byte; by default they wait forever."""
-    seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or SILENCE)
+    seconds = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or REQUEST_TIMEOUT_S)
 
-    def make():
+    def make_client():
         client = default_client_factory()
-        client.timeout = (_CONNECT, seconds, seconds, seconds)  # to connect, read, write, get a connection
+        client.timeout = (_CONNECT_TIMEOUT_S, seconds, seconds, seconds)  # to connect, read, write, get a connection
         return client
 
-    huggingface_hub.set_client_factory(make)
+    huggingface_hub.set_client_factory(make_client)
 
 
 def page(repo: str, branch: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Downloads checkpoints that were uploaded to the Hugging Face Hub with the training state (upload.py)."""
+"""Downloads checkpoints that upload.py uploaded to the Hugging Face Hub with the training state."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 
 from recipe.checkpoint.format import checkpoint_path, step_of
-from recipe.hub.access import SILENCE, limit_requests
+from recipe.hub.access import REQUEST_TIMEOUT_S, limit_requests
 from recipe.hub.upload import branch_of
 from recipe.utils.download import within
 from recipe.utils.errors import UserError, reading
@@ -18,13 +18,14 @@ def checkpoints_on_the_hub(repo: str, run: Path) -> list[Path]:
     """The paths in `run` where `fetch` puts a repository's checkpoints, oldest first. Raises UserError."""
     limit_requests()
     with reading(repo, _WAY_OUT, "read from the Hub"):
-        branches = [branch.name for branch in within(SILENCE, lambda: HfApi().list_repo_refs(repo)).branches]
-    steps = sorted(int(name.removeprefix("step-")) for name in branches if re.fullmatch(r"step-\d{6,}", name))
+        refs = within(REQUEST_TIMEOUT_S, lambda: HfApi().list_repo_refs(repo))
+    names = [branch.name for branch in refs.branches]
+    steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
     return [checkpoint_path(run, step) for step in steps]
 
 
 def fetch(repo: str, checkpoint: Path) -> None:
-    """Downloads a checkpoint, with the run's metrics.jsonl of then, unless it exists. Raises UserError."""
+    """Downloads a checkpoint and metrics.jsonl up to its step, unless it exists. Raises UserError."""
     if (checkpoint / "manifest.json").exists():
         return
     branch = branch_of(step_of(checkpoint))

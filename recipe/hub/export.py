@@ -4,8 +4,8 @@
     python -m recipe.hub.export RUN --best                  the one with the lowest validation loss
     python -m recipe.hub.export push RUN --repo ORG/NAME    upload the milestones to branches, the newest to main
 
-An export holds the model, the tokenizer's files and README.md, a model card with what the run recorded and what eval/
-measured. A push uploads these files, unless they are there already; a README.md that differs is replaced.
+An export holds the model, the tokenizer's files and README.md, a model card with the records of the run and the results
+of eval/. A push uploads these files, unless the Hub has them; it replaces a README.md that differs.
 """
 
 import argparse
@@ -35,19 +35,19 @@ logger = logging.getLogger("recipe.hub.export")  # as a command, __name__ is __m
 
 def export(run: Path, out: Path, *, best: bool = False, license: str = "", force: bool = False) -> Path:
     """Writes the newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one, to the directory
-    `out`; returns the checkpoint. `force` replaces the files of an earlier export only, and deletes the results of an
-    evaluation there if that was of other weights. Raises UserError."""
+    `out`; returns the checkpoint. `force` replaces only the files of an earlier export, and deletes its results.json if
+    the weights change. Raises UserError."""
     if out.exists() and not force:
         raise UserError(f"--out {out} exists; replace it with --force (make export ARGS=--force), or name another")
-    if (out / "manifest.json").exists():  # which no export has
+    if (out / "manifest.json").exists():  # exports have none
         raise UserError(f"--out {out} is a checkpoint; name another directory")
     checkpoint = choose(run, best)
     card = model_card(checkpoint, license=license)
     out.mkdir(parents=True, exist_ok=True)
-    before, results = out / "model.safetensors", out / "results.json"
-    if before.exists() and results.exists() and not filecmp.cmp(before, checkpoint / before.name, shallow=False):
+    weights, results = out / "model.safetensors", out / "results.json"
+    if weights.exists() and results.exists() and not filecmp.cmp(weights, checkpoint / weights.name, shallow=False):
         results.unlink()
-        logger.info("results    %s is deleted: it was of the model that was there", results)
+        logger.info("results    %s is deleted: it belongs to the weights that were there", results)
     for path in files_of(checkpoint):
         (out / path.name).unlink(missing_ok=True)  # never writes through a link
         shutil.copyfile(path, out / path.name, follow_symlinks=False)
@@ -59,15 +59,17 @@ def choose(run: Path, best: bool) -> Path:
     """The newest intact checkpoint of `run`, or the `best` one, or `run` itself if it is one. Raises UserError."""
     if (run / "manifest.json").is_file():
         if best:
-            raise UserError(f"{run} is one checkpoint, and --best chooses among a run's; name {run.resolve().parent}")
+            raise UserError(f"{run} is one checkpoint, but --best chooses among a run's; name {run.resolve().parent}")
         if problems := verify(run.resolve()):  # `run` may be a link
-            raise UserError(f"{run}: {problems[0]}; name its run, and the newest intact checkpoint is taken")
+            raise UserError(f"{run}: {problems[0]}; name its run to take the newest intact checkpoint")
         return run
     checkpoint = best_intact(run) if best else newest_intact(run)
     if checkpoint is None:
-        evaluated = " is intact and was evaluated at its step (eval_steps); omit --best to take the newest"
-        way_out = evaluated if best else "; name a run directory, such as runs/shakespeare"
-        raise UserError(f"{run}: no checkpoint there{way_out}")
+        if best:
+            reason = "none of its checkpoints is intact and was evaluated (eval_steps); omit --best to take the newest"
+        else:
+            reason = "no checkpoint there; name a run directory, such as runs/shakespeare"
+        raise UserError(f"{run}: {reason}")
     return checkpoint
 
 
@@ -125,10 +127,10 @@ def _export(args: argparse.Namespace) -> ExitCode:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    pushes = argv[:1] == ["push"]
-    raw = argparse.RawDescriptionHelpFormatter
-    name = "python -m recipe.hub.export" + (" push" if pushes else "")
-    parser = ArgumentParser(prog=name, description=__doc__, formatter_class=raw)
+    is_push = argv[:1] == ["push"]
+    prog = "python -m recipe.hub.export" + (" push" if is_push else "")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog=prog, description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("run", nargs="?", type=Path, help="run directory or checkpoint (default: the newest run)")
     add(
@@ -139,19 +141,19 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--license",
         default="",
-        help="license of the weights in the card, by the Hub's name for it, or other (default: the run's hub_license, "
-        "which is mit unless you chose another; whether your data allow it is for you to know)",
+        help="license of the weights for the card, by the Hub's name for it, or other (default: the run's hub_license, "
+        "mit unless you set another; check that your data allow it)",
     )
-    if pushes:
+    if is_push:
         add("--repo", default="", help="ORG/NAME on the Hub")
-        add("--private", action="store_true", help="create a private repository, push to no public one")
-        add("--state", action="store_true", help="with the optimizer's state and metrics.jsonl, for an audit")
+        add("--private", action="store_true", help="create a private repository, and refuse a public one")
+        add("--state", action="store_true", help="upload the optimizer state and metrics.jsonl too, for an audit")
         add("--no_card", action="store_true", help="leave README.md on the Hub as it is")
     else:
         add("--out", type=Path, default=Path("model"), help="directory to write (default: model)")
         add("--force", action="store_true", help="replace an earlier export in --out")
-    parser.set_defaults(command=push if pushes else _export)
-    return parser.parse_args(argv[1:] if pushes else argv)
+    parser.set_defaults(command=push if is_push else _export)
+    return parser.parse_args(argv[1:] if is_push else argv)
 
 
 if __name__ == "__main__":

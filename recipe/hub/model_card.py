@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what the run and its evaluations recorded, rendered by model_card.md.jinja.
+"""The model card of a checkpoint: the records of the run and its evaluations, rendered by model_card.md.jinja.
 
 The metadata follow https://github.com/huggingface/hub-docs/blob/main/modelcard.md.
 """
@@ -32,23 +32,23 @@ _ENGLISH = {source for source, _ in DATASETS.values()}  # according to these dat
 def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bool = False) -> str:
     """The card of a checkpoint: YAML and Markdown, without secrets.
 
-    It shows the evaluations in results.json beside the checkpoint and, if the checkpoint is in its run's directory,
-    those in the run's metrics.jsonl. `repo` is where the card will be, ORG/NAME on the Hub; `license` overrides the
-    run's hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError for
+    It shows the evaluations in the checkpoint's results.json and, if the checkpoint is in its run's directory, those in
+    the run's metrics.jsonl. `repo` is where the card will be, ORG/NAME on the Hub; `license` overrides the run's
+    hub_license; `audit` states that the optimizer state and metrics.jsonl are uploaded too. Raises UserError for
     a results.json that eval/ did not write, OSError, and ValueError for other damaged files.
     """
     state = redacted(state_of(checkpoint))
     config, step, parts, texts = state["config"], state["step"], state["about"], data_sets(state)
-    lines = [n for n in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if n["step"] <= step]
-    line = next((line for line in reversed(lines) if line["step"] == step), {})
-    results = checkpoint / "results.json"
+    lines = [line for line in read_metrics(checkpoint.resolve().parent / "metrics.jsonl") if line["step"] <= step]
+    last_line = next((line for line in reversed(lines) if line["step"] == step), {})
+    path = checkpoint / "results.json"
     try:
-        measured = redacted(json.loads(results.read_text())) if results.is_file() else {}
-        scores = all_scores({"run": {"scores": [*_of_run(line, config, texts)]}} | measured)
-        comparison = _comparison(measured["compare"]) if "compare" in measured else None
+        results = redacted(json.loads(path.read_text())) if path.is_file() else {}
+        scores = all_scores({"run": {"scores": [*_run_scores(last_line, config, texts)]}} | results)
+        comparison = _comparison(results["compare"]) if "compare" in results else None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{results} is not what eval/ writes ({reason}); move it away and evaluate again") from None
+        raise UserError(f"{path} is not what eval/ writes ({reason}); move it away and evaluate again") from None
     name = config["run_name"] or repo.rpartition("/")[2] or "model"
     init = parts[0].get("init_from")
     complete = [score for score in scores if score["complete"]]
@@ -65,8 +65,9 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         eval_results=[_entry(score) for score in complete] or None,
     )
     preflight = _preflight(checkpoint, parts[-1])
-    tables = [(f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data", _data(state, text)) for text in texts]
-    tables += [("Training", _training(state, lines, preflight)), ("Code", _code(config, parts[-1]))]
+    headings = [f"Data: {plain(text['name'])}" if len(texts) > 1 else "Data" for text in texts]
+    tables = [(heading, _data_rows(state, text)) for heading, text in zip(headings, texts, strict=True)]
+    tables += [("Training", _training_rows(state, lines, preflight)), ("Code", _code_rows(config, parts[-1]))]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -83,64 +84,65 @@ def model_card(checkpoint: Path, *, repo: str = "", license: str = "", audit: bo
         ],
     )
     text = card.content.rstrip() + "\n"
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a file's name may be in Latin-1
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a file name may be in Latin-1
 
 
 def _summary(state: dict, texts: list[dict]) -> str:
-    """What was trained on what, for how long."""
+    """A sentence about the model, its training text and the length of its training."""
     config, init = state["config"], state["about"][0].get("init_from")
     model = ModelConfig(**{name: config[name] for name in SHAPE_FIELDS if name in config})
     links = []
     for text in texts:
         link = f"[{text['id']}](https://huggingface.co/datasets/{text['id']})" if "id" in text else plain(text["name"])
         links.append(link + (f" ({text['share']:.1%})" if text["share"] < 1 else ""))
-    start = "from scratch" if init is None else f"on from {plain(init) if init else 'other weights'}"
+    start = "from scratch" if init is None else f"from {plain(init) if init else 'other weights'}"
     steps = config["max_steps"]
     length = f"{config['train_hours']:g} hours" if steps == UNDECIDED else f"{steps:,} steps"
-    part = f" It is a checkpoint of a run of {length}." * (steps > state["step"])
+    note = f" It is a checkpoint of a run of {length}." if steps > state["step"] else ""
     return (
         f"A GPT-2 language model with {si(parameter_count(model))} parameters ({model.n_layer} layers, {model.n_head} "
         f"heads, {model.n_embd} wide, {model.n_positions:,} positions), trained {start} on {state['tokens']:,} tokens "
-        f"of {', '.join(links)}: the weights after step {state['step']:,}.{part}"
+        f"of {', '.join(links)}: the weights after step {state['step']:,}.{note}"
     )
 
 
 def _comparison(result: dict) -> dict:
-    """The output of eval/compare.py as Markdown."""
+    """The output of eval/compare.py, escaped for Markdown."""
     rows = [[plain(cell) for cell in comparison_row(row)] for row in result["rows"]]
     samples = [f"{plain(result['prompt'])} ... {plain(text)}" for text in result["samples"]]
     return {"other": plain(result["other"]), "rows": rows, "samples": samples}
 
 
-def _of_run(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
-    """The scores in a line of metrics.jsonl; without val_data the validation text is part of the training text."""
-    how, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
+def _run_scores(line: dict, config: dict, texts: list[dict]) -> Iterator[dict]:
+    """The scores in a line of metrics.jsonl. Without val_data the validation text is held out of the training text."""
+    method, metric = "by the run, in its precision", ("loss", "validation loss, nats per token")
     tokens = f", at most {config['eval_tokens']:,} tokens" if config.get("eval_tokens") else ""
     if config.get("val_data"):
         data = text_dataset(Path(config["val_data"]).name)
     else:
         data = text_dataset(" + ".join(text["name"] for text in texts) + ", held out")
         if len(texts) == 1 and (id := texts[0].get("id")):
-            of_hub = {"dataset_config": texts[0]["subset"], "dataset_revision": texts[0]["commit"]}
-            data |= {"dataset_type": id} | of_hub
+            version = {"dataset_config": texts[0]["subset"], "dataset_revision": texts[0]["commit"]}
+            data |= {"dataset_type": id} | version
     if line.get("val_loss") is not None:
         weighted = ", weighted by the shares" if len(texts) > 1 else ""
-        yield score(data, metric, line["val_loss"], how + tokens + weighted)
+        yield score(data, metric, line["val_loss"], method + tokens + weighted)
     for text in texts:
         if (loss := line.get(f"val_loss/{text['name']}")) is not None:
-            yield score(text_dataset(f"{text['name']}, held out"), metric, loss, how + tokens)
+            yield score(text_dataset(f"{text['name']}, held out"), metric, loss, method + tokens)
     accuracies = {name: line.get(f"hellaswag_{name}") for name in ACCURACIES}
-    yield from hellaswag_scores(accuracies, config.get("hellaswag_limit") or HELLASWAG_ROWS, how, ", during training")
+    rows = config.get("hellaswag_limit") or HELLASWAG_ROWS
+    yield from hellaswag_scores(accuracies, rows, method, ", during training")
 
 
 def _entry(score: dict) -> EvalResult:
-    """A score as an entry of model-index, which leaderboards read."""
+    """A score as an entry of the card's model-index, which leaderboards read."""
     fields = {key: value for key, value in score.items() if key not in ("how", "ci95", "complete")}
     return EvalResult(**fields | {"metric_value": round(score["metric_value"], 6)})
 
 
 def plain(value) -> str:
-    """Escapes `value` as one line of Markdown, also for tables: file names may contain markup."""
+    """Escapes `value` as one line of Markdown, in tables too: file names may contain markup."""
     text = redact(" ".join(str(value).split()))
     return re.sub(r"([\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
@@ -148,47 +150,47 @@ def plain(value) -> str:
 def data_sets(state: dict) -> list[dict]:
     """Each training data set in a trainer_state.json: {"text", "name", "share", "state"}, the text it was made from,
     its name in the run, its share of the mixture, and the state that identifies its shards; with {"id", "commit",
-    "subset", "split"} for a data set on the Hub, or {"files"}. Never the configured `train_text`: existing shards are
-    used whatever they were made from."""
-    source, saved = state["about"][-1]["data"], state["data"]
+    "subset", "split"} for a data set on the Hub, or {"files"}. The configured `train_text` is not used, since existing
+    shards may have been made from another text."""
+    source, data_state = state["about"][-1]["data"], state["data"]
     if "mixture" not in source:
-        own = _text(source) or {"text": Path(state["config"]["dataset_name"]).name}
-        return [own | {"name": own["text"], "share": 1.0, "state": saved}]
-    both = zip(source["mixture"], saved["mixture"], strict=True)
-    return [{"text": text["name"]} | _text(text) | text | {"state": shards} for text, shards in both]
+        text = _text_of(source) or {"text": Path(state["config"]["dataset_name"]).name}
+        return [text | {"name": text["text"], "share": 1.0, "state": data_state}]
+    pairs = zip(source["mixture"], data_state["mixture"], strict=True)
+    return [{"text": entry["name"]} | _text_of(entry) | entry | {"state": shards} for entry, shards in pairs]
 
 
-def _text(source: dict) -> dict:
+def _text_of(source: dict) -> dict:
     repository = source.get("train_text")
-    named = repository and (source.get("commit") or source.get("shards"))  # shards: by dataset_source
-    if named and _REPOSITORY.fullmatch(repository):
-        of_hub = {"text": repository, "id": repository, "commit": source.get("commit")}
-        return of_hub | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
+    is_known = repository and (source.get("commit") or source.get("shards"))  # with shards, dataset_source names it
+    if is_known and _REPOSITORY.fullmatch(repository):
+        text = {"text": repository, "id": repository, "commit": source.get("commit")}
+        return text | {"subset": source.get("dataset_config"), "split": source.get("dataset_split")}
     if files := source.get("files"):
-        more = source["of"] - 1
-        return {"text": files[0]["name"] + (f" and {more:,} more files" if more else ""), "files": files}
+        rest = source["of"] - 1
+        return {"text": files[0]["name"] + (f" and {rest:,} more files" if rest else ""), "files": files}
     return {"text": source["shards"]} if source.get("shards") else {}
 
 
-def _data(state: dict, text: dict) -> dict[str, object]:
+def _data_rows(state: dict, text: dict) -> dict[str, object]:
     shards, complete = text["state"]["shards"], text["state"]["complete"]
     tokens, files = sum(count for _, count, _ in shards), text.get("files", [])
     tokenizer = state["tokenizer"]
-    whose = "GPT-2's" if tokenizer["digest"] == GPT2 else f"{tokenizer['name']}, a"
+    tokenizer_name = "GPT-2's" if tokenizer["digest"] == GPT2 else f"{tokenizer['name']}, a"
     return {
         "text": text["text"],
         "share": f"{text['share']:.1%} of every 1,000 sequences" if text["share"] < 1 else None,
         "subset, split": ", ".join(filter(None, (text.get("subset"), text.get("split")))),
         "commit of the data set": text.get("commit"),
         "SHA-256 of the text": files[0].get("sha256") if len(files) == 1 else None,
-        "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else ", of those made so far"),
+        "shards": f"{len(shards):,} with {tokens:,} tokens" + ("" if complete else " so far"),
         "epochs": f"{text['share'] * state['tokens'] / tokens:.3g}" if complete else None,
         "SHA-256 of the shard": shards[0][2] if len(shards) == 1 else None,
-        "tokenizer": f"{whose} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
+        "tokenizer": f"{tokenizer_name} byte-level BPE, {state['config'].get('vocab_size', 50257):,} tokens",
     }
 
 
-def _training(state: dict, lines: list[dict], preflight: str) -> dict[str, object]:
+def _training_rows(state: dict, lines: list[dict], preflight: str) -> dict[str, object]:
     config, parts = state["config"], state["about"]  # one part for each start of the run
     precisions = [f"{part['precision']}{', compiled' * part['compiled']}" for part in parts]
     return {
@@ -207,16 +209,16 @@ def _training(state: dict, lines: list[dict], preflight: str) -> dict[str, objec
 
 
 def _preflight(checkpoint: Path, part: dict) -> str:
-    """What recipe/preflight.py has said of the devices of a part of the run, or empty."""
-    file = checkpoint.resolve().parent.parent / "preflight.json"
-    result = json.loads(file.read_text()) if file.is_file() else {}
+    """The result of recipe/preflight.py on the devices of a part of the run; empty if it did not pass there."""
+    path = checkpoint.resolve().parent.parent / "preflight.json"
+    result = json.loads(path.read_text()) if path.is_file() else {}
     if not result.get("passed") or (result["device"], result["engine"]) != (part["device"], part["engine"]):
         return ""
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "accelerate"))
     return f"passed on {result['processes']} x {result['device']}, {result['date']}, {versions}"
 
 
-def _code(config: dict, part: dict) -> dict[str, object]:
+def _code_rows(config: dict, part: dict) -> dict[str, object]:
     return {
         "recipe": Path(config["config"]).name,
         "gpt2-recipe": part["recipe"],
@@ -228,11 +230,11 @@ def _code(config: dict, part: dict) -> dict[str, object]:
 
 def _hardware(part: dict) -> str:
     device, engine, nodes = part["device"], part["engine"], part["nodes"]
-    if not engine.startswith(device):  # a CPU's model name: its engine is just "CPU"
+    if not engine.startswith(device):  # `device` is a CPU's model name, `engine` just "CPU"
         engine = f"{device}, {engine}"
     return engine + (f", on {nodes} nodes" if nodes > 1 else "")
 
 
-def _median(lines: list[dict], key: str, how: str) -> str | None:
+def _median(lines: list[dict], key: str, template: str) -> str | None:
     values = [line[key] for line in lines if line.get(key) is not None]
-    return how.format(statistics.median(values)) if values else None
+    return template.format(statistics.median(values)) if values else None

@@ -1,10 +1,10 @@
 """Uploads a run's checkpoints to the Hugging Face Hub.
 
-The milestones and the final checkpoint are uploaded, each to its own branch, such as step-005000, and the final one to
-main too: in a thread beside a training run, or by `python -m recipe.hub.export push`, which waits. Milestones and the
-newest checkpoint are never pruned, so nothing else needs to remember what is left to upload after a failure.
+Milestones and the final checkpoint go to branches of their own, such as step-005000, and the final one to main too: in
+a thread during training, or by `python -m recipe.hub.export push`, which waits. Milestones and the newest checkpoint
+are never pruned, so after a failure the disk itself shows what is still to be uploaded.
 
-The token stays where huggingface_hub finds it, in the environment or in its token file.
+Only huggingface_hub reads the token, from the environment or its token file.
 """
 
 import json
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 MAIN, METRICS = "main", "metrics.jsonl"
 _STATE = {"manifest.json", "trainer_state.json", "optimizer.safetensors", METRICS}
-LIMIT = 900.0  # seconds that a finished run waits for its uploads, at most
-LOOK = 1.0  # seconds between two looks into the run's directory, which may take longer than a step
-PAUSE = 60.0  # seconds between a failure and the next attempt
-ATTEMPTS = 6  # failures allowed while `wait` runs: with PAUSE, longer than the Hub's five-minute rate limits
+WAIT_LIMIT_S = 900.0  # that a finished run waits for its uploads
+SCAN_INTERVAL_S = 1.0  # between two scans of the run's directory, which may take longer than a step
+RETRY_PAUSE_S = 60.0  # between a failure and the next attempt
+MAX_FAILURES = 6  # while `wait` runs: with RETRY_PAUSE_S, longer than the Hub's five-minute rate limits
 
 
 def branch_of(step: int) -> str:
@@ -49,8 +49,8 @@ def branch_of(step: int) -> str:
 class Uploads:
     """Uploads a run's checkpoints in a thread, one attempt at a time; a failed upload raises nothing.
 
-    Only the end of the run waits for the thread, and not longer than a limit: requests may fail, or hang until they
-    time out. Without a `repo`, as on all processes but the main one, `start` and `wait` do nothing.
+    Only the end of the run waits for the thread, for a limited time: requests may fail, or hang until they time out.
+    Without a `repo`, as on all processes but the main one, `start` and `wait` do nothing.
 
     Attributes:
         run: its directory.
@@ -73,13 +73,13 @@ class Uploads:
     state: bool = False
 
     def __post_init__(self):
-        self.known: dict[str, bool] = {}  # whether a branch is on the Hub; False for one that is refused
+        self.accepted: dict[str, bool] = {}  # by branch: True if it is on the Hub, False if it was refused
         self._thread = threading.Thread()
         self._failures = 0
         self._not_before = 0.0  # time.monotonic() of the next attempt
         if self.repo:
             disable_progress_bars()
-            set_verbosity_error()  # a branch that is up to date is no warning
+            set_verbosity_error()  # no warning about a branch that is up to date
             limit_requests()
 
     def branches(self) -> dict[str, Path]:
@@ -88,22 +88,22 @@ class Uploads:
         steps = {step: p for step, p in steps.items() if self.milestone_steps and step % self.milestone_steps == 0}
         final = {}
         if self.final and (self.final / "trainer_state.json").is_file():
-            steps[state_of(self.final)["step"]] = self.final  # whatever its directory's name
+            steps[state_of(self.final)["step"]] = self.final  # its directory may have any name
             final = {MAIN: self.final}
         return {branch_of(step): path for step, path in sorted(steps.items())} | final
 
-    def sync(self, wanted: dict[str, Path]) -> None:
-        """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has. One that does
-        not match its manifest is refused, with a warning. Raises UserError if the repository is public but a private
-        one is wanted or if a card cannot be written, and whatever huggingface_hub raises."""
+    def sync(self, branches: dict[str, Path]) -> None:
+        """Uploads the checkpoints of {branch: checkpoint}; huggingface_hub skips files that the Hub has. A checkpoint
+        that does not match its manifest is refused, with a warning. Raises UserError if the repository is public but
+        must be private or if a card cannot be written, and whatever huggingface_hub raises."""
         api = HfApi()
         open_repository(api, self.repo, self.private)
-        for branch, checkpoint in wanted.items():
+        for branch, checkpoint in branches.items():
             if problems := verify(checkpoint):
                 logger.warning("upload     %s is refused: %s: %s", branch, checkpoint, problems[0])
             else:
                 self._commit(api, branch, checkpoint)
-            self.known[branch] = not problems
+            self.accepted[branch] = not problems
 
     def _commit(self, api: HfApi, branch: str, checkpoint: Path) -> None:
         # Not upload_folder: the card is generated here, and other files beside the model are not uploaded.
@@ -117,66 +117,66 @@ class Uploads:
             card = model_card(checkpoint, repo=self.repo, license=self.license, audit=self.state)
             files.append(CommitOperationAdd(CARD, card.encode()))
         api.create_branch(self.repo, branch=branch, exist_ok=True)
-        # An earlier push's, or main's, of which a new branch is a copy: the state of another step.
-        others = _STATE - {file.path_in_repo for file in files}
-        there = api.list_repo_files(self.repo, revision=branch) if others else []
-        files += [CommitOperationDelete(name) for name in sorted(others.intersection(there))]
+        # Delete another step's state: from an earlier push, or from main, of which a new branch is a copy.
+        stale_names = _STATE - {file.path_in_repo for file in files}
+        branch_files = api.list_repo_files(self.repo, revision=branch) if stale_names else []
+        files += [CommitOperationDelete(name) for name in sorted(stale_names.intersection(branch_files))]
         api.create_commit(self.repo, files, commit_message=f"Step {step}", revision=branch)
         logger.info("upload     %s is at %s", branch, page(self.repo, branch))
 
     def start(self) -> None:
-        """Starts uploading the checkpoints on the disk, unless an upload is running or failed in the last minute. Call
-        it after the metrics of the newest checkpoint's step are written, since the model card shows them."""
+        """Starts uploading the checkpoints on the disk, unless an upload is running or has just failed. Call it after
+        the metrics of the newest checkpoint's step are written, since the model card shows them."""
         if self._thread.is_alive() or time.monotonic() < self._not_before:
             return
-        self._not_before = time.monotonic() + LOOK
-        if wanted := self._unknown():
-            self._thread = threading.Thread(target=self._upload, args=(wanted,), name="upload", daemon=True)
+        self._not_before = time.monotonic() + SCAN_INTERVAL_S
+        if branches := self._pending():
+            self._thread = threading.Thread(target=self._upload, args=(branches,), name="upload", daemon=True)
             self._thread.start()
 
-    def wait(self, limit: float = LIMIT, stop_requested: Callable[[], bool] = lambda: False) -> ExitCode:
-        """Uploads everything that is missing, for at most `limit` seconds or ATTEMPTS failures, or until
+    def wait(self, limit: float = WAIT_LIMIT_S, stop_requested: Callable[[], bool] = lambda: False) -> ExitCode:
+        """Uploads everything that is missing, for at most `limit` seconds or MAX_FAILURES failures, or until
         `stop_requested()`. Returns DONE if everything is on the Hub, USER_ERROR if a checkpoint is damaged or refused,
         else RUN_AGAIN."""
-        if missing := self._missing():
-            logger.info("upload     waiting for %s (Ctrl-C leaves the rest for later)", some(missing))
+        if names := self._missing():
+            logger.info("upload     waiting for %s (Ctrl-C stops waiting)", some(names))
         deadline = time.monotonic() + limit
         self._failures, self._not_before = 0, 0.0
-        while self._thread.is_alive() or (self._unknown() and self._failures < ATTEMPTS):
+        while self._thread.is_alive() or (self._pending() and self._failures < MAX_FAILURES):
             if time.monotonic() >= deadline or stop_requested():
                 break
             self.start()
             time.sleep(0.05)
-        if not (missing := self._missing()):
+        if not (names := self._missing()):
             return ExitCode.DONE
         command = f"python -m recipe.hub.export push {shlex.quote(str(self.run))} --repo {self.repo}"
-        logger.warning("upload     not on the Hub: %s; to upload it, run %s", some(missing), command)
-        return ExitCode.USER_ERROR if False in self.known.values() else ExitCode.RUN_AGAIN
+        logger.warning("upload     not on the Hub: %s; to upload it, run %s", some(names), command)
+        return ExitCode.USER_ERROR if False in self.accepted.values() else ExitCode.RUN_AGAIN
 
-    def _unknown(self) -> dict[str, Path]:
+    def _pending(self) -> dict[str, Path]:
         """{branch: checkpoint} of those on the disk that are neither on the Hub nor refused."""
         branches = self.branches() if self.repo else {}
-        return {branch: path for branch, path in branches.items() if branch not in self.known}
+        return {branch: path for branch, path in branches.items() if branch not in self.accepted}
 
     def _missing(self) -> list[str]:
-        return [*self._unknown(), *(branch for branch, there in self.known.items() if not there)]
+        return [*self._pending(), *(branch for branch, accepted in self.accepted.items() if not accepted)]
 
-    def _upload(self, wanted: dict[str, Path]) -> None:
+    def _upload(self, branches: dict[str, Path]) -> None:
         try:
-            self.sync(wanted)
+            self.sync(branches)
         except Exception as error:
             refused = is_lasting(error)
             if refused:
-                self.known = dict.fromkeys(wanted, False) | self.known
+                self.accepted = dict.fromkeys(branches, False) | self.accepted
             self._failures += 1
-            self._not_before = time.monotonic() + PAUSE
-            again = "" if refused else "; trying again later"
-            logger.warning("upload     to %s failed: %s%s", self.repo, reason(error), again)
+            self._not_before = time.monotonic() + RETRY_PAUSE_S
+            suffix = "" if refused else "; trying again later"
+            logger.warning("upload     to %s failed: %s%s", self.repo, reason(error), suffix)
 
 
 def open_uploads(config: Config, processes: Processes) -> Uploads:
-    """The uploads of a training run; they do nothing without push_to_hub. Collective. Raises UserError, on all
-    processes, if the token may not write to hub_model_id; with an unreachable Hub the run goes on and tries again."""
+    """The uploads of a training run; they do nothing without push_to_hub. A collective call. Raises UserError, on all
+    processes, if the token may not write to hub_model_id; if the Hub is unreachable, the run tries again later."""
     run, run_dir = config.run, Path(config.run.output_dir)
     if not run.push_to_hub:
         return Uploads(run_dir)

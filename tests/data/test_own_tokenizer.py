@@ -138,7 +138,7 @@ def test_nothing_published_is_shown_beside_other_tokens(trained_run, tmp_path):
     card = ModelCard(model_card(checkpoint))
     assert "| tokenizer | own, a byte-level BPE, 600 tokens |" in card.text
     escaped = r"\<\|done\|\>"  # of what a repository's file says
-    assert f"Token {state['tokenizer']['end_of_text']}, {escaped}, stood before each document" in card.text
+    assert f"Token {state['tokenizer']['end_of_text']}, {escaped}, preceded each document" in card.text
     assert str(at) not in card.content
 
 

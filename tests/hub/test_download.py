@@ -43,7 +43,7 @@ def test_a_hub_that_drips_is_not_waited_for(who, hub, monkeypatch, caplog, capsy
     for limit in ("eval.common.HUB_TIMEOUT_S", "recipe.utils.download.HUB_TIMEOUT_S", "recipe.data.hub_text.ANSWER_S"):
         monkeypatch.setattr(limit, 0.5)
     for module in (access, download):
-        monkeypatch.setattr(module, "SILENCE", 0.5)
+        monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.5)
     begun = time.monotonic()
     try:
         said = str(QUESTIONS[who]()) + caplog.text

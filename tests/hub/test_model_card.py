@@ -135,7 +135,7 @@ def test_all_that_was_measured_is_in_the_card_with_how_it_was(card):
         "| of_news | loss, nats per token | 3.4100 | 10,485,760 tokens, 1,024 at once, in bfloat16 |",
         "124 M parameters (12 layers, 12 heads, 768 wide, 1,024 positions), trained from scratch on 52,428,800",
         "weights after step 100. It is a checkpoint of a run of 19,073 steps.",
-        "| shards | 1 with 10,000,000 tokens, of those made so far |",
+        "| shards | 1 with 10,000,000 tokens so far |",
         "| hardware | NVIDIA A100-SXM4-80GB, DDP over 8 processes, on 2 nodes |",
         "| tokens per second, median of the log | 850,000 |",
         f"| commit | {'0' * 40}, with local changes |",
@@ -169,7 +169,7 @@ def test_the_settings_of_a_card_are_the_runs_and_repeat_it(card, tmp_path, chose
 def test_what_was_not_measured_is_not_in_the_card(card):
     other = card(STATE | {"step": 95})  # the evaluation of another step says nothing about these weights
     assert other.data.eval_results is None
-    assert "None was measured." in other.text
+    assert "No results were recorded." in other.text
     values = (math.nan, 0.5)
     partly = {"lm_eval": {"scores": [score(ARC, ("accuracy", "acc"), value, "by hand") for value in values]}}
     assert [e.metric_value for e in card(lines=[], results=partly).data.eval_results] == [0.5]
@@ -207,7 +207,7 @@ AFTER = PART | {"from_step": 40, "device": "EPYC", "engine": "CPU", "nodes": 1}
             [PART | {"init_from": "openai-community/gpt2"}],
             FINEWEB,
             "openai-community/gpt2",
-            "trained on from openai-community/gpt2",
+            "trained from openai-community/gpt2",
         ),
         ([PART, AFTER], FINEWEB, None, "DDP over 8 processes, on 2 nodes; EPYC, CPU |"),
     ],
@@ -248,7 +248,7 @@ def test_what_files_and_manifests_say_is_no_markup(card):
         made = card(state | {"about": [PART | {"data": source}]}, results=results)
         assert "\nlicense: other" not in made.content
         assert made.data.datasets is None
-        assert f"Token 50256, {shown}, stood" in made.text
+        assert f"Token 50256, {shown}, preceded" in made.text
         assert f"| {shown} | acc | 0.5000 | by hand |" in made.text
         assert made.text.count("img src") == made.text.count("\\<img src") > 0
         assert text in {entry.dataset_name for entry in made.data.eval_results}  # in YAML it is a string

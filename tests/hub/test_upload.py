@@ -134,7 +134,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_is_waited_for_and_another_is_met_once(hub, run, capsys, monkeypatch, fault):
-    monkeypatch.setattr(upload, "PAUSE", 0.1)
+    monkeypatch.setattr(upload, "RETRY_PAUSE_S", 0.1)
     hub.faults.append(Fault(**FAULTS[fault]))
     code = push(run)
     screen = capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_what_is_missing_goes_up_once_evaluated_and_nothing_twice(hub, run):
         uploads.sync(wanted)
     (run / "step_00000020" / "notes.txt").write_text("of mine")
     uploads.sync(wanted)
-    assert uploads.known == dict.fromkeys(BRANCHES, True)
+    assert uploads.accepted == dict.fromkeys(BRANCHES, True)
     on_the_hub(hub, run)
     sent = hub.count("PUT", "/lfs/"), hub.count("POST", "/commit/")
     uploads.sync(uploads.branches())
@@ -297,7 +297,7 @@ def test_a_training_run_begins_without_the_hub_and_a_push_names_it(hub, run, cap
     caplog.set_level(logging.INFO)
     config = config_of(run)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:s3cret@127.0.0.1:9")
-    monkeypatch.setattr(upload, "PAUSE", 0.1)
+    monkeypatch.setattr(upload, "RETRY_PAUSE_S", 0.1)
     uploads = upload.open_uploads(config, Processes())
     unreachable = "upload     http://127.0.0.1:9 cannot be used now (ConnectError: "
     assert unreachable in caplog.text
