@@ -52,7 +52,7 @@ class Components:
     metrics: Metrics  # loss, throughput, metrics.jsonl, progress bar, tracker
     evaluator: Evaluator  # validation loss, HellaSwag and samples
     checkpoints: CheckpointManager  # saves the state of all of these
-    first_step: int  # optimizer steps that the checkpoint has behind it, 0 for a new run
+    first_step: int  # optimizer steps already taken, 0 in a new run
 
     def check_data_errors(self, saved: bool) -> None:
         """Raises UserError, on all processes, if the run stopped because one of them could not read its data. A
@@ -164,7 +164,7 @@ def _check_run_directory(config: Config) -> None:
         note = ", before the decay; newer checkpoints would be set aside" if is_rewound else ""
         logger.info("resume     would continue from step %d (%s)%s", state["step"], path, note)
     else:
-        _check_same_data(config, state)
+        _check_data_of_finished_run(config, state)
         logger.info(_COMPLETE, path)
 
 
@@ -203,12 +203,12 @@ def is_complete(config: Config, processes: Processes, checkpoint: Checkpoint | N
     complete = checkpoint.step > config.optimizer.max_steps or processes.broadcast_object(is_evaluated)
     if complete:
         with processes.shared_error("the data cannot be read"):
-            _check_same_data(config, checkpoint.state)
+            _check_data_of_finished_run(config, checkpoint.state)
         logger.info(_COMPLETE, checkpoint.path)
     return complete
 
 
-def _check_same_data(config: Config, state: dict) -> None:
+def _check_data_of_finished_run(config: Config, state: dict) -> None:
     """Raises UserError if a complete run, with this trainer state, was trained on other data than the configuration
     names. Compares the names or, since shards may move, the shards; of local text the checksums. Prepares and streams
     nothing."""

@@ -74,7 +74,7 @@ def test_its_recipe_is_trained_like_any_other_and_its_model_loads(searched, monk
     assert re.search("recipe     runs/my-0.03h/recipe.yaml is there\n +Validation loss to expect: ", again.stdout)
     whole = call(at, "--text", "my.txt", "--hours", "0.03", "--max_steps", "20", "--warmup_steps", "2")
     assert "recipe     runs/my-0.03h/recipe.yaml is there: its run goes on" in whole.stdout
-    assert (whole.returncode, "complete   runs/my-0.03h/step_00000020 holds" in whole.stdout) == (0, True), whole.stderr
+    assert (whole.returncode, "finished (runs/my-0.03h/step_00000020)" in whole.stdout) == (0, True), whole.stderr
     (at / "my.txt").write_text(SHAKESPEARE.read_text()[::-1])
     changed = call(at, "--text", "my.txt", "--hours", "0.03", "--max_steps", "20", "--warmup_steps", "2")
     assert (changed.returncode, "is complete, and my.txt has changed since" in changed.stderr) == (2, True)
