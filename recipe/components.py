@@ -289,15 +289,12 @@ def check_same_launch(config: Config, strategy: Strategy) -> None:
         )
     settings = {k: v for k, v in redacted(config.flat()).items() if k not in _PATH_FIELDS}
     settings["dataset_name's weights"] = [entry.count for entry in data_sets(config.data)]
-    _check_same_on_all(settings | {"precision": strategy.device.precision}, strategy.runtime.processes)
-
-
-def _check_same_on_all(settings: dict, processes: Processes) -> None:
     code = b"".join(path.read_bytes() for path in sorted((ROOT / "recipe").rglob("*.py")))
-    settings |= {"torch": torch.__version__, "code of recipe/": hashlib.sha256(code).hexdigest()[:8]}
-    main = processes.broadcast_object(settings)
-    differences = [f"{k} {v!r} here, {main.get(k)!r} on rank 0" for k, v in settings.items() if v != main.get(k)]
-    with processes.shared_error("the configuration differs"):
+    settings |= {"precision": strategy.device.precision, "torch": torch.__version__}
+    settings["code of recipe/"] = hashlib.sha256(code).hexdigest()[:8]
+    rank0 = strategy.runtime.processes.broadcast_object(settings)
+    differences = [f"{k} {v!r} here, {rank0.get(k)!r} on rank 0" for k, v in settings.items() if v != rank0.get(k)]
+    with strategy.runtime.processes.shared_error("the configuration differs"):
         if differences:
             raise UserError(
                 f"the configuration differs from rank 0's: {'; '.join(differences)}. Launch the same command from the "
