@@ -22,7 +22,7 @@ from recipe.utils.download import HUB_TIMEOUT_S, within
 from recipe.utils.errors import ArgumentParser, ExitCode, UserError, first_line, no_safetensors, reading
 from recipe.utils.files import replace_file
 
-UNBOUNDED = 2048  # tokens of context for models without a table of positions, such as BLOOM and Mamba
+DEFAULT_POSITIONS = 2048  # tokens of context for models without a table of positions, such as BLOOM and Mamba
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Loaded:
     @property
     def n_positions(self) -> int:
         """The most tokens of context that the model takes."""
-        return getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED
+        return getattr(self.model.config, "max_position_embeddings", None) or DEFAULT_POSITIONS
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text: no special tokens added, and a literal "<|endoftext|>" is read as text."""
@@ -54,21 +54,21 @@ class Loaded:
         boolean mask: GPT-2 with SDPA. For others the states are the logits: their head may be more than a matrix
         product."""
         model = self.model
-        shares = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
+        can_share = model.config.model_type == "gpt2" and model.config._attn_implementation == "sdpa"
 
         def states(ids, positions=None, mask=None):
             output = model.base_model(ids, position_ids=positions, attention_mask=mask, use_cache=False)
             return output.last_hidden_state
 
         return LanguageModel(
-            body=states if shares else lambda ids, *_: model(ids, use_cache=False).logits,
-            head=model.lm_head if shares else lambda logits: logits,
+            body=states if can_share else lambda ids, *_: model(ids, use_cache=False).logits,
+            head=model.lm_head if can_share else lambda logits: logits,
             encode=self.encode,
             n_positions=self.n_positions,
             device=model.device,
-            shares_contexts=shares,
+            shares_contexts=can_share,
             # cuDNN makes a new plan of masked attention for each length; torch_tpu compiles all of it for each shape.
-            multiples={"cuda": (1, 64 if shares else 1, 1), "tpu": (16, 64, 1024)}.get(model.device.type, (1, 1, 1)),
+            multiples={"cuda": (1, 64 if can_share else 1, 1), "tpu": (16, 64, 1024)}.get(model.device.type, (1, 1, 1)),
         )
 
 
@@ -135,9 +135,9 @@ def check_files(directory: Path) -> None:
     flipped bit must not get a score."""
     if not (directory / "manifest.json").exists():
         return
-    for name, written in manifest_of(directory).items():
+    for name, expected in manifest_of(directory).items():
         # Resolved: the Hub's cache consists of links.
-        if name != "optimizer.safetensors" and (problem := problem_of((directory / name).resolve(), written)):
+        if name != "optimizer.safetensors" and (problem := problem_of((directory / name).resolve(), expected)):
             raise UserError(f"{name} {problem}")
 
 
@@ -169,7 +169,7 @@ def load(args: argparse.Namespace) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         options = {"config": config, "dtype": dtype, "output_loading_info": True}
         options |= {"use_safetensors": True, "trust_remote_code": False}
-        model, report = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
+        model, loading_info = AutoModelForCausalLM.from_pretrained(name, **options)  # ty: ignore[not-iterable]  a pair then
     except Exception as error:  # the libraries raise many kinds on a broken directory or an absent model
         if isinstance(error, OSError) and "model.safetensors" in first_line(error) and not problem:
             raise no_safetensors(name) from None
@@ -177,24 +177,25 @@ def load(args: argparse.Namespace) -> Loaded:
     # transformers replaces what is missing by an empty tokenizer or random weights: such a model must not get a score.
     if tokenizer is None or len(tokenizer) < 2:
         raise UserError(f"model {name}: no tokenizer files, such as tokenizer.json, beside the weights")
-    if absent := sorted(report["missing_keys"]):
-        raise UserError(f"model {name}: the file lacks {len(absent)} of the model's weights, among them {absent[0]}")
+    if missing_keys := sorted(loading_info["missing_keys"]):
+        problem = f"the file lacks {len(missing_keys)} of the model's weights, among them {missing_keys[0]}"
+        raise UserError(f"model {name}: {problem}")
     model.to(device).tie_weights()  # which a move to a TPU or to XLA unties
     loaded = Loaded(name, directory, model.eval(), tokenizer)
     if config.model_type != "gpt2" and sees_what_follows(model):
         raise UserError(f"model {name}: no causal language model; its {config.model_type} sees the tokens that follow")
-    about = loaded.describe()
-    print(f"model {name}: {model.num_parameters():,} parameters, {about['device']}, {about['dtype']}", flush=True)
+    fields = loaded.describe()
+    print(f"model {name}: {model.num_parameters():,} parameters, {fields['device']}, {fields['dtype']}", flush=True)
     return loaded
 
 
 def sees_what_follows(model: transformers.PreTrainedModel) -> bool:
     """Whether a token changes the logits of those before it, as in BERT, which transformers loads as a causal one."""
     ids = torch.arange(8, device=model.device)[None]
-    other = torch.cat([ids[:, :-1], ids[:, :1]], 1)
+    changed_ids = torch.cat([ids[:, :-1], ids[:, :1]], 1)
     with torch.no_grad():
-        before, after = (model(one, use_cache=False).logits[:, :-1].float() for one in (ids, other))
-    return bool((before - after).abs().max() > 1e-3 * before.std())
+        logits, changed_logits = (model(x, use_cache=False).logits[:, :-1].float() for x in (ids, changed_ids))
+    return bool((logits - changed_logits).abs().max() > 1e-3 * logits.std())
 
 
 def hub_problem() -> str:
@@ -214,22 +215,22 @@ def hub_problem() -> str:
 def choose_device(name: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype of these names; `auto` is the accelerator, or else the CPU, and bfloat16 if the device
     computes in it, else float32. Raises UserError if the device is absent."""
-    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if name not in ("auto", "cpu", best.type):
-        raise UserError(f"--device {name}: not available here, {best.type} is")
-    device = best if name == "auto" else torch.device(name)
-    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return device, getattr(torch, dtype if dtype != "auto" else "bfloat16" if native else "float32")
+    default_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name not in ("auto", "cpu", default_device.type):
+        raise UserError(f"--device {name}: not available here, {default_device.type} is")
+    device = default_device if name == "auto" else torch.device(name)
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return device, getattr(torch, dtype if dtype != "auto" else "bfloat16" if has_bf16 else "float32")
 
 
-def trainer_config(directory: Path | None, part: str = "config") -> dict:
+def trainer_config(directory: Path | None, section: str = "config") -> dict:
     """The training run's configuration, or another part of trainer_state.json in a checkpoint; empty for any other
     model."""
     state = directory / "trainer_state.json" if directory else None
     if not state or not state.is_file():
         return {}
     with reading(state, "name the data with --data, or another checkpoint"):
-        return dict(json.loads(state.read_text()).get(part, {}))
+        return dict(json.loads(state.read_text()).get(section, {}))
 
 
 def read_results(path: Path) -> dict:
@@ -252,25 +253,25 @@ def results_path(output: Path | None, loaded: Loaded) -> Path:
     return path
 
 
-def same_model(path: Path, earlier: str, name: str) -> bool:
+def same_model(path: Path, recorded_name: str, name: str) -> bool:
     """Whether the model `earlier`, whose results `path` has, is the model `name`: both lead to one directory; or `name`
     is the directory of the results, and `earlier` does not exist: it was moved, or named from elsewhere."""
-    one, other = Path(earlier).resolve(), Path(name).resolve()
-    return one == other or (path.parent.resolve() == other and not one.exists())
+    recorded_path, model_path = Path(recorded_name).resolve(), Path(name).resolve()
+    return recorded_path == model_path or (path.parent.resolve() == model_path and not recorded_path.exists())
 
 
 def write_results(path: Path, key: str, value: dict) -> None:
     """Put `value` under `key`, keeping the file's other keys, and of this one the same model's scores that `value` does
     not measure anew, or of a part only; the file is replaced atomically."""
     results = read_results(path)
-    earlier = results.get(key, {})
-    same = same_model(path, earlier.get("model", value["model"]), value["model"])
-    if earlier and same and "scores" in value:
-        value = value | {"scores": (scores := merged(earlier.get("scores", []), value["scores"]))}
-        if any(one in scores for one in earlier.get("scores", []) if one["complete"]):
+    previous = results.get(key, {})
+    is_same_model = same_model(path, previous.get("model", value["model"]), value["model"])
+    if previous and is_same_model and "scores" in value:
+        value = value | {"scores": (scores := merged(previous.get("scores", []), value["scores"]))}
+        if any(entry in scores for entry in previous.get("scores", []) if entry["complete"]):
             print(f"note: {path} keeps what was measured before of other tasks, or of all rows")
-    elif not same:
-        print(f"note: replaces what {path} had of {earlier['model']}")
+    elif not is_same_model:
+        print(f"note: replaces what {path} had of {previous['model']}")
     replace_file(path, (json.dumps(results | {key: value}, indent=2) + "\n").encode())
     print(f"wrote {path}")
     if (path.parent / "README.md").exists():

@@ -16,7 +16,7 @@ from recipe.utils.errors import UserError, reading
 
 REFERENCES = Path(__file__).resolve().parent / "references"
 # Settings within 5 % of each other count as equal: 19,073 and 19,560 steps differ by less than the noise does.
-NEAR = 0.05
+REL_TOL = 0.05
 # Texts with a published loss, by repository on the Hub or a file's SHA-256. The repositories are those of
 # recipe/config/fields.py, and copies in GPT-2's tokens from KellerJordan/modded-nanogpt (data/cached_*.py) and llm.c.
 DATASETS = {
@@ -93,24 +93,24 @@ def read_run(path: str | Path) -> Run:
     directory = Path(path).expanduser()
     if directory in checkpoints(directory.parent):
         directory = directory.parent
-    log = directory / "metrics.jsonl"
-    if not log.is_file():
+    log_path = directory / "metrics.jsonl"
+    if not log_path.is_file():
         raise UserError(f"run {path}: no metrics.jsonl there. Name a run directory, such as runs/shakespeare")
-    lines = read_metrics(log)
+    lines = read_metrics(log_path)
     records = [line for line in lines if all(_is_number(line.get(name)) for name in ("step", "tokens", "seconds"))]
     if not records:
         raise UserError(f"run {path}: metrics.jsonl has no complete line yet. Wait for the first logged step")
-    scores, about, paths = {}, ({}, "", "", ""), checkpoints(directory)
-    for path in paths:
+    scores, description, checkpoint_dirs = {}, ({}, "", "", ""), checkpoints(directory)
+    for path in checkpoint_dirs:
         with reading(path / "results.json", "move it away, and evaluate again"):
             scores[step_of(path)] = [table_row(score) for score in all_scores(read_results(path / "results.json"))]
-    if paths:
-        with reading(paths[-1] / "trainer_state.json", "move that checkpoint away"):
-            about = _about(json.loads((paths[-1] / "trainer_state.json").read_text()))
-    return Run(directory.resolve().name, directory, records, *about, scores)
+    if checkpoint_dirs:
+        with reading(checkpoint_dirs[-1] / "trainer_state.json", "move that checkpoint away"):
+            description = _describe(json.loads((checkpoint_dirs[-1] / "trainer_state.json").read_text()))
+    return Run(directory.resolve().name, directory, records, *description, scores)
 
 
-def _about(state: dict) -> tuple[dict, str, str, str]:
+def _describe(state: dict) -> tuple[dict, str, str, str]:
     """The config, engine, data and dataset of a Run, from a trainer_state.json, which may be damaged."""
     config, engine, data = state["config"], state["engine"], state["config"]["dataset_name"]
     if isinstance(data, list):  # a mixture
@@ -128,9 +128,9 @@ def dataset_of(config: dict, about: list[dict]) -> str:
     # All parts of a run read the same shards, so parts that name only the shards are ignored.
     sources = [part["data"] for part in about if part["data"].keys() != {"shards"}]
     names = {_known_text(source) for source in sources}
-    declared = any("shards" in source for source in sources)
-    own = (config["val_data"] and not declared) or config.get("tokenizer", "gpt2") != "gpt2"
-    return names.pop() if len(names) == 1 and not own else ""
+    names_shard_text = any("shards" in source for source in sources)
+    is_unknown = (config["val_data"] and not names_shard_text) or config.get("tokenizer", "gpt2") != "gpt2"
+    return names.pop() if len(names) == 1 and not is_unknown else ""
 
 
 def _known_text(source: dict) -> str:
@@ -156,13 +156,13 @@ class Reference:
 
     def differences(self, run: Run) -> list[str]:
         """Settings of the run that change its loss at equal steps, in words."""
-        texts = []
-        for key, wanted in self.settings.items():
+        sentences = []
+        for key, expected in self.settings.items():
             value = run.config.get(key)
-            near = _is_number(value) and _is_number(wanted) and math.isclose(value, wanted, rel_tol=NEAR)
-            if not (near or value == wanted):
-                texts.append(f"{key} {value} (reference: {wanted})")
-        return texts
+            is_close = _is_number(value) and _is_number(expected) and math.isclose(value, expected, rel_tol=REL_TOL)
+            if not (is_close or value == expected):
+                sentences.append(f"{key} {value} (reference: {expected})")
+        return sentences
 
 
 def load_references() -> list[Reference]:
@@ -171,8 +171,8 @@ def load_references() -> list[Reference]:
     for path in sorted(REFERENCES.glob("*.json")):
         content = json.loads(path.read_text())
         curves = {key: np.array(value) for key, value in content.items() if isinstance(value, list)}
-        others = {key: content[key] for key in ("name", "dataset", "source", "validation", "noise", "settings")}
-        references.append(Reference(**others, **curves))
+        fields = {key: content[key] for key in ("name", "dataset", "source", "validation", "noise", "settings")}
+        references.append(Reference(**fields, **curves))
     return references
 
 
@@ -180,11 +180,11 @@ def find_reference(run: Run, references: list[Reference]) -> Reference | None:
     """The reference for a run's data and model, with the fewest other settings; none if the run starts from other
     weights."""
     shape = ("n_layer", "n_head", "n_embd")
-    same = [
+    candidates = [
         reference
         for reference in references
         if run.dataset == reference.dataset and all(run.config.get(key) == reference.settings[key] for key in shape)
     ]
-    if not same or run.config.get("init_from"):
+    if not candidates or run.config.get("init_from"):
         return None
-    return min(same, key=lambda reference: len(reference.differences(run)))
+    return min(candidates, key=lambda reference: len(reference.differences(run)))

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.curves import NEAR, Reference, Run, find_reference
+from eval.curves import REL_TOL, Reference, Run, find_reference
 from recipe.utils.units import si
 
 # How far the first validation loss may lie below and above that of a uniform prediction, the logarithm of the
 # vocabulary size: 10.82 nats per token for GPT-2's. Known values: 10.81 to 10.83 (this project), 10.95 (build-nanogpt),
 # 10.98 and 11.01 (llm.c).
-FIRST_LOSS = (0.3, 0.5)
+INITIAL_LOSS_MARGINS = (0.3, 0.5)
 # By step 200 the loss of every known healthy run has fallen by more than 3 nats.
 LEARNT = (200, 2.0)
 # The validation loss is always measured on the same tokens, so a rise is not batch noise. At a high learning rate it
 # still fluctuates by about 0.02 (llm.c's and build-nanogpt's curves never rise by more than 0.002).
-RISE = 0.03
+MAX_RISE = 0.03
 # Fraction of the tokens by which a curve may be ahead of or behind its reference.
-SHIFT = 0.1
+TOKEN_SHIFT = 0.1
 # Skipped steps that are only worth a note: fp16's loss scale begins at 65,536 and is halved at each.
-SKIPPED = 10
+MAX_SKIPPED = 10
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ def beside_reference(run: Run, references: list[Reference]) -> Finding:
         model = f"{run.config.get('n_layer')} layers of {run.config.get('n_embd')}"
         return Finding("note", f"No reference curve ships for {run.dataset or 'these data'} and this model ({model}).")
     name = f"the reference ({reference.name}, {reference.dataset})"
-    if differing := reference.differences(run):
-        return Finding("note", f"It cannot be compared with {name} at equal steps: {'; '.join(differing)}.")
-    at, above, tolerance = distance(run.series("val_loss"), reference)
-    if not len(at):
-        start = si(reference.val_loss[1, 0], "B")
-        return Finding("note", f"It cannot be compared yet: {name} begins at {start} tokens.")
-    last = f"{abs(above[-1]):.2f} nats {'above' if above[-1] > 0 else 'below'} it at {si(at[-1], 'B')} tokens"
-    inside = np.flatnonzero(np.abs(above) <= tolerance)
-    if len(above) - 1 in inside:
-        return Finding("good", f"The validation loss follows {name}: {last}.")
-    since = si(at[inside[-1] + 1 if len(inside) else 0], "B")
-    if above[-1] > 0:
+    if differences := reference.differences(run):
+        return Finding("note", f"It cannot be compared with {name} at equal steps: {'; '.join(differences)}.")
+    tokens, excess, tolerance = distance(run.series("val_loss"), reference)
+    if not len(tokens):
+        first_tokens = si(reference.val_loss[1, 0], "B")
+        return Finding("note", f"It cannot be compared yet: {name} begins at {first_tokens} tokens.")
+    latest = f"{abs(excess[-1]):.2f} nats {'above' if excess[-1] > 0 else 'below'} it at {si(tokens[-1], 'B')} tokens"
+    followed = np.flatnonzero(np.abs(excess) <= tolerance)
+    if len(excess) - 1 in followed:
+        return Finding("good", f"The validation loss follows {name}: {latest}.")
+    departed_at = si(tokens[followed[-1] + 1 if len(followed) else 0], "B")
+    if excess[-1] > 0:
         causes = "Usual causes: other data or tokens than meant, or a change to the model or the optimizer."
     else:
         causes = "Lower is suspicious too: other or easier validation data, or validation text in training."
-    text = f"The validation loss has departed from {name} since {since} tokens: {last}, expected within"
+    text = f"The validation loss has departed from {name} since {departed_at} tokens: {latest}, expected within"
     return Finding("bad", f"{text} {tolerance[-1]:.2f}. {causes}")
 
 
@@ -77,47 +77,47 @@ def distance(curve: tuple[np.ndarray, np.ndarray], reference: Reference) -> tupl
     more or fewer tokens: where a loss falls steeply, a longer warm-up makes a large but meaningless difference.
     """
     x, y = curve
-    known = reference.val_loss[reference.val_loss[:, 0] > 0]
-    keep = (x >= known[0, 0]) & (x <= known[-1, 0] * (1 + NEAR))
-    x, y = x[keep], y[keep]
-    there, earlier, later = (
-        np.interp(np.log(x * k), np.log(known[:, 0]), known[:, 1]) for k in (1, 1 - SHIFT, 1 + SHIFT)
+    points = reference.val_loss[reference.val_loss[:, 0] > 0]
+    in_range = (x >= points[0, 0]) & (x <= points[-1, 0] * (1 + REL_TOL))
+    x, y = x[in_range], y[in_range]
+    expected, at_fewer, at_more = (
+        np.interp(np.log(x * k), np.log(points[:, 0]), points[:, 1]) for k in (1, 1 - TOKEN_SHIFT, 1 + TOKEN_SHIFT)
     )
-    return x, y - there, reference.noise + np.maximum(np.abs(earlier - there), np.abs(later - there))
+    return x, y - expected, reference.noise + np.maximum(np.abs(at_fewer - expected), np.abs(at_more - expected))
 
 
 def _learning(run: Run) -> Iterator[Finding]:
     """The first loss, whether the loss falls, and the steps that were skipped."""
-    vocab_size, done = run.config.get("vocab_size") or 50257, run.records[-1]["step"]
-    know_nothing = math.log(vocab_size)
+    vocab_size, last_step = run.config.get("vocab_size") or 50257, run.records[-1]["step"]
+    uniform_loss = math.log(vocab_size)
     steps, val = run.series("val_loss", "step")
-    below, above = FIRST_LOSS
+    margin_below, margin_above = INITIAL_LOSS_MARGINS
     from_scratch = len(steps) and steps[0] == 0 and not run.config.get("init_from")
-    if from_scratch and not know_nothing - below <= val[0] <= know_nothing + above:
+    if from_scratch and not uniform_loss - margin_below <= val[0] <= uniform_loss + margin_above:
         text = f"The loss begins at {val[0]:.2f}; a model that knows nothing has ln {vocab_size:,} = "
         advice = "Look at the initial weights, and at whether the targets are shifted by one."
-        yield Finding("bad", f"{text}{know_nothing:.2f}. {advice}")
+        yield Finding("bad", f"{text}{uniform_loss:.2f}. {advice}")
     steps, loss = run.series("loss", "step")
-    if len(steps) and steps[-1] >= LEARNT[0] and np.median(loss[-5:]) > know_nothing - LEARNT[1]:
+    if len(steps) and steps[-1] >= LEARNT[0] and np.median(loss[-5:]) > uniform_loss - LEARNT[1]:
         text = f"It hardly learns: a training loss of {loss[-1]:.2f} after {steps[-1]:,.0f} steps. "
         yield Finding("bad", text + "Look at learning_rate and warmup_steps, and at the data.")
     skipped = run.last("skipped_steps")
     if skipped > 0:  # fp16's loss scaling skips some steps at the start and one now and then
-        kind = "bad" if skipped > max(SKIPPED, 0.01 * done) else "note"
-        text = f"{skipped:,.0f} of {done:,} steps were skipped, for a spike or a gradient that was not finite. "
+        kind = "bad" if skipped > max(MAX_SKIPPED, 0.01 * last_step) else "note"
+        text = f"{skipped:,.0f} of {last_step:,} steps were skipped, for a spike or a gradient that was not finite. "
         yield Finding(kind, text + "Where they are many: a lower learning_rate, or another precision than fp16.")
 
 
 def _rise(run: Run) -> Iterator[Finding]:
     """Overfitting or divergence: the validation loss has risen above its own minimum."""
     x, val = run.series("val_loss")
-    if len(x) < 3 or val[-1] - val.min() <= RISE:
+    if len(x) < 3 or val[-1] - val.min() <= MAX_RISE:
         return
     low = int(val.argmin())
-    at, loss = run.series("loss")
-    before, after = (loss[np.abs(at - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
+    tokens, loss = run.series("loss")
+    at_low, at_end = (loss[np.abs(tokens - x[i]).argsort()[:5]] for i in (low, -1))  # the five lines nearest to each
     text = f"The validation loss has been rising since {si(x[low], 'B')} tokens, from {val[low]:.2f} to {val[-1]:.2f}, "
-    if len(loss) and np.median(after) < np.median(before):
+    if len(loss) and np.median(at_end) < np.median(at_low):
         text += "while the training loss falls: overfitting. Fewer steps (max_steps), more data or dropout would help."
     else:
         text += "and the training loss does not fall: it diverges. A lower learning_rate or more warm-up would help."

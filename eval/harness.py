@@ -25,8 +25,8 @@ def evaluate(
     os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise it forks a pool for seconds of work
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=include)
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise common.UserError(f"--tasks {','.join(unknown)}: lm-eval has none of this name (`lm-eval ls tasks`)")
+    if unknown_tasks := [task for task in tasks if task not in manager.all_tasks]:
+        raise common.UserError(f"--tasks {','.join(unknown_tasks)}: lm-eval has none of this name (`lm-eval ls tasks`)")
     common.hub_problem()  # where there is no network, cached data are read at once
     model, tokenizer = loaded.model, loaded.tokenizer
     lm = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32", trust_remote_code=False)
@@ -34,22 +34,22 @@ def evaluate(
     return lm_eval.simple_evaluate(lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000)
 
 
-def scores_of(results: dict, how: str, limit: int | None) -> list[dict]:
+def scores_of(results: dict, method: str, limit: int | None) -> list[dict]:
     """The scores in the output of `evaluate`; a filter other than none stays in the name."""
     url = "https://github.com/EleutherAI/lm-evaluation-harness"
     source = {"source_name": "lm-evaluation-harness", "source_url": url, "complete": not limit}
     scores = []
     for task, metrics in results["results"].items():
         rows = f", {metrics['sample_len']:,} rows" if "sample_len" in metrics else ""
-        data = {"dataset_type": task, "dataset_name": task}
+        dataset = {"dataset_type": task, "dataset_name": task}
         for key, value in metrics.items():  # "acc,none", its "acc_stderr,none", and others without a comma
-            kind, comma, filtered = key.partition(",")
+            kind, comma, filter_name = key.partition(",")
             if comma and not kind.endswith("_stderr"):
-                error = metrics.get(f"{kind}_stderr,{filtered}")
+                error = metrics.get(f"{kind}_stderr,{filter_name}")
                 ci95 = 1.96 * error if isinstance(error, float) else None  # or N/A
-                name = kind if filtered == "none" else f"{kind} ({filtered})"
+                name = kind if filter_name == "none" else f"{kind} ({filter_name})"
                 metric = "accuracy" if kind.startswith("acc") else kind, name
-                scores.append(score(data, metric, value, how + rows, ci95=ci95, **source))
+                scores.append(score(dataset, metric, value, method + rows, ci95=ci95, **source))
     return scores
 
 
@@ -74,10 +74,10 @@ def main() -> None:
     if results.get("groups"):
         print(make_table(results, "groups"))
     version = importlib.metadata.version("lm-eval")
-    about = loaded.describe() | {"version": version, "limit": args.limit, "versions": results["versions"]}
-    how = f"lm-evaluation-harness {version}" + (f", limit {args.limit:,}" if args.limit else "")
-    scores = scores_of(results, f"{how}, in {about['dtype']}", args.limit)
-    common.write_results(output, "lm_eval", about | {"scores": scores})
+    record = loaded.describe() | {"version": version, "limit": args.limit, "versions": results["versions"]}
+    method = f"lm-evaluation-harness {version}" + (f", limit {args.limit:,}" if args.limit else "")
+    scores = scores_of(results, f"{method}, in {record['dtype']}", args.limit)
+    common.write_results(output, "lm_eval", record | {"scores": scores})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 
 from eval import common
 from eval.loglikelihood import LanguageModel, Request, score
-from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, WAYS
+from eval.published import HELLASWAG, HELLASWAG_ROWS, SOURCES, STYLES
 from eval.scores import ci95, hellaswag_scores
 
 ROWS = Path(__file__).resolve().parent / "data" / "hellaswag_val.jsonl.gz"
@@ -41,9 +41,9 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple[list[Request], list[int]]:
+def encode_row(encode: Callable[[str], list[int]], row: dict, style: str) -> tuple[list[Request], list[int]]:
     """A row's four requests in one style, and the lengths that acc_norm divides by; `encode` adds no special tokens."""
-    if way == "llmc":
+    if style == "llmc":
         context = encode(row["ctx"])
         endings = [encode(" " + ending) for ending in row["endings"]]
         return [Request(context + tokens, len(tokens)) for tokens in endings], [len(tokens) for tokens in endings]
@@ -57,21 +57,21 @@ def encode_row(encode: Callable[[str], list[int]], row: dict, way: str) -> tuple
 
 def score_rows(model: LanguageModel, rows: Sequence[dict], *, batch_size: int = 16, desc: str = "") -> Scores:
     """The scores of the rows in each style, in ceil(len(rows) / batch_size) calls of the model."""
-    requests, lengths = zip(*(encode_row(model.encode, row, way) for way in WAYS for row in rows), strict=True)
-    sums = score(model, requests, batch_size * len(WAYS), desc)
-    shape = len(WAYS), len(rows), -1
+    requests, lengths = zip(*(encode_row(model.encode, row, style) for style in STYLES for row in rows), strict=True)
+    sums = score(model, requests, batch_size * len(STYLES), desc)
+    shape = len(STYLES), len(rows), -1
     log_likelihoods, lengths = np.reshape(sums, shape), np.reshape(lengths, shape)
-    return {way: (log_likelihoods[i], lengths[i]) for i, way in enumerate(WAYS)}
+    return {style: (log_likelihoods[i], lengths[i]) for i, style in enumerate(STYLES)}
 
 
 def correct(scores: Scores, rows: Sequence[dict]) -> dict[str, np.ndarray]:
     """Which rows each of ACCURACIES counts, bool (N,). Ties go to the first ending."""
     labels = np.array([row["label"] for row in rows])
-    right = {}
-    for way, (log_likelihoods, lengths) in scores.items():
-        right[f"{way}_acc"] = log_likelihoods.argmax(1) == labels
-        right[f"{way}_acc_norm"] = (log_likelihoods / lengths).argmax(1) == labels
-    return right
+    correct_rows = {}
+    for style, (log_likelihoods, lengths) in scores.items():
+        correct_rows[f"{style}_acc"] = log_likelihoods.argmax(1) == labels
+        correct_rows[f"{style}_acc_norm"] = (log_likelihoods / lengths).argmax(1) == labels
+    return correct_rows
 
 
 def count_correct(
@@ -80,10 +80,10 @@ def count_correct(
     """How many rows of this rank's share are correct, to be summed over ranks: {"rows": n} and one number for each of
     ACCURACIES. Every rank calls the model equally often, because a forward pass of sharded weights is collective."""
     # The same number of rows for each rank; an index of len(rows) or more is padding.
-    numbers = np.arange(rank, rank + world_size * -(-len(rows) // world_size), world_size)
-    share, real = [rows[i % len(rows)] for i in numbers], numbers < len(rows)
-    right = correct(score_rows(model, share, batch_size=batch_size), share)
-    return {"rows": int(real.sum())} | {name: int(counted[real].sum()) for name, counted in right.items()}
+    indices = np.arange(rank, rank + world_size * -(-len(rows) // world_size), world_size)
+    rank_rows, is_real = [rows[i % len(rows)] for i in indices], indices < len(rows)
+    correct_rows = correct(score_rows(model, rank_rows, batch_size=batch_size), rank_rows)
+    return {"rows": int(is_real.sum())} | {name: int(mask[is_real].sum()) for name, mask in correct_rows.items()}
 
 
 def accuracies(scores: Scores, rows: list[dict]) -> dict:
@@ -91,11 +91,11 @@ def accuracies(scores: Scores, rows: list[dict]) -> dict:
     from eval.metrics.hellaswag.hellaswag import HellaSwag  # imports `datasets`, which a training run may not need
 
     result: dict = {"rows": len(rows)}
-    for way, (log_likelihoods, lengths) in scores.items():
+    for style, (log_likelihoods, lengths) in scores.items():
         metric, labels = HellaSwag(keep_in_memory=True), [row["label"] for row in rows]
         values = metric.compute(log_likelihoods=log_likelihoods, lengths=lengths, labels=labels)
         assert values  # None on another process than the first
-        result |= {f"{way}_{kind}": value for kind, value in values.items()}
+        result |= {f"{style}_{kind}": value for kind, value in values.items()}
     return result
 
 
@@ -103,13 +103,13 @@ def table(result: dict) -> str:
     """The result beside the published numbers, style by style."""
     rows = result["rows"]
     lines = [f"HellaSwag validation, {rows:,} rows (chance: 0.2500; +- is the 95 % interval)"]
-    for way, title in WAYS.items():
-        ours = [f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[f"{way}_acc"], result[f"{way}_acc_norm"])]
-        cells = {title: ["acc", "acc_norm"], "   this model": ours}
-        for model, numbers in HELLASWAG[way].items():
+    for style, title in STYLES.items():
+        measured = [f"{p:.4f} +- {ci95(p, rows):.4f}" for p in (result[f"{style}_acc"], result[f"{style}_acc_norm"])]
+        cells = {title: ["acc", "acc_norm"], "   this model": measured}
+        for model, numbers in HELLASWAG[style].items():
             cells[f"   {model}"] = ["-" if number is None else f"{number:.4f}" for number in numbers]
         lines += ["", *(f"{name:<49} {acc:<18} {norm}" for name, (acc, norm) in cells.items())]
-        lines.append(textwrap.fill(f"({SOURCES[way]})", 110, initial_indent="   ", subsequent_indent="    "))
+        lines.append(textwrap.fill(f"({SOURCES[style]})", 110, initial_indent="   ", subsequent_indent="    "))
     if rows < HELLASWAG_ROWS:
         lines += ["", f"Published numbers are on all {HELLASWAG_ROWS:,} rows, where the interval is about +- 0.009."]
     return "\n".join(lines)

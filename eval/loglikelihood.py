@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 # Rows of logits held in float32 at once, by device: 128 x 50257 x 4 bytes is 26 MB, and larger pieces were slower on a
 # CPU (they fall out of its cache); other devices take 2048 (412 MB).
-PIECE = {"cpu": 128}
+CHUNK_ROWS = {"cpu": 128}
 
 
 @dataclass(frozen=True)
@@ -88,31 +88,32 @@ def score(
 
 def progress_bar(batches: Sequence, desc: str) -> Iterable:
     """The batches with a progress bar, updated every half minute in a file; no bar without `desc`."""
-    often = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(batches, desc=desc, unit=" batches", mininterval=often, maxinterval=often, disable=not desc)
+    interval = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(batches, desc=desc, unit=" batches", mininterval=interval, maxinterval=interval, disable=not desc)
 
 
 def rows_of(requests: Sequence[Request], model: LanguageModel) -> list[Row]:
     """The requests of one context as one row; one row each if the model cannot share contexts or a request has to be
     cut, since then the requests no longer see the same context."""
-    most = model.n_positions + 1  # one token more than there are positions, since the last one predicts nothing
-    if not model.shares_contexts or any(len(r.tokens) > most for r in requests):
-        return [_row([Request(r.tokens[-most:], min(r.n_scored, model.n_positions))]) for r in requests]
+    max_tokens = model.n_positions + 1  # one token more than there are positions, since the last one predicts nothing
+    if not model.shares_contexts or any(len(r.tokens) > max_tokens for r in requests):
+        return [_row([Request(r.tokens[-max_tokens:], min(r.n_scored, model.n_positions))]) for r in requests]
     return [_row(requests)]
 
 
 def _row(requests: Sequence[Request]) -> Row:
-    first, shared = requests[0].tokens, min(len(r.tokens) - r.n_scored for r in requests)
-    while any(r.tokens[:shared] != first[:shared] for r in requests):  # when context and ending are encoded as one text
-        shared -= 1
-    parts = [first[:shared], *(r.tokens[shared:-1] for r in requests)]  # the last token predicts nothing
+    tokens, n_shared = requests[0].tokens, min(len(r.tokens) - r.n_scored for r in requests)
+    # Encoding context and ending as one text may change the context's last tokens.
+    while any(r.tokens[:n_shared] != tokens[:n_shared] for r in requests):
+        n_shared -= 1
+    parts = [tokens[:n_shared], *(r.tokens[n_shared:-1] for r in requests)]  # the last token predicts nothing
     sizes = [len(part) for part in parts]
     segments = np.repeat(np.arange(len(parts)), sizes)
     shifts = np.cumsum([0, 0, *sizes[1:-1]])  # from a position to its column, by segment
     scored = []
     for r, shift in zip(requests, shifts[1:], strict=True):
-        predicting = np.arange(len(r.tokens) - 1 - r.n_scored, len(r.tokens) - 1)  # in the request's own positions
-        columns = np.where(predicting < shared, predicting, predicting + shift)
+        positions = np.arange(len(r.tokens) - 1 - r.n_scored, len(r.tokens) - 1)  # in the request's own positions
+        columns = np.where(positions < n_shared, positions, positions + shift)
         scored.append(np.array([columns, r.tokens[-r.n_scored :]]))
     inputs = np.array([[*chain(*parts)], np.arange(len(segments)) - shifts[segments], segments])
     return Row(inputs, np.concatenate(scored, 1), [r.n_scored for r in requests])
@@ -122,23 +123,24 @@ def score_rows(model: LanguageModel, rows: Sequence[Row]) -> list[float]:
     """The summed log-likelihood of each request of the rows, in their order, from one call of the model."""
     n, t, m = model.multiples
     # A causal model never attends to the padding on the right; the padding attends to the context or what is before it.
-    inputs = np.zeros((3, _fill(len(rows), n), _fill(max(row.inputs.shape[1] for row in rows), t)), dtype=np.int64)
+    length = max(row.inputs.shape[1] for row in rows)
+    inputs = np.zeros((3, _round_up(len(rows), n), _round_up(length, t)), dtype=np.int64)
     for i, row in enumerate(rows):
         inputs[:, i, : row.inputs.shape[1]] = row.inputs
     counts = [count for row in rows for count in row.counts]
-    scored = np.zeros((3, _fill(sum(counts), m)), dtype=np.int64)  # row, column, token
+    scored = np.zeros((3, _round_up(sum(counts), m)), dtype=np.int64)  # row, column, token
     scored[0, : sum(counts)] = np.repeat(np.arange(len(rows)), [sum(row.counts) for row in rows])
     scored[1:, : sum(counts)] = np.concatenate([row.scored for row in rows], 1)
-    numbers, columns, targets = torch.from_numpy(scored).to(model.device)
+    row_indices, columns, targets = torch.from_numpy(scored).to(model.device)
     place = model.place or (lambda tensor: tensor.to(model.device))
     with torch.no_grad():
         ids, positions, segments = map(place, torch.from_numpy(inputs))
         states = model.body(ids, positions, sees(segments))  # (N, T, D)
-        log_probs = token_log_probs(states[numbers, columns], targets, model.head)
+        log_probs = token_log_probs(states[row_indices, columns], targets, model.head)
     return [part.double().sum().item() for part in log_probs.cpu()[: sum(counts)].split(counts)]
 
 
-def _fill(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -151,6 +153,6 @@ def sees(segments: torch.Tensor) -> torch.Tensor:
 
 def token_log_probs(states: torch.Tensor, targets: torch.Tensor, head: Callable) -> torch.Tensor:
     """log p(target) in nats, float32 (M,), from states (M, D) and targets (M,)."""
-    size = PIECE.get(states.device.type, 2048)
-    pieces = zip(states.split(size), targets.split(size), strict=True)
-    return torch.cat([-F.cross_entropy(head(part).float(), wanted, reduction="none") for part, wanted in pieces])
+    size = CHUNK_ROWS.get(states.device.type, 2048)
+    chunks = zip(states.split(size), targets.split(size), strict=True)
+    return torch.cat([-F.cross_entropy(head(x).float(), y, reduction="none") for x, y in chunks])

@@ -28,8 +28,8 @@ def shard_windows(data: str, sequence_length: int) -> tuple[list[np.ndarray], di
     """Windows (T + 1,) of validation shards, and the first 12 digits of each file's sha256. `data` is a directory,
     whose .bin files with "val" in their name are used, or a glob of .bin files."""
     pattern = f"{glob.escape(data)}/*val*.bin" if os.path.isdir(data) else data
-    found = sorted(map(Path, glob.glob(pattern, recursive=True)))  # as the trainer's
-    paths = [path for path in found if path.suffix == ".bin" and path.is_file()]
+    matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # as the trainer's
+    paths = [path for path in matches if path.suffix == ".bin" and path.is_file()]
     if not paths:
         raise common.UserError(
             f"--data {data}: no .bin file there, or in a directory none with `val` in its name. Prepare text with "
@@ -48,21 +48,23 @@ def check_tokens(data: str, loaded: common.Loaded, windows: list[np.ndarray]) ->
     """Raises UserError for shards of a vocabulary that is not this model's: by their manifest, if there is one, and
     their largest token. Prints a note where the manifest and a checkpoint name different tokenizers."""
     tokenizer, directory = loaded.tokenizer, Path(data) if os.path.isdir(data) else Path(data).parent
-    vocabulary, trained_with = tokenizer.get_vocab(), common.trainer_config(loaded.directory, "tokenizer").get("digest")
+    model_digest = common.trainer_config(loaded.directory, "tokenizer").get("digest")
     path = directory / "manifest.json"
     with common.reading(path, "name other shards with --data"):
         manifest = json.loads(path.read_text()) if path.is_file() else {}
-        made_with, digest = manifest.get("vocab_size"), manifest.get("tokenizer")
-    size, largest = max(vocabulary.values()) + 1, max(int(window.max()) for window in windows)
-    if largest >= size or (made_with and not 0 <= size - made_with <= len(tokenizer.added_tokens_decoder)):
+        shard_vocab, shard_digest = manifest.get("vocab_size"), manifest.get("tokenizer")
+    vocab_size, largest = max(tokenizer.get_vocab().values()) + 1, max(int(window.max()) for window in windows)
+    n_added = len(tokenizer.added_tokens_decoder)
+    if largest >= vocab_size or (shard_vocab and not 0 <= vocab_size - shard_vocab <= n_added):
         raise common.UserError(
-            f"--data {data}: shards of a tokenizer of {made_with or largest + 1:,} tokens, and the model's has "
-            f"{size:,}. Prepare the text with the model's own: python -m recipe.data.prepare --dataset_name TEXT "
+            f"--data {data}: shards of a tokenizer of {shard_vocab or largest + 1:,} tokens, and the model's has "
+            f"{vocab_size:,}. Prepare the text with the model's own: python -m recipe.data.prepare --dataset_name TEXT "
             "--tokenizer MODEL"
         )
-    if digest and trained_with and digest != trained_with:  # "gpt2" may also be in a directory, by a digest of its own
-        print(f"note: --data {data}: shards of the tokenizer {digest}, and the model was trained with {trained_with}")
-        print("note: unless both give the same tokens, the loss means nothing")
+    # A copy of GPT-2's tokenizer in a directory has another digest than "gpt2".
+    if shard_digest and model_digest and shard_digest != model_digest:
+        print(f"note: --data {data}: made with the tokenizer {shard_digest}, but the model's is {model_digest}")
+        print("note: unless both give the same tokens, the loss is meaningless")
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -72,15 +74,16 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     a token's length in characters is its length in bytes; added tokens, such as runs of spaces, are plain text. Raises
     UserError for other tokenizers.
     """
-    special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
-    own = {i: token for token, i in tokenizer.get_vocab().items() if i not in special and i not in added}
-    if not set("".join(own.values())) <= set(ByteLevel.alphabet()):
+    vocab, special_ids = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
+    added_tokens = tokenizer.added_tokens_decoder
+    tokens_by_id = {i: token for token, i in vocab.items() if i not in special_ids and i not in added_tokens}
+    if not set("".join(tokens_by_id.values())) <= set(ByteLevel.alphabet()):
         raise common.UserError("bits per byte need a byte-level BPE such as GPT-2's; this model's tokenizer is none")
-    lengths = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
-    for i, token in own.items():
+    lengths = np.zeros(max(vocab.values()) + 1, np.int64)
+    for i, token in tokens_by_id.items():
         lengths[i] = len(token)
-    for i in added.keys() - special:
-        lengths[i] = len(str(added[i]).encode())
+    for i in added_tokens.keys() - special_ids:
+        lengths[i] = len(str(added_tokens[i]).encode())
     return lengths
 
 
@@ -100,12 +103,12 @@ def window_losses(loaded: common.Loaded, windows: Sequence[np.ndarray], batch_si
 
 def summarize(loaded: common.Loaded, windows: list[np.ndarray], losses: list[float]) -> dict:
     """{"loss": nats per token, "perplexity", "bits_per_byte", "windows", "tokens", "bytes"} of `window_losses`."""
-    table, total = byte_lengths(loaded.tokenizer), sum(losses)
+    lengths, total_nats = byte_lengths(loaded.tokenizer), sum(losses)
     tokens = sum(len(window) - 1 for window in windows)
-    size = sum(int(table[window[1:]].sum()) for window in windows)
-    loss, bits = total / tokens, total / math.log(2) / size  # bits per byte as in section 3.1 of arXiv:2101.00027
+    n_bytes = sum(int(lengths[window[1:]].sum()) for window in windows)
+    loss, bits = total_nats / tokens, total_nats / math.log(2) / n_bytes  # bits per byte: arXiv:2101.00027, section 3.1
     metrics = {"loss": loss, "perplexity": float(np.exp(loss)), "bits_per_byte": bits}
-    return metrics | {"windows": len(windows), "tokens": tokens, "bytes": size}
+    return metrics | {"windows": len(windows), "tokens": tokens, "bytes": n_bytes}
 
 
 def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[list[np.ndarray], dict]:
@@ -118,17 +121,17 @@ def choose_windows(args: argparse.Namespace, loaded: common.Loaded) -> tuple[lis
     if not source:
         raise common.UserError("no data: the model names none in trainer_state.json. Use --data DIR")
     if isinstance(source, list):  # a mixture
-        first = source[0]["name"]
-        raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first}")
-    source_here = os.path.expanduser(source)  # a run writes ~ for the home
-    windows, files = shard_windows(source_here, length)
+        first_name = source[0]["name"]
+        raise common.UserError(f"the model was trained on {len(source)} data sets. Name one: --data {first_name}")
+    local_source = os.path.expanduser(source)  # a run writes ~ for the home
+    windows, files = shard_windows(local_source, length)
     limit = args.limit_windows
     if not args.data and not limit and "eval_tokens" in config:
         limit = max(1, config["eval_tokens"] // length)  # as many as each validation of the training
-    about = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
-    about["of_windows"] = len(windows)
-    check_tokens(source_here, loaded, windows[:limit])
-    return windows[:limit], about
+    data_info = {"data": source, "files": files, "sequence_length": length, "limit_windows": args.limit_windows}
+    data_info["of_windows"] = len(windows)
+    check_tokens(local_source, loaded, windows[:limit])
+    return windows[:limit], data_info
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,12 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def scores_of(result: dict) -> list[dict]:
     """The scores of the command's result, for the model card."""
-    limit, some, all = result["limit_windows"], result["windows"], result["of_windows"]
-    how = f"{result['tokens']:,} tokens, {result['sequence_length']:,} at once, in {result['dtype']}"
-    how += f", the first {some:,} of {all:,} windows" if some < all else ""
-    data = text_dataset(Path(result["data"]).name)
+    limit, n_windows, n_available = result["limit_windows"], result["windows"], result["of_windows"]
+    method = f"{result['tokens']:,} tokens, {result['sequence_length']:,} at once, in {result['dtype']}"
+    method += f", the first {n_windows:,} of {n_available:,} windows" if n_windows < n_available else ""
+    dataset = text_dataset(Path(result["data"]).name)
     metrics = {"loss": "loss, nats per token", "perplexity": "perplexity per token", "bits_per_byte": "bits per byte"}
-    return [score(data, metric, result[metric[0]], how, complete=not limit) for metric in metrics.items()]
+    return [score(dataset, metric, result[metric[0]], method, complete=not limit) for metric in metrics.items()]
 
 
 def main() -> None:
@@ -156,14 +159,14 @@ def main() -> None:
     args = parser.parse_args()
     loaded = common.load(args)
     output = common.results_path(args.output, loaded)
-    windows, about = choose_windows(args, loaded)
-    print(f"data {about['data']}: {json.dumps(about['files'])}, {len(windows):,} windows", flush=True)
+    windows, data_info = choose_windows(args, loaded)
+    print(f"data {data_info['data']}: {json.dumps(data_info['files'])}, {len(windows):,} windows", flush=True)
     result = summarize(loaded, windows, window_losses(loaded, windows, args.batch_size, "perplexity"))
     print(f"\nloss           {result['loss']:14.4f} nats/token")
     print(f"perplexity     {result['perplexity']:14.4f}")
     print(f"bits_per_byte  {result['bits_per_byte']:14.4f} bits/byte")
     print(f"tokens         {result['tokens']:14,}\nbytes          {result['bytes']:14,}\n")
-    record = loaded.describe() | about | result
+    record = loaded.describe() | data_info | result
     common.write_results(output, "perplexity", record | {"scores": scores_of(record)})
 
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from eval.curves import Reference, Run
 from eval.diagnosis import distance
-from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, WAYS
+from eval.published import HELLASWAG, HELLASWAG_ROWS, OPENAI_LOSS, OPENAI_LOSS_SOURCE, SOURCES, STYLES
 from eval.scores import ci95
 from recipe.utils.units import si
 
@@ -21,7 +21,7 @@ OPENAI = {"color": "#222222", "linestyle": ":", "linewidth": 1.1, "gid": "openai
 TIMES = {"seconds": 1, "minutes": 60, "hours": 3600}
 TRAINING = {"tokens_per_second": "(b) tokens/s", "learning_rate": "(c) learning rate", "grad_norm": "(d) gradient norm"}
 # matplotlib's settings with which figures are drawn and saved.
-STYLE = {
+RC_PARAMS = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
@@ -47,7 +47,7 @@ class Picture:
 
 
 def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]:
-    """All plots for which the runs have data; to be drawn and saved in STYLE."""
+    """All plots for which the runs have data; to be drawn and saved in RC_PARAMS."""
     plots = {"loss": (draw_loss, 2), "training": (draw_training, 4)}
     if any(len(run.series("hellaswag_llmc_acc_norm")[0]) for run in runs):
         plots["hellaswag"] = draw_hellaswag, 2
@@ -62,12 +62,12 @@ def draw_pictures(runs: list[Run], references: list[Reference]) -> list[Picture]
 def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
     """Training and validation loss against tokens: all, and the last four fifths. Returns title and caption."""
     end = max(run.tokens for run in runs) or 1
-    begin = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, where a short run is too
-    full, rest = panels
+    tail_starts = [min(0.2 * end, 0.8 * run.tokens) for run in runs]  # of the second panel, where a short run is too
+    full_axes, tail_axes = panels
     references = [r for r in references if end >= r.val_loss[1, 0]]
     openai = {(run.dataset, run.size): loss for run in runs if (loss := OPENAI_LOSS.get(run.dataset, {}).get(run.size))}
-    late = [*openai.values()]  # values that the second panel must include
-    for axes in (full, rest):
+    tail_losses = [*openai.values()]  # values that the second panel must include
+    for axes in (full_axes, tail_axes):
         for reference in references:
             x, y = reference.val_loss[(reference.val_loss[:, 0] > 0) & (reference.val_loss[:, 0] <= end)].T
             tolerance = distance((x, y), reference)[2]
@@ -81,19 +81,19 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
             axes.plot(x, y, linewidth=0.5, alpha=0.3, gid=f"{i}-loss", color=color)
             axes.plot(x, smooth(y), linewidth=1.1, alpha=0.8, label=f"{run.name}, training", color=color)
             axes.plot(val_x, val, "o-", label=f"{run.name}, validation", gid=f"{i}-val_loss", color=color)
-            late += [*smooth(y)[x >= begin[i]], *val[val_x >= begin[i]]]
+            tail_losses += [*smooth(y)[x >= tail_starts[i]], *val[val_x >= tail_starts[i]]]
         _token_axis(axes)
-    full.set(ylabel="loss (nats a token)", title="(a) full run, logarithmic")
-    if logged := [x for run in runs for x in run.series("loss")[0]]:
-        full.set_xscale("log", nonpositive="mask")
-        full.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged) else (1, 2, 5)))
-        full.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
-        full.xaxis.set_minor_formatter(NullFormatter())
-    rest.set(title="(b) last four fifths", xlim=(min(begin), 1.02 * end))
-    if late:
-        room = 0.05 * (max(late) - min(late)) + 0.01
-        rest.set_ylim(min(late) - room, max(late) + room)
-    _legend(full)
+    full_axes.set(ylabel="loss (nats a token)", title="(a) full run, logarithmic")
+    if logged_tokens := [x for run in runs for x in run.series("loss")[0]]:
+        full_axes.set_xscale("log", nonpositive="mask")
+        full_axes.xaxis.set_major_locator(LogLocator(subs=(1,) if end > 300 * min(logged_tokens) else (1, 2, 5)))
+        full_axes.xaxis.set_major_formatter(FuncFormatter(_as_tokens))
+        full_axes.xaxis.set_minor_formatter(NullFormatter())
+    tail_axes.set(title="(b) last four fifths", xlim=(min(tail_starts), 1.02 * end))
+    if tail_losses:
+        margin = 0.05 * (max(tail_losses) - min(tail_losses)) + 0.01
+        tail_axes.set_ylim(min(tail_losses) - margin, max(tail_losses) + margin)
+    _legend(full_axes)
     caption = "Loss in nats a token; faint: every line of the log; bold: their moving average."
     for r in references:
         caption += f" Reference: {r.source}; validation on {r.validation}. Gray band: the expected deviation."
@@ -104,25 +104,25 @@ def draw_loss(panels: np.ndarray, runs: list[Run], references: list[Reference]) 
 
 def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tuple[str, str]:
     """The loss against the time, and how the run went. Returns title and caption."""
-    by_time, *others = panels
-    late: list[float] = []  # losses after a twentieth of the time, which the first panel shows
-    unit, seconds = [u for u in TIMES.items() if u[1] <= max(1, *(run.seconds for run in runs))][-1]
+    time_axes, *token_axes = panels
+    late_losses: list[float] = []  # losses after a twentieth of the time, which the first panel shows
+    unit, seconds = [item for item in TIMES.items() if item[1] <= max(1, *(run.seconds for run in runs))][-1]
     for i, run in enumerate(runs):
-        look = {"color": COLORS[i % len(COLORS)], "linewidth": 1.0}
-        for column, more in (("loss", {}), ("val_loss", {"marker": "o", "label": run.name})):
+        line = {"color": COLORS[i % len(COLORS)], "linewidth": 1.0}
+        for column, options in (("loss", {}), ("val_loss", {"marker": "o", "label": run.name})):
             x, y = run.series(column, "seconds")
-            by_time.plot(x / seconds, y if more else smooth(y), gid=f"{i}-{column}-by-time", **look | more)
-            late += y[x >= 0.05 * run.seconds].tolist()
-        for axes, column in zip(others, TRAINING, strict=True):
-            axes.plot(*run.series(column), gid=f"{i}-{column}", **look)
-    by_time.set(xlabel=f"{unit} of training", ylabel="loss (nats a token)", title="(a) loss by time")
-    if late:
-        by_time.set_ylim(min(late) - 0.05, max(late) + 0.05)
-    for axes, title in zip(others, TRAINING.values(), strict=True):
+            time_axes.plot(x / seconds, y if options else smooth(y), gid=f"{i}-{column}-by-time", **line | options)
+            late_losses += y[x >= 0.05 * run.seconds].tolist()
+        for axes, column in zip(token_axes, TRAINING, strict=True):
+            axes.plot(*run.series(column), gid=f"{i}-{column}", **line)
+    time_axes.set(xlabel=f"{unit} of training", ylabel="loss (nats a token)", title="(a) loss by time")
+    if late_losses:
+        time_axes.set_ylim(min(late_losses) - 0.05, max(late_losses) + 0.05)
+    for axes, title in zip(token_axes, TRAINING.values(), strict=True):
         _token_axis(axes)
         axes.set_title(title)
         axes.set_ylim(bottom=0)
-    _legend(by_time)
+    _legend(time_axes)
     caption = "The time is that of training, without validation and saving; with dots: the validation loss. (a) shows "
     caption += "the losses after a twentieth of the time."
     return "Loss by time, speed, learning rate and gradient norm", caption
@@ -131,41 +131,41 @@ def draw_training(panels: np.ndarray, runs: list[Run], _: list[Reference]) -> tu
 def draw_hellaswag(panels: np.ndarray, runs: list[Run], references: list[Reference]) -> tuple[str, str]:
     """acc_norm of the evaluations during training, one panel per scoring style, beside OpenAI's models of the runs'
     sizes (else the smallest). Returns title and caption."""
-    for axes, way in zip(panels, WAYS, strict=True):
+    for axes, style in zip(panels, STYLES, strict=True):
         for i, run in enumerate(runs):
-            x, accuracy = run.series(f"hellaswag_{way}_acc_norm")
-            half = np.array([ci95(p, run.hellaswag_rows) for p in accuracy])
+            x, accuracy = run.series(f"hellaswag_{style}_acc_norm")
+            half_width = np.array([ci95(p, run.hellaswag_rows) for p in accuracy])
             color = COLORS[i % len(COLORS)]
             axes.plot(x, accuracy, "o-", label=run.name, gid=f"{i}-hellaswag", color=color)
-            axes.fill_between(x, accuracy - half, accuracy + half, color=color, alpha=0.1)
+            axes.fill_between(x, accuracy - half_width, accuracy + half_width, color=color, alpha=0.1)
         for r in references:
-            if way == "llmc" and r.hellaswag_llmc_acc_norm is not None:
+            if style == "llmc" and r.hellaswag_llmc_acc_norm is not None:
                 axes.plot(*r.hellaswag_llmc_acc_norm.T, label=f"reference: {r.name}", **REFERENCE)
         for size in sorted({run.size for run in runs if run.size} or {"124M"}):
-            if accuracy := HELLASWAG[way].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
+            if accuracy := HELLASWAG[style].get(f"GPT-2 {size}, OpenAI", (None, None))[1]:
                 axes.axhline(accuracy, label=f"OpenAI's GPT-2 {size}", **OPENAI)
-                at = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 8}
-                axes.text(1, accuracy, f"{accuracy:.1%}", **at)  # another in each panel
+                placement = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 8}
+                axes.text(1, accuracy, f"{accuracy:.1%}", **placement)  # another in each panel
         axes.axhline(0.25, color="#666666", linewidth=0.8, label="chance")
         _token_axis(axes)
         axes.set_xlim(0, 1.04 * max(run.tokens for run in runs) or 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
-        axes.set_title(WAYS[way])
+        axes.set_title(STYLES[style])
         axes.set_ylabel("accuracy, normalized by length")
     _legend(panels[0])
     caption = f"HellaSwag, acc_norm on {min(run.hellaswag_rows for run in runs):,} of {HELLASWAG_ROWS:,} validation "
     caption += "rows, with 95 % intervals; OpenAI's models on all rows."
-    caption += "".join(f" {WAYS[way]}: {SOURCES[way]}." for way in WAYS)
+    caption += "".join(f" {STYLES[style]}: {SOURCES[style]}." for style in STYLES)
     return "HellaSwag against tokens", caption
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
     """The mean over a fortieth of a curve's points around each, (N,) -> (N,); over fewer at the start, where a loss
     falls steeply, and at the end."""
-    at = np.arange(len(y))
-    half = np.minimum(at // 8, len(y) // 80)
+    index = np.arange(len(y))
+    half_width = np.minimum(index // 8, len(y) // 80)
     sums = np.concatenate([[0.0], np.cumsum(y)])
-    low, high = at - half, np.minimum(at + half, len(y) - 1) + 1
+    low, high = index - half_width, np.minimum(index + half_width, len(y) - 1) + 1
     return (sums[high] - sums[low]) / (high - low)
 
 

@@ -7,9 +7,9 @@ HELLASWAG_ROWS = 10_042  # of the validation split
 # (layers, width) of OpenAI's four models.
 SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 # How HellaSwag is scored: in the names of results and metrics, and for readers.
-WAYS = {"llmc": "llm.c-style", "lmeval": "lm-eval-style"}
+STYLES = {"llmc": "llm.c-style", "lmeval": "lm-eval-style"}
 # Its accuracies: name in results and metrics, and for readers.
-ACCURACIES = {f"{way}_{kind}": f"{kind}, {style}" for way, style in WAYS.items() for kind in ("acc", "acc_norm")}
+ACCURACIES = {f"{way}_{kind}": f"{kind}, {style}" for way, style in STYLES.items() for kind in ("acc", "acc_norm")}
 # For each scoring style: the model scored, and (acc, acc_norm) on all 10,042 rows; None if not published.
 HELLASWAG = {
     "llmc": {

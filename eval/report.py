@@ -14,14 +14,14 @@ import numpy as np
 from eval import common, plots
 from eval.curves import Run, find_reference, load_references, read_run
 from eval.diagnosis import Finding, diagnose
-from eval.published import WAYS
+from eval.published import STYLES
 from eval.scores import ci95
 from recipe.utils.checkpoints import newest_run
 from recipe.utils.errors import ArgumentParser
 from recipe.utils.units import duration, si
 
 TEMPLATE = Path(__file__).resolve().parent / "report.html.jinja"
-WORDS = {"good": "ok", "bad": "look", "note": "note"}
+LABELS = {"good": "ok", "bad": "look", "note": "note"}
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     for run, findings in zip(runs, write_report(runs, out), strict=True):
         print(run.name)
         for finding in findings:
-            print(f"  {WORDS[finding.kind]:<5} {finding.text}")
+            print(f"  {LABELS[finding.kind]:<5} {finding.text}")
     pictures = ", ".join(path.name for path in sorted(out.glob("*.png")))
     print(f"wrote {out / 'report.html'}; beside it {pictures}")
 
@@ -49,7 +49,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     findings = [diagnose(run, references) for run in runs]
     comparable = [r for r in references if any(find_reference(run, [r]) and not r.differences(run) for run in runs)]
     images = []
-    with matplotlib.style.context(plots.STYLE):
+    with matplotlib.style.context(plots.RC_PARAMS):
         for picture in plots.draw_pictures(runs, comparable):
             picture.figure.savefig(out / f"{picture.name}.png", dpi=dpi)
             images.append((picture, base64.b64encode((out / f"{picture.name}.png").read_bytes()).decode()))
@@ -57,7 +57,7 @@ def write_report(runs: list[Run], out: Path, dpi: int = 150) -> list[list[Findin
     page = template.render(
         title="Training report: " + ", ".join(run.name for run in runs),
         runs=list(zip(runs, findings, strict=True)),
-        words=WORDS,
+        labels=LABELS,
         summary=summarize(runs),
         pictures=images,
     )
@@ -69,14 +69,14 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     """The table, one row per quantity and one column per run; quantities that no run has are not shown."""
     columns = []
     for run in runs:
-        rate, mfu, memory = (run.series(c)[1] for c in ("tokens_per_second", "mfu", "peak_memory_bytes"))
+        rate, mfu, memory = (run.series(column)[1] for column in ("tokens_per_second", "mfu", "peak_memory_bytes"))
         cells = {
             "run": run.name,
             "data": run.dataset or run.data,
             "tokens": si(run.tokens, "B"),
-            "training loss": _fixed(run.last("loss")),
-            "validation loss": _fixed(run.last("val_loss")),
-            **{f"HellaSwag, {name}": _accuracy(run, way) for way, name in WAYS.items()},
+            "training loss": _four_digits(run.last("loss")),
+            "validation loss": _four_digits(run.last("val_loss")),
+            **{f"HellaSwag, {name}": _accuracy(run, style) for style, name in STYLES.items()},
             "tokens/s": f"{np.median(rate):,.0f}" if len(rate) else "",
             "MFU": f"{np.median(mfu):.1%}" if len(mfu) else "",
             "peak memory": f"{memory.max() / 1e9:.2f} GB" if len(memory) else "",
@@ -87,13 +87,13 @@ def summarize(runs: list[Run]) -> list[list[str]]:
     return [[key, *(cells[key] for cells in columns)] for key in columns[0] if any(cells[key] for cells in columns)]
 
 
-def _fixed(value: float) -> str:
+def _four_digits(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else ""
 
 
-def _accuracy(run: Run, way: str) -> str:
+def _accuracy(run: Run, style: str) -> str:
     """The last accuracy measured during training, with its 95 % interval."""
-    p, rows = run.last(f"hellaswag_{way}_acc_norm"), run.hellaswag_rows
+    p, rows = run.last(f"hellaswag_{style}_acc_norm"), run.hellaswag_rows
     return f"{p:.4f} ± {ci95(p, rows):.4f} ({rows:,} rows)" if math.isfinite(p) else ""
 
 

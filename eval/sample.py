@@ -25,16 +25,16 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False) or [tokenizer.eos_token_id]
     room = positions - len(prompt_ids)
     n_new = min(args.max_new_tokens, room if room > 0 else positions - 1)
-    kept = prompt_ids[-(positions - n_new) :]
+    context_ids = prompt_ids[-(positions - n_new) :]
     if n_new < args.max_new_tokens:
         print(f"note: {n_new} new tokens instead of {args.max_new_tokens}: the model has {positions} positions")
-    if len(kept) < len(prompt_ids):
-        print(f"note: of the prompt's {len(prompt_ids)} tokens the last {len(kept)} are used: no more positions")
+    if len(context_ids) < len(prompt_ids):
+        print(f"note: of the prompt's {len(prompt_ids)} tokens the last {len(context_ids)} are used: no more positions")
     loaded.model.generation_config = GenerationConfig()  # or its own fill what is not named here: do_sample, penalties
     options = {"max_new_tokens": n_new, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     if args.temperature:
         options |= {"do_sample": True} | {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
-    ids = torch.tensor([kept], device=loaded.model.device)  # (1, T)
+    ids = torch.tensor([context_ids], device=loaded.model.device)  # (1, T)
     texts = []
     assert isinstance(loaded.model, GenerationMixin)
     print()
@@ -48,7 +48,7 @@ def generate(loaded: common.Loaded, prompt: str, args: argparse.Namespace) -> li
             generation_config=GenerationConfig(**options),
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         )  # (1, T + new)
-        texts.append(str(tokenizer.decode(out[0, len(kept) :], skip_special_tokens=True)))
+        texts.append(str(tokenizer.decode(out[0, len(context_ids) :], skip_special_tokens=True)))
     print()
     return texts
 
@@ -93,8 +93,8 @@ def main() -> None:
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise common.UserError("--temperature and --top_k must not be negative, --top_p lies in (0, 1]")
     if args.interactive and (args.prompt is not None or args.output):
-        wrong = "output" if args.output else "prompt"
-        raise common.UserError(f"--interactive reads its prompts and writes no results: remove --{wrong}")
+        conflicting_flag = "output" if args.output else "prompt"
+        raise common.UserError(f"--interactive reads its prompts and writes no results: remove --{conflicting_flag}")
     loaded = common.load(args)
     if args.interactive:
         interact(loaded, args)

@@ -12,11 +12,11 @@ from eval.published import ACCURACIES, HELLASWAG_ROWS
 _HELLASWAG = {"dataset_type": "Rowan/hellaswag", "dataset_name": "HellaSwag", "dataset_split": "validation"}
 
 
-def score(dataset: dict, metric: tuple[str, str], value: float, how: str, **more) -> dict:
+def score(dataset: dict, metric: tuple[str, str], value: float, method: str, **fields) -> dict:
     """One score; `metric` is its name on the Hub and its name for readers, `more` are further fields."""
     metric_type, metric_name = metric
-    metric_fields = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": how}
-    return {"task_type": "text-generation"} | dataset | metric_fields | {"ci95": None, "complete": True} | more
+    metric_fields = {"metric_type": metric_type, "metric_name": metric_name, "metric_value": value, "how": method}
+    return {"task_type": "text-generation"} | dataset | metric_fields | {"ci95": None, "complete": True} | fields
 
 
 def text_dataset(name: str) -> dict:
@@ -25,15 +25,15 @@ def text_dataset(name: str) -> dict:
     return {"dataset_type": "text", "dataset_name": name, "dataset_config": name}
 
 
-def hellaswag_scores(accuracies: dict[str, float | None], rows: int, how: str, when: str = "") -> list[dict]:
+def hellaswag_scores(accuracies: dict[str, float | None], rows: int, method: str, when: str = "") -> list[dict]:
     """The scores of the first `rows` rows, from the values of ACCURACIES that were measured."""
     complete = rows >= HELLASWAG_ROWS
     count = f"{rows:,} rows" if complete else f"the first {rows:,} of {HELLASWAG_ROWS:,} rows"
     scores = []
-    for name, text in ACCURACIES.items():
+    for name, title in ACCURACIES.items():
         if (p := accuracies.get(name)) is not None:
-            metric = "accuracy", f"{text}{when}"
-            scores.append(score(_HELLASWAG, metric, p, f"{count}, {how}", ci95=ci95(p, rows), complete=complete))
+            metric = "accuracy", f"{title}{when}"
+            scores.append(score(_HELLASWAG, metric, p, f"{count}, {method}", ci95=ci95(p, rows), complete=complete))
     return scores
 
 
@@ -42,17 +42,17 @@ def ci95(p: float, n: int) -> float:
     return 1.96 * (p * (1 - p) / n) ** 0.5
 
 
-def merged(earlier: list[dict], new: list[dict]) -> list[dict]:
+def merged(previous: list[dict], new: list[dict]) -> list[dict]:
     """Scores of a model, where those that measure the same are there once: the newer, but none of a part of the data
     set in place of one of all of it."""
-    scores = {_measured(one): one for one in earlier}
-    for one in new:
-        if one["complete"] or not scores.get(_measured(one), one)["complete"]:
-            scores[_measured(one)] = one
+    scores = {_identity(entry): entry for entry in previous}
+    for entry in new:
+        if entry["complete"] or not scores.get(_identity(entry), entry)["complete"]:
+            scores[_identity(entry)] = entry
     return [*scores.values()]
 
 
-def _measured(score: dict) -> tuple:
+def _identity(score: dict) -> tuple:
     return tuple(score.get(name) for name in ("dataset_type", "dataset_name", "dataset_split", "metric_name"))
 
 

@@ -128,7 +128,7 @@ def test_gpu_scores_hellaswag_as_the_cpu(tiny_gpt2, dtype, share, tolerance):
         loaded.model.to(device, kind)
         model = dataclasses.replace(loaded.lm, device=torch.device(device), shares_contexts=share)
         scores.append(hellaswag.score_rows(model, rows))
-    for way in hellaswag.WAYS:
+    for way in hellaswag.STYLES:
         (cpu, _), (gpu, _) = (score[way] for score in scores)
         assert gpu == pytest.approx(cpu, abs=tolerance)
 

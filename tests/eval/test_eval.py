@@ -130,7 +130,7 @@ def test_models_that_are_not_gpt2_are_scored_or_refused(kind, model_dir, tmp_pat
         return
     loaded = load(tmp_path)
     rows = hellaswag.load_rows(2)
-    assert loaded.n_positions == common.UNBOUNDED
+    assert loaded.n_positions == common.DEFAULT_POSITIONS
     assert hellaswag.correct(hellaswag.score_rows(loaded.lm, rows), rows)["llmc_acc"].shape == (2,)
 
 
@@ -164,7 +164,7 @@ def test_shards_of_another_tokenizer_of_the_same_size_are_noted(whole_run, tmp_p
     (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": 50257, "tokenizer": digest}))
     command(perplexity, whole_run[0], "--data", tmp_path, "--output", tmp_path / "results.json")
     assert ("note: " in (out := capsys.readouterr().out)) == (digest != "gpt2")
-    assert ("shards of the tokenizer 0123456789abcdef, and the model was trained with gpt2" in out) == ("note: " in out)
+    assert ("made with the tokenizer 0123456789abcdef, but the model's is gpt2" in out) == ("note: " in out)
 
 
 def test_bytes_are_those_of_the_text(loaded):

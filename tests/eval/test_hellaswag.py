@@ -31,7 +31,7 @@ def bigram(probabilities: dict[tuple[str, str], float]) -> LanguageModel:
 
 
 def assert_same(ours: hellaswag.Scores, theirs: hellaswag.Scores) -> None:
-    for way in hellaswag.WAYS:
+    for way in hellaswag.STYLES:
         assert ours[way][0] == pytest.approx(theirs[way][0], abs=2e-3)
 
 

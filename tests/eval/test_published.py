@@ -5,7 +5,7 @@ import re
 from itertools import zip_longest
 
 from eval import published
-from eval.published import SIZES, SLOWER, SPEEDS, WAYS
+from eval.published import SIZES, SLOWER, SPEEDS, STYLES
 from recipe.config import ModelConfig
 from recipe.engine.hardware import DEVICES
 from recipe.estimate.memory import flops_per_token
@@ -29,8 +29,8 @@ def tables() -> list[str]:
     lines += ["| HellaSwag | style | acc | acc_norm |", "|---|---|---|---|"]
     for way, models in published.HELLASWAG.items():
         for model, pair in models.items():
-            lines.append(f"| {model} | {WAYS[way]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
-    lines += [f"- {WAYS[way]}: {source}." for way, source in published.SOURCES.items()]
+            lines.append(f"| {model} | {STYLES[way]} | " + " | ".join(f"{p:.4f}" if p else "" for p in pair) + " |")
+    lines += [f"- {STYLES[way]}: {source}." for way, source in published.SOURCES.items()]
     lines += ["| machine | model | run | tokens/s | x first | MFU |", "|---|---|---|---|---|---|"]
     for source in published.SPEED_SOURCES:
         runs = [run for run in (*SLOWER, *SPEEDS) if run.run == source]
